@@ -1,0 +1,94 @@
+"""EngineConfig: what an engine is built with. The command line's flags are generated from its fields.
+
+Only the assembler (`engine/engine.py`) and the entry points read it; everything below is handed plain values. This is
+also the only reader of environment variables: see `cache_dir`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.errors import InvalidParams, UnknownField
+
+DEFAULT_MODEL = "smollm2:135m"
+
+
+def cache_dir() -> Path:
+    """Where models are kept: $QUIRE_CACHE, or `quire` in the user's cache directory."""
+    if explicit := os.environ.get("QUIRE_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
+def option(default: Any, text: str) -> Any:
+    """A field that becomes a command line flag with `text` as its help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine, checked when it is made."""
+
+    model: str = DEFAULT_MODEL
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model runs; auto takes a GPU if there is one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "What weights and activations are computed in; auto is float32 on a CPU."
+    )
+    max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
+    max_requests: int = option(64, "How many requests run at once.")
+    max_tokens_per_step: int = option(512, "How many tokens one step computes; longer prompts are split into chunks.")
+    block_size: int = option(16, "Tokens in a block of the cache.")
+    num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
+    kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.")
+    prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests that begin the same way.")
+    batching: Literal["continuous", "static", "dynamic"] = option(
+        "continuous", "When waiting requests join: at every step, or when the running batch has ended."
+    )
+    order: Literal["fcfs", "priority"] = option("fcfs", "Who goes first: first come first served, or by priority.")
+    batch_size: int | None = option(None, "Static and dynamic batching: requests in a batch; --max-requests if not set.")
+    batch_wait: float = option(0.05, "Dynamic batching: seconds to wait for a batch to fill.")
+    threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
+    seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens_per_step", "block_size"):
+            self._at_least(name, 1)
+        for name in ("max_len", "num_blocks", "batch_size", "threads"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.max_tokens_per_step < self.max_requests:
+            raise InvalidParams(
+                f"max_tokens_per_step is {self.max_tokens_per_step}, below max_requests ({self.max_requests}): every "
+                "running request needs a token a step. Raise the one or lower the other."
+            )
+        if self.kv_memory is not None and not self.kv_memory > 0:
+            raise InvalidParams(f"kv_memory is {self.kv_memory}; give the cache more than 0 GiB.")
+        if not 0 <= self.batch_wait < float("inf"):
+            raise InvalidParams(f"batch_wait is {self.batch_wait}; give a number of seconds, 0 or more.")
+        self._one_of("device", ("auto", "cpu", "cuda"))
+        self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._one_of("batching", ("continuous", "static", "dynamic"))
+        self._one_of("order", ("fcfs", "priority"))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Make a config from keyword arguments, naming the first one that does not exist."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UnknownField.of("EngineConfig", name, known)
+        return cls(**options)
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InvalidParams(f"{name} is {value!r}; give a whole number of at least {least}.")
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise InvalidParams(f"{name} is {value!r}; choose one of {', '.join(choices)}.")

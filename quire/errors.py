@@ -1,0 +1,145 @@
+"""Every error quire raises on purpose.
+
+Each class carries the HTTP status a server answers with, and each message says what happened, with the number and the
+limit where there is one, and what to do about it. `assert` is for our own invariants; whatever a user, a file or a peer
+can cause is raised from here.
+
+    QuireError
+    ├── InvalidRequest            400   the request itself is wrong; no other request is touched
+    │   ├── InvalidParams               a value out of its range
+    │   ├── UnknownField                a field that quire does not know, so cannot honour
+    │   ├── EmptyPrompt
+    │   ├── PromptTooLong               prompt plus max_tokens do not fit the context or the cache
+    │   └── TemplateError               a chat template that is broken, missing or over its bounds
+    ├── ModelError                500   the model cannot be used
+    │   ├── ModelNotFound         404
+    │   ├── BadModelFile                truncated, hostile or otherwise unreadable
+    │   ├── WeightMismatch              tensors missing, left over or of the wrong shape
+    │   └── UnsupportedModel            a family, a type or an option that quire does not have
+    ├── PullError                 502   a download failed; what was fetched is kept and resumed
+    │   ├── ChecksumMismatch
+    │   └── DiskFull              507
+    └── EngineError               500   the engine failed, not the request
+        ├── NotEnoughMemory       503
+        └── EngineClosed          503
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BadModelFile",
+    "ChecksumMismatch",
+    "DiskFull",
+    "EmptyPrompt",
+    "EngineClosed",
+    "EngineError",
+    "InvalidParams",
+    "InvalidRequest",
+    "ModelError",
+    "ModelNotFound",
+    "NotEnoughMemory",
+    "PromptTooLong",
+    "PullError",
+    "QuireError",
+    "TemplateError",
+    "UnknownField",
+    "UnsupportedModel",
+    "WeightMismatch",
+]
+
+
+class QuireError(Exception):
+    """The root: `except QuireError` catches whatever quire raises on purpose."""
+
+    status = 500
+
+
+class InvalidRequest(QuireError):
+    """The request is wrong; fix it and send it again."""
+
+    status = 400
+
+
+class InvalidParams(InvalidRequest, ValueError):
+    """A parameter's value is outside what it may be."""
+
+
+class UnknownField(InvalidRequest, TypeError):
+    """A field that quire does not know. Accepting it would change nothing, so it is refused."""
+
+    @classmethod
+    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownField:
+        """Name the stranger, and the field that was probably meant."""
+        choices = sorted(known)
+        close = difflib.get_close_matches(name, choices, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(choices)}."
+        return cls(f"{what} has no field {name!r}: {hint}")
+
+
+class EmptyPrompt(InvalidRequest, ValueError):
+    """A prompt without a single token."""
+
+
+class PromptTooLong(InvalidRequest, ValueError):
+    """Prompt and requested tokens do not fit into the model's context or into the cache."""
+
+
+class TemplateError(InvalidRequest):
+    """A chat template that is broken, missing, or that ran past its time or size bound."""
+
+
+class ModelError(QuireError):
+    """The model cannot be used as asked."""
+
+
+class ModelNotFound(ModelError):
+    """No alias, file, directory or hub name of that kind."""
+
+    status = 404
+
+
+class BadModelFile(ModelError):
+    """A model file that cannot be read as what it says it is."""
+
+
+class WeightMismatch(ModelError):
+    """The file's tensors are not the ones that the model's configuration asks for."""
+
+
+class UnsupportedModel(ModelError):
+    """A model family, tensor type or option that quire does not have."""
+
+
+class PullError(QuireError):
+    """A download that did not finish. Run the same command again: it goes on where it stopped."""
+
+    status = 502
+
+
+class ChecksumMismatch(PullError):
+    """The bytes that arrived are not the ones that were promised."""
+
+
+class DiskFull(PullError):
+    """No room for the model on the disk."""
+
+    status = 507
+
+
+class EngineError(QuireError):
+    """The engine failed while it worked on a request."""
+
+
+class NotEnoughMemory(EngineError):
+    """The weights, or a cache for even one request, do not fit into memory."""
+
+    status = 503
+
+
+class EngineClosed(EngineError):
+    """The engine has been shut down."""
+
+    status = 503

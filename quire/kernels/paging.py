@@ -1,0 +1,46 @@
+"""Where the rows of one step live in the paged cache: what `store_kv` and `attention` need beside q, k and v.
+
+The runner fills a `Paging` once a step from the scheduler's plan; kernels read it and keep nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Paging:
+    """The rows of one step. Tensors are on the model's device; lists are the same numbers on the host.
+
+    A row is one request's next tokens: row r owns tokens query_starts[r] : query_starts[r + 1] of the step, and its
+    context, those tokens included, is seq_lens[r] long. Its tokens are the last ones of that context.
+    """
+
+    query_starts: Tensor  # [rows + 1] int32
+    seq_lens: Tensor  # [rows] int32
+    block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries behind a window are 0 and never read
+    slots: list[Tensor]  # per group: [tokens] int64, block * block_size + offset: where each token's k and v go
+    block_size: int
+    host_query_starts: list[int]
+    host_seq_lens: list[int]
+    ancestors: Tensor | None = None  # [tokens, max_query] bool, for trees of drafts: which of its row's tokens one sees
+
+    @property
+    def max_query_len(self) -> int:
+        starts = self.host_query_starts
+        return max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.host_seq_lens, default=0)
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """One layer's part of the cache. Layers of different groups may share storage: their block ids never meet."""
+
+    k: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    v: Tensor
+    group: int  # which of Paging.block_tables and Paging.slots is this layer's

@@ -1,0 +1,68 @@
+"""What a checkpoint says about its model, in one shape whatever file it came from.
+
+`weights/config.py` makes these from a `config.json` or from GGUF metadata; the models read them. Nothing here touches
+torch or a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How a model was stretched beyond the context it was first trained on."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: derived from `factor`
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions. `interleaved` pairs dimensions (2i, 2i + 1); otherwise (i, i + dim / 2) are paired."""
+
+    dim: int
+    theta: float = 10_000.0
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of one decoder-only transformer."""
+
+    family: str  # a key of models/registry.py
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    rope: Rope
+    windows: tuple[int | None, ...]  # a layer each: how many tokens it sees (itself included), None for all
+    norm_eps: float = 1e-6
+    local_rope: Rope | None = None  # for layers with a window, where they differ (Gemma 3)
+    tie_embeddings: bool = False  # the output matrix is the embedding
+    attention_bias: bool = False  # on q, k and v
+    output_bias: bool = False  # on the attention's output projection
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

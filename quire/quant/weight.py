@@ -1,0 +1,96 @@
+"""A matrix of a model, however it is stored: the one thing a `Linear` or an `Embedding` holds.
+
+A quantization scheme is a class with these methods and nothing else in quire knows its name. `Dense` is the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Weight(Protocol):
+    """A matrix of `shape` (out, in) that multiplies from the right: y = x W^T."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        ...
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], in x's dtype."""
+        ...
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The given rows, dense: [n] -> [n, in]. This is an embedding look-up."""
+        ...
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole matrix, dense: [out, in]."""
+        ...
+
+    def shard(self, rank: int, size: int, dim: int) -> Weight:
+        """Part `rank` of `size` equal parts along `dim` (0: out, 1: in)."""
+        ...
+
+
+class Dense:
+    """A plain matrix in the dtype it computes in."""
+
+    def __init__(self, data: Tensor) -> None:
+        assert data.dim() == 2, data.shape
+        self.data = data
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.data)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(index, self.data)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.data.to(dtype)
+
+    def shard(self, rank: int, size: int, dim: int) -> Weight:
+        return Dense(self.data.chunk(size, dim)[rank].contiguous())
+
+
+class Stacked:
+    """Matrices of different storage on top of each other: what fusing q, k and v of mixed types gives."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        assert parts and len({part.shape[1] for part in parts}) == 1
+        self.parts = list(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.cat([part.matmul(x) for part in self.parts], dim=-1)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self.dense()[index]
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.cat([part.dense(dtype) for part in self.parts])
+
+    def shard(self, rank: int, size: int, dim: int) -> Weight:
+        return Stacked([part.shard(rank, size, dim) for part in self.parts])
