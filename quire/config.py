@@ -1,7 +1,7 @@
 """EngineConfig: what an engine is built with. The command line's flags are generated from its fields.
 
 Only the assembler (`engine/engine.py`) and the entry points read it; everything below is handed plain values. This is
-also the only reader of environment variables: see `cache_dir`.
+also the only reader of environment variables: see `cache_dir` and `onednn_max_isa`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def cache_dir() -> Path:
     if explicit := os.environ.get("QUIRE_CACHE"):
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
+def onednn_max_isa() -> str | None:
+    """The limit on instruction sets that the user has set for oneDNN, under its name of today or the one before."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or None
 
 
 def option(default: Any, text: str) -> Any:
@@ -49,7 +54,9 @@ class EngineConfig:
         "continuous", "When waiting requests join: at every step, or when the running batch has ended."
     )
     order: Literal["fcfs", "priority"] = option("fcfs", "Who goes first: first come first served, or by priority.")
-    batch_size: int | None = option(None, "Static and dynamic batching: requests in a batch; --max-requests if not set.")
+    batch_size: int | None = option(
+        None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
+    )
     batch_wait: float = option(0.05, "Dynamic batching: seconds to wait for a batch to fill.")
     threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")

@@ -33,6 +33,7 @@ class Rope:
     theta: float = 10_000.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    divisors: tuple[float, ...] | None = None  # one a frequency (dim / 2): how GGUF files store llama3's stretch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,210 @@
+"""KVCache: which blocks hold a request's keys and values. It decides; the engine's tensors do what it decided.
+
+A block may be written only while one request refers to it and it is not published; otherwise the writer gets a copy.
+Layers are grouped by how far back they look, and each group has a block table of its own, all from one pool. Only the
+scheduler calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.block_pool import BlockPool
+from quire.core.prefix_tree import Match, Node, PrefixTree, first_block
+from quire.core.request import Request, State
+
+Copies = list[tuple[int, int]]
+
+
+class KVCache:
+    """Blocks for requests: shared by prefix, copied on write, freed behind windows."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,), *, prefix_cache: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.prefix_cache = prefix_cache
+        self.pool = BlockPool(num_blocks)
+        self.tree = PrefixTree(block_size, self.windows, max_evicted=2 * num_blocks)
+        self.step = 0  # the scheduler's, to date evictions with
+        self._has_windows = any(window is not None for window in self.windows)
+
+    def peak(self, length: int, max_count: int) -> int:
+        """The most blocks that a request of `length` tokens holds at once, when it computes `max_count` at a time."""
+        whole = ceil_div(length, self.block_size)
+        return sum(
+            whole if window is None else min(whole, ceil_div(window - 1 + max_count, self.block_size) + 1)
+            for window in self.windows
+        )
+
+    def lookup(self, request: Request) -> Match:
+        """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
+        if not self.prefix_cache or request.params.prompt_logprobs is not None:
+            return Match()
+        return self.tree.lookup(request.tokens, request.salt, len(request.tokens) - 1)
+
+    def cost(self, request: Request, match: Match, max_count: int) -> int:
+        """Free blocks that admitting the request uses up, those included that the match takes off the free list."""
+        found = [
+            block
+            for index, node in enumerate(match.path)
+            for block in self._visible(node, index, len(match.path))
+            if block is not None
+        ]
+        revived = sum(self.pool.refs[block] == 0 for block in found)
+        return self.peak(len(request.tokens), max_count) - len(found) + revived
+
+    def missing(self, request: Request, max_count: int) -> int:
+        """Blocks that a running request still needs for the tokens it has."""
+        if request.capacity >= len(request.tokens):
+            return 0
+        held = sum(block is not None for table in request.tables for block in table)
+        return max(0, self.peak(len(request.tokens), max_count) - held)
+
+    def adopt(self, request: Request, match: Match, copies: Copies) -> None:
+        """Give the request what the look-up found. The caller has seen that the cost is there."""
+        num_groups = len(self.windows)
+        tables: list[list[int | None]] = [[] for _ in range(num_groups)]
+        for index, node in enumerate(match.path):
+            for table, block in zip(tables, self._visible(node, index, len(match.path)), strict=True):
+                if block is not None:
+                    self.pool.revive(block)
+                table.append(block)
+        num_tokens = len(match.path) * self.block_size
+        if match.partial is not None and self._copy_partial(match.partial, tables, copies):
+            num_tokens += match.num_partial
+        self._start(request, tables, num_tokens)
+        if self.prefix_cache:
+            self._move_to(request, match.path[-1] if match.path else self.tree.root(request.salt))
+            request.num_published = len(match.path)
+
+    def fork(self, request: Request) -> bool:
+        """Share the leader's blocks of the whole prompt but its last token, if the leader still has them."""
+        leader, num_shared = request.leader, request.num_prompt - 1
+        if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
+            return False
+        num_blocks = ceil_div(num_shared, self.block_size)
+        tables = [table[:num_blocks] for table in leader.tables]
+        for table, window in zip(tables, self.windows, strict=True):
+            if None in table[first_block(num_shared, window, self.block_size) :]:
+                return False
+        for table in tables:
+            for block in table:
+                if block is not None:
+                    self.pool.revive(block)
+        self._start(request, tables, num_shared)
+        leader.capacity = min(leader.capacity, leader.num_planned)  # its next write must look before it writes
+        node = leader.node
+        while node is not None and node.depth > num_shared // self.block_size:
+            node = node.parent
+        self._move_to(request, node)
+        request.num_published = node.depth if node else 0
+        return True
+
+    def grow(self, request: Request, end: int, copies: Copies) -> bool:
+        """Make positions up to `end` writable. False, and nothing is changed, when too few blocks are free."""
+        index = request.num_planned // self.block_size
+        num_blocks = ceil_div(end, self.block_size)
+        shared = [table for table in request.tables if index < len(table) and not self._writable(table[index])]
+        needed = len(shared) + sum(max(0, num_blocks - len(table)) for table in request.tables)
+        if needed > self.pool.num_free:
+            return False
+        for table in shared:
+            source, target = table[index], self._take()
+            assert source is not None, "a block to be written fell behind the window"
+            copies.append((source, target))
+            self._release(source)
+            table[index] = target
+        for table in request.tables:
+            table.extend(self._take() for _ in range(num_blocks - len(table)))
+        request.capacity = num_blocks * self.block_size
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Offer the blocks that have become full and confirmed to later requests."""
+        assert request.node is not None
+        node = request.node
+        for index in range(request.num_published, request.num_computed // self.block_size):
+            start = index * self.block_size
+            tokens = tuple(request.tokens[start : start + self.block_size])
+            node = self.tree.insert(node, tokens, [table[index] for table in request.tables])
+        request.num_published = request.num_computed // self.block_size
+        self._move_to(request, node)
+
+    def trim(self, request: Request) -> None:
+        """Give back the blocks that no later token of the request looks at."""
+        if not self._has_windows:
+            return
+        for table, window in zip(request.tables, self.windows, strict=True):
+            index = first_block(request.num_computed, window, self.block_size) - 1
+            while index >= 0 and (block := table[index]) is not None:
+                self._release(block)
+                table[index] = None
+                index -= 1
+
+    def release(self, request: Request) -> None:
+        """Give everything back, the end first, so that beginnings stay in the cache longest."""
+        for index in range(max((len(table) for table in request.tables), default=0) - 1, -1, -1):
+            for table in request.tables:
+                if index < len(table) and (block := table[index]) is not None:
+                    self._release(block)
+        request.tables = []
+        request.capacity = request.num_computed = request.num_planned = request.num_published = 0
+        self._move_to(request, None)
+
+    def _start(self, request: Request, tables: list[list[int | None]], num_tokens: int) -> None:
+        request.tables = tables
+        request.num_computed = request.num_planned = num_tokens
+        request.capacity = num_tokens
+
+    def _visible(self, node: Node, index: int, num_blocks: int) -> list[int | None]:
+        """A node's blocks in the groups that look back that far from the end of the match."""
+        end = num_blocks * self.block_size
+        return [
+            block if index >= first_block(end, window, self.block_size) else None
+            for block, window in zip(node.blocks, self.windows, strict=True)
+        ]
+
+    def _copy_partial(self, node: Node, tables: list[list[int | None]], copies: Copies) -> bool:
+        """Append a private copy of the node's blocks, unless the pool has none to copy into."""
+        sources = [block for block in node.blocks if block is not None]
+        for block in sources:
+            self.pool.revive(block)  # so that it is not chosen as its own target
+        enough = self.pool.num_free >= len(sources)
+        if enough:
+            for table, source in zip(tables, sources, strict=True):
+                target = self._take()
+                copies.append((source, target))
+                table.append(target)
+        for block in sources:
+            self._release(block)
+        return enough
+
+    def _take(self) -> int:
+        block = self.pool.take()
+        if block in self.tree.owners:
+            self.tree.forget(block, self.step)
+        return block
+
+    def _release(self, block: int) -> None:
+        self.pool.release(block, keep=block in self.tree.owners)
+
+    def _writable(self, block: int | None) -> bool:
+        return block is not None and self.pool.refs[block] == 1 and block not in self.tree.owners
+
+    def _move_to(self, request: Request, node: Node | None) -> None:
+        """The request now publishes below `node`, which must stay in the tree for that long."""
+        before = request.node
+        if node is before:
+            return
+        if node is not None:
+            node.pins += 1
+        request.node = node
+        if before is not None:
+            before.pins -= 1
+            self.tree.prune(before)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

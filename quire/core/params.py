@@ -1,0 +1,158 @@
+"""SamplingParams: how one request wants its tokens chosen and when it ends.
+
+Names and defaults follow vLLM's. Values are checked when the object is made, so whoever holds one holds a good one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.errors import InvalidParams, UnknownField
+
+MAX_N = 256
+MAX_LOGPROBS = 1_000
+MAX_STOP_STRINGS = 64
+MAX_PRIORITY = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling, stopping and what to report.
+
+    temperature         0 takes the likeliest token; above 0 divides the logits
+    top_k               keep the k likeliest tokens; 0 keeps all
+    top_p               keep the likeliest tokens that together reach this probability
+    min_p               drop tokens less likely than this share of the likeliest one
+    presence_penalty    subtracted from the logit of every token that the answer already holds
+    frequency_penalty   the same, times how often it holds it
+    repetition_penalty  divides (or multiplies, if negative) the logits of tokens in prompt or answer
+    logit_bias          token id -> number added to its logit
+    allowed_token_ids   nothing but these tokens
+    bad_words           texts that must not be produced
+    min_tokens          no end of sequence, stop token or stop string before this many tokens
+    max_tokens          at most this many; None: until the context is full
+    stop                texts that end the answer; left out of it unless include_stop_str_in_output
+    stop_token_ids      tokens that end the answer
+    ignore_eos          go on past the end-of-sequence token
+    seed                the same seed gives the same answer; None draws one
+    n                   that many answers, which share the prompt's cache
+    logprobs            that many likeliest tokens at each position of the answer, with their log probability
+    prompt_logprobs     the same for the prompt
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._whole("n", 1, MAX_N)
+        self._number("temperature", 0.0, 100.0)
+        self._whole("top_k", 0, None)
+        self._number("top_p", 0.0, 1.0, open_below=True)
+        self._number("min_p", 0.0, 1.0)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, 100.0, open_below=True)
+        self._whole("min_tokens", 0, None)
+        for name, least, most in (("max_tokens", 1, None), ("seed", -(2**63), 2**64 - 1)):
+            if getattr(self, name) is not None:
+                self._whole(name, least, most)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._whole(name, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParams(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it.")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False.")
+        self._freeze("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
+        self._freeze("bad_words", _strings("bad_words", self.bad_words, None))
+        self._freeze("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidParams(
+                    "allowed_token_ids is empty, so no token could be chosen; name one or leave it out."
+                )
+            self._freeze("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._freeze("logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """Make params from keyword arguments, naming the first one that does not exist."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UnknownField.of("SamplingParams", name, known)
+        return cls(**options)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    def _freeze(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _whole(self, name: str, least: int, most: int | None) -> None:
+        value = getattr(self, name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):
+            limit = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise InvalidParams(f"{name} is {value!r}; give a whole number {limit}.")
+
+    def _number(self, name: str, least: float, most: float, *, open_below: bool = False) -> None:
+        value = getattr(self, name)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or value > most or value < least or (open_below and value == least):
+            limit = f"above {least:g} and at most {most:g}" if open_below else f"from {least:g} to {most:g}"
+            raise InvalidParams(f"{name} is {value!r}; give a number {limit}.")
+
+
+def _strings(name: str, value: str | Sequence[str], most: int | None) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InvalidParams(f"{name} holds {texts!r}; give texts, none of them empty.")
+    if most is not None and len(texts) > most:
+        raise InvalidParams(f"{name} holds {len(texts)} texts; give at most {most}.")
+    return texts
+
+
+def _token_ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
+    ids = tuple(value)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise InvalidParams(f"{name} holds {ids!r}; give token ids, whole numbers from 0.")
+    return ids
+
+
+def _bias(value: Mapping[int, float]) -> dict[int, float]:
+    _token_ids("logit_bias", list(value))
+    bias = {token: float(number) for token, number in value.items()}
+    if not all(math.isfinite(number) and abs(number) <= 100 for number in bias.values()):
+        raise InvalidParams(f"logit_bias holds {bias!r}; give numbers from -100 to 100.")
+    return bias

@@ -1,0 +1,64 @@
+"""What crosses between the scheduler and whoever runs a step: a Plan goes out, a Sampled comes back, Updates go on.
+
+Rows are columns (parallel lists), because an object a row costs twice as much as the scheduling itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.core.request import Finish, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
+
+    `yields[i]` says how many of the row's last positions are sampled: 0 when the row stops short of the request's last
+    token, 1 when it reaches it, 1 + k when k drafts follow. `copies` are blocks (source, target) to copy, in order, before
+    anything of this step is written. Block tables are the requests' own: read them before the next `schedule()`.
+    """
+
+    step: int
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    yields: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class TokenLogprobs(NamedTuple):
+    """One position: the token that stands there and the likeliest ones, each as (token, logprob, rank from 1)."""
+
+    chosen: tuple[int, float, int]
+    top: list[tuple[int, float, int]]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a step produced, a row each: the tokens after its last confirmed one (drafts kept, then one new)."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs]] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row, for the tokens it covers
+
+
+class Update(NamedTuple):
+    """News of one request. Each request gets exactly one with `finish` set, and none after it."""
+
+    id: str
+    tokens: list[int]
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached: int = 0
+    message: str = ""  # why, when finish is an error
+    stop_token: int | None = None  # which stop token ended it

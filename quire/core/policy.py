@@ -1,0 +1,76 @@
+"""Policies: who goes first, and when waiting requests may join. The scheduler is the same for all of them.
+
+A batching policy is asked once a step how many requests may be admitted. Static and dynamic batching are admission
+policies too: they let nobody in until the running batch has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+PRIORITY_PLACES = 10_000
+
+
+class Batching(Protocol):
+    @property
+    def whole(self) -> bool:
+        """Whether a batch is formed at once, even if the step has tokens for its first requests only."""
+        ...
+
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+        """How many waiting requests may join now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Continuous:
+    """Join at every step."""
+
+    whole: ClassVar[bool] = False
+
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+        return num_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Take what waits, up to a batch, and let it run to its end."""
+
+    whole: ClassVar[bool] = True
+    batch_size: int
+
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+        return 0 if num_running else self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """Like static, but wait for a full batch first, though never longer than `max_wait_s`."""
+
+    whole: ClassVar[bool] = True
+    batch_size: int
+    max_wait_s: float
+
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+        if num_running or (num_waiting < self.batch_size and oldest_wait_s < self.max_wait_s):
+            return 0
+        return self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Batching and order.
+
+    By priority, a lower number goes first. A level is worth `priority_places` places in the queue rather than an
+    absolute right of way: a request is overtaken by a bounded number of later ones, so nobody starves.
+    """
+
+    batching: Batching = Continuous()
+    order: Literal["fcfs", "priority"] = "fcfs"
+    priority_places: int = PRIORITY_PLACES
+
+    def rank(self, arrival: int, priority: int) -> tuple[int, int]:
+        """What the queue is sorted by, smallest first; `arrival` counts requests."""
+        places = priority * self.priority_places if self.order == "priority" else 0
+        return arrival + places, arrival

@@ -1,0 +1,211 @@
+"""PrefixTree: which published blocks hold which tokens, so that a prompt seen before is not computed again.
+
+A node is one full block of tokens under its parent's; the path from a root spells the prefix. Each tenant salt has its
+own root, and every node carries a digest chained from the salt, under which its eviction is remembered. Tokens are
+compared themselves, never by digest alone, so no collision can hand out another prompt's cache. Only `KVCache` calls this.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from operator import attrgetter
+
+_tokens_of = attrgetter("tokens")
+
+
+class MissKind(Enum):
+    """Why a look-up did not go further."""
+
+    NEVER_SEEN = "never seen"
+    DIVERGED = "diverged"
+    EVICTED = "evicted"
+    SALTED_APART = "salted apart"  # for the operator only: a tenant must not learn what others asked
+    BELOW_FLOOR = "below the block floor"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why the tokens from `token` on were not found, and for an eviction at which step it happened."""
+
+    kind: MissKind
+    token: int
+    step: int | None = None
+
+    def __str__(self) -> str:
+        when = f" at step {self.step}" if self.step is not None else ""
+        return f"{self.kind.value}{when}, from token {self.token}"
+
+
+class Node:
+    """One block of tokens. `blocks` holds the cache block of each group, None where it is evicted."""
+
+    __slots__ = ("blocks", "children", "depth", "digest", "parent", "pins", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], digest: bytes, num_groups: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.digest = digest
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.blocks: list[int | None] = [None] * num_groups
+        self.children: list[Node] = []  # sorted by tokens
+        self.pins = 0  # requests that will publish below this node
+
+    def child(self, tokens: tuple[int, ...]) -> Node | None:
+        index = bisect_left(self.children, tokens, key=_tokens_of)
+        if index < len(self.children) and self.children[index].tokens == tokens:
+            return self.children[index]
+        return None
+
+    def nearest_child(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """The child that shares the longest beginning with `tokens`, and how long that is.
+
+        Children are sorted, so it is one of the two neighbours of the place where `tokens` would stand.
+        """
+        index = bisect_left(self.children, tokens, key=_tokens_of)
+        neighbours = self.children[max(index - 1, 0) : index + 1]
+        best, length = None, 0
+        for node in neighbours:
+            shared = shared_length(node.tokens, tokens)
+            if shared > length:
+                best, length = node, shared
+        return best, length
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest usable prefix: whole blocks along `path`, then `num_partial` tokens of `partial`, to be copied."""
+
+    path: list[Node] = field(default_factory=list)
+    partial: Node | None = None
+    num_partial: int = 0
+    miss: Miss | None = None
+
+
+class PrefixTree:
+    """Published blocks by content. `windows` has an entry for each cache group: None, or how far back it looks."""
+
+    def __init__(self, block_size: int, windows: Sequence[int | None], max_evicted: int) -> None:
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.owners: dict[int, tuple[Node, int]] = {}  # block -> node and group
+        self._roots: dict[bytes, Node] = {}
+        self._first_blocks: dict[tuple[int, ...], int] = {}  # tokens below any root -> how many roots
+        self._evicted: dict[bytes, int] = {}  # digest -> step, oldest first
+        self._max_evicted = max_evicted
+
+    def root(self, salt: bytes) -> Node:
+        if salt not in self._roots:
+            self._roots[salt] = Node(None, (), root_digest(salt), len(self.windows))
+        return self._roots[salt]
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int | None]) -> Node:
+        """Publish one block below `parent`. Content that is there already keeps the block it has."""
+        node = parent.child(tokens)
+        if node is None:
+            node = Node(parent, tokens, chain(parent.digest, tokens), len(self.windows))
+            insort(parent.children, node, key=_tokens_of)
+            self._evicted.pop(node.digest, None)
+            if parent.parent is None:
+                self._first_blocks[tokens] = self._first_blocks.get(tokens, 0) + 1
+        for group, block in enumerate(blocks):
+            if block is not None and node.blocks[group] is None and block not in self.owners:
+                node.blocks[group] = block
+                self.owners[block] = (node, group)
+        return node
+
+    def forget(self, block: int, step: int) -> None:
+        """The block is about to hold something else."""
+        node, group = self.owners.pop(block)
+        node.blocks[group] = None
+        self._evicted[node.digest] = step
+        if len(self._evicted) > self._max_evicted:
+            del self._evicted[next(iter(self._evicted))]
+        self.prune(node)
+
+    def prune(self, node: Node | None) -> None:
+        """Drop a node that holds nothing, has nothing below it and is wanted by nobody; then its parents likewise."""
+        while node and not node.pins and not node.children and all(block is None for block in node.blocks):
+            parent = node.parent
+            if parent is None:
+                self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+                return
+            del parent.children[bisect_left(parent.children, node.tokens, key=_tokens_of)]
+            if parent.parent is None:
+                self._first_blocks[node.tokens] -= 1
+                if not self._first_blocks[node.tokens]:
+                    del self._first_blocks[node.tokens]
+            node = parent
+
+    def lookup(self, tokens: Sequence[int], salt: bytes, limit: int) -> Match:
+        """The longest published beginning of tokens[:limit] whose blocks are all there."""
+        root = self._roots.get(salt)
+        path = self._walk(root, tokens, limit) if root else []
+        node = path[-1] if path else root
+        start = len(path) * self.block_size
+        rest = tuple(tokens[start : min(start + self.block_size, limit)])
+        partial, shared = node.nearest_child(rest) if node else (None, 0)
+        reach = start + shared
+        if partial is not None and any(block is None for block in partial.blocks):
+            partial, shared = None, 0
+        miss = None
+        if start + shared < limit:
+            block = tuple(tokens[start : start + self.block_size])
+            miss = self._explain(node.digest if node else root_digest(salt), block, start, reach)
+        return Match(path, partial, shared, miss)
+
+    def _walk(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
+        path: list[Node] = []
+        runs = [0] * len(self.windows)  # blocks present without a gap, up to here, in each group
+        usable, node = 0, root
+        for start in range(0, limit - self.block_size + 1, self.block_size):
+            child = node.child(tuple(tokens[start : start + self.block_size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+            runs = [run + 1 if block is not None else 0 for run, block in zip(runs, child.blocks, strict=True)]
+            if all(
+                run >= len(path) - first_block(len(path) * self.block_size, window, self.block_size)
+                for run, window in zip(runs, self.windows, strict=True)
+            ):
+                usable = len(path)
+        return path[:usable]
+
+    def _explain(self, digest: bytes, block: tuple[int, ...], start: int, reach: int) -> Miss:
+        """`digest` is that of the last node matched, `block` what comes next, `reach` how far any content agrees."""
+        if (step := self._evicted.get(chain(digest, block))) is not None:
+            return Miss(MissKind.EVICTED, start, step)
+        if reach > start:
+            return Miss(MissKind.DIVERGED, reach)
+        if len(block) < self.block_size:
+            return Miss(MissKind.BELOW_FLOOR, start)
+        if start == 0 and block in self._first_blocks:
+            return Miss(MissKind.SALTED_APART, 0)
+        return Miss(MissKind.NEVER_SEEN, start)
+
+
+def root_digest(salt: bytes) -> bytes:
+    return blake2b(salt, digest_size=16, person=b"quire").digest()
+
+
+def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
+    """The digest of a block from that of its parent."""
+    return blake2b(digest + array("Q", tokens).tobytes(), digest_size=16).digest()
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from the start."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first block that a token at `position` still looks at."""
+    return 0 if window is None else max(0, position - window + 1) // block_size

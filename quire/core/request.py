@@ -1,0 +1,103 @@
+"""Request: one sequence on its way through the scheduler, and nothing about text.
+
+The scheduler owns it and never lets it leave the engine's process. There are no phases: `tokens` grow, `num_computed`
+catches up with them, and a prompt chunk, a decoded token, drafts or a recomputation are all "the next tokens".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
+
+from quire.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.core.prefix_tree import Miss, Node
+
+
+class Finish(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class State(Enum):
+    """Where the scheduler keeps a request."""
+
+    NEW = "new"
+    HELD = "held"  # a fork whose leader is still on the prompt
+    WAITING = "waiting"
+    RUNNING = "running"
+    LEAVING = "leaving"  # preempted while a plan in flight still names its blocks
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Tokens, how far the cache has caught up with them, and the blocks that hold it.
+
+    num_computed   tokens whose k and v are confirmed in the cache
+    num_planned    the same, plus those of plans still in flight; num_computed <= num_planned
+    num_expected   sampled tokens that plans in flight will append to `tokens`
+    capacity       tokens up to which positions from num_planned on may be written without asking the cache
+    tables         a block table for each cache group; an entry is None once its block fell behind the window
+    """
+
+    id: str
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    end_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    priority: int = 0
+    salt: bytes = b""
+    max_tokens: int = 16
+    leader: Request | None = None  # the sample of the same prompt that computes it for this one
+
+    tokens: list[int] = field(init=False)
+    drafts: list[int] = field(init=False, default_factory=list)
+    num_computed: int = field(init=False, default=0)
+    num_planned: int = field(init=False, default=0)
+    num_expected: int = field(init=False, default=0)
+    capacity: int = field(init=False, default=0)
+    tables: list[list[int | None]] = field(init=False, default_factory=list)
+    state: State = field(init=False, default=State.NEW)
+    rank: tuple[int, int] = field(init=False, default=(0, 0))
+    arrival_s: float = field(init=False, default=0.0)
+    stop_ids: frozenset[int] = field(init=False)
+    forks: list[Request] = field(init=False, default_factory=list)
+    num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
+    release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
+    node: Node | None = field(init=False, default=None)  # deepest published block
+    num_published: int = field(init=False, default=0)  # blocks
+    num_scored: int = field(init=False, default=0)  # prompt tokens after the first whose logprobs are delivered
+    num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
+    num_preemptions: int = field(init=False, default=0)
+    miss: Miss | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        stops = frozenset(self.params.stop_token_ids)
+        self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def max_len(self) -> int:
+        """Tokens it can ever have."""
+        return len(self.prompt) + self.max_tokens

@@ -1,0 +1,362 @@
+"""Scheduler: decides what the next step computes, and takes in what it produced.
+
+It knows blocks and token counts, no tensors and no model: `schedule()` gives a Plan, somebody runs it, `commit()` turns
+the result into Updates. Plans may be committed one step late, as long as they are committed in order; until then the
+requests of a plan keep their blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from quire.core.kv_cache import KVCache
+from quire.core.params import MAX_PRIORITY
+from quire.core.plan import Plan, Sampled, Update
+from quire.core.policy import Policy
+from quire.core.prefix_tree import Match
+from quire.core.request import Finish, Request, State
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
+
+_rank = attrgetter("rank")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, for metrics and tests."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+
+
+class Scheduler:
+    """Waiting requests in a heap, running ones in a list, both by rank; the best-ranked one always makes progress."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_tokens_per_step: int,
+        max_requests: int,
+        policy: Policy | None = None,
+        *,
+        windows: Sequence[int | None] = (None,),
+        prefix_cache: bool = True,
+    ) -> None:
+        assert max_tokens_per_step >= max_requests >= 1
+        self.kv = KVCache(num_blocks, block_size, windows, prefix_cache=prefix_cache)
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_requests = max_requests
+        self.policy = policy or Policy()
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.counters = Counters()
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._num_waiting = 0  # without those that ended while they waited and are still in the heap
+        self._num_arrived = 0
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, request: Request, now_s: float = 0.0) -> None:
+        """Take a request in, or refuse one that could never be served."""
+        self._check(request)
+        request.rank = self.policy.rank(self._num_arrived, request.priority)
+        request.arrival_s = now_s
+        self._num_arrived += 1
+        self.requests[request.id] = request
+        leader = request.leader
+        if leader and self.requests.get(leader.id) is leader and leader.num_computed < leader.num_prompt - 1:
+            request.state = State.HELD
+            leader.forks.append(request)
+        else:
+            self._enqueue(request)
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT, message: str = "") -> Update | None:
+        """End a request now. None if it is not there (any more): it has had its final update."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.state is State.HELD and request.leader is not None:
+            request.leader.forks.remove(request)
+        self._end(request)
+        self._drop_finished()
+        return Update(request.id, [], finish, num_cached=request.num_cached, message=message)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self, now_s: float = 0.0) -> Plan | None:
+        """The next step, or None when there is nothing to compute yet."""
+        self.counters.steps += 1
+        self.kv.step = self.counters.steps
+        plan = Plan(self.counters.steps)
+        preempted = self._plan_running(plan)
+        if not preempted:
+            self._admit(plan, now_s)
+        self.counters.computed_tokens += plan.num_tokens
+        return plan if plan.requests else None
+
+    def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
+        """Take in a step's tokens, in the order the plans were made."""
+        updates: list[Update] = []
+        block_size, publish = self.kv.block_size, self.kv.prefix_cache
+        ended = False
+        for row, request in enumerate(plan.requests):
+            request.num_in_flight -= 1
+            if plan.yields[row]:
+                request.num_expected -= 1
+            if request.state is not State.FINISHED:
+                tokens, finish = self._append(request, sampled.tokens[row])
+                request.drafts.clear()
+                # Drafts that were refused were computed for nothing: the last token kept has no k and v yet.
+                request.num_computed = min(plan.starts[row] + plan.counts[row], len(request.tokens) - 1)
+                if not request.num_in_flight:
+                    request.num_planned = request.num_computed
+                if publish and request.num_computed // block_size > request.num_published:
+                    self.kv.publish(request)
+                self.kv.trim(request)
+                if tokens or finish or row in sampled.prompt_logprobs:
+                    updates.append(self._update(request, row, plan, sampled, tokens, finish))
+                if finish:
+                    self._end(request)
+                    ended = True
+                elif request.forks and request.num_computed >= request.num_prompt - 1:
+                    self._release_forks(request)
+            if request.release_due and not request.num_in_flight:
+                self._give_back(request)
+        if ended:
+            self._drop_finished()
+        return updates
+
+    def fail(self, plan: Plan, message: str) -> list[Update]:
+        """End the requests of a plan that could not be run."""
+        updates = []
+        for request, num_yields in zip(plan.requests, plan.yields, strict=True):
+            request.num_in_flight -= 1
+            request.num_expected -= bool(num_yields)
+            if not request.finished:
+                updates.append(Update(request.id, [], Finish.ERROR, message=message))
+                self._end(request)
+            if request.release_due and not request.num_in_flight:
+                self._give_back(request)
+        self._drop_finished()
+        return updates
+
+    # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _plan_running(self, plan: Plan) -> bool:
+        """One token for every running request, and what is left of the step to the first that can use it.
+
+        Returns whether somebody had to make room.
+        """
+        spare = self.max_tokens_per_step - len(self.running)
+        hungry: list[tuple[Request, int]] = []
+        for request in self.running:
+            known = len(request.tokens) + request.num_expected
+            need = known + len(request.drafts) - request.num_planned
+            if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
+                continue
+            count = 1 + min(need - 1, spare)
+            spare -= count - 1
+            if request.num_planned + count <= request.capacity:
+                self._add_row(plan, request, count)
+            else:
+                hungry.append((request, count))
+        return self._feed(plan, hungry)
+
+    def _feed(self, plan: Plan, hungry: list[tuple[Request, int]]) -> bool:
+        """Rows that need new blocks, in order; the last in rank make room for the first."""
+        preempted = False
+        for request, count in hungry:
+            if request.state is not State.RUNNING:
+                continue
+            while not self.kv.grow(request, request.num_planned + count, plan.copies):
+                victim = self.running[-1]
+                if victim is request and victim.num_in_flight:
+                    return preempted  # what it waits for is in flight: its own blocks behind the window
+                self._unplan(plan, victim)
+                self._preempt(victim)
+                preempted = True
+                if victim.num_in_flight:
+                    return preempted  # its blocks come back when the plan in flight is committed
+                if victim is request:
+                    break
+            else:
+                self._add_row(plan, request, count)
+        return preempted
+
+    def _admit(self, plan: Plan, now_s: float) -> None:
+        """Let waiting requests join, strictly in order: who does not fit yet is not overtaken."""
+        if not self._num_waiting:
+            return
+        batching = self.policy.batching
+        quota = batching.quota(self._num_waiting, len(self.running), self._oldest_wait(now_s))
+        quota = min(quota, self.max_requests - len(self.running))
+        budget = self.max_tokens_per_step - plan.num_tokens
+        promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
+        while quota > 0 and (budget or batching.whole) and (request := self._head()) is not None:
+            if not self._place(request, plan, promised):
+                return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            request.state = State.RUNNING
+            insort(self.running, request, key=_rank)
+            quota -= 1
+            if count := min(len(request.tokens) - request.num_planned, budget):
+                grown = self.kv.grow(request, request.num_planned + count, plan.copies)
+                assert grown, "admission promised blocks that are not there"
+                budget -= count
+                self._add_row(plan, request, count)
+            promised += self.kv.missing(request, self.max_tokens_per_step)
+
+    def _place(self, request: Request, plan: Plan, promised: int) -> bool:
+        """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit."""
+        headroom = 1 if self.running else 0
+        available = self.kv.pool.num_free - promised - headroom
+        if len(self.kv.windows) <= available and not request.num_output and self.kv.fork(request):
+            self._count_hit(request, Match())
+            return True
+        match = self.kv.lookup(request)
+        if self.kv.cost(request, match, self.max_tokens_per_step) > available:
+            return False
+        self.kv.adopt(request, match, plan.copies)
+        self._count_hit(request, match)
+        return True
+
+    def _add_row(self, plan: Plan, request: Request, count: int) -> None:
+        start = request.num_planned
+        num_yields = max(0, start + count - len(request.tokens) - request.num_expected + 1)
+        if request.drafts:
+            del request.drafts[max(0, num_yields - 1) :]
+        plan.requests.append(request)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.yields.append(num_yields)
+        request.num_planned = start + count
+        request.num_in_flight += 1
+        if num_yields:
+            request.num_expected += 1
+
+    def _unplan(self, plan: Plan, request: Request) -> None:
+        """Take a row out of a plan that nobody has seen yet."""
+        if request not in plan.requests:
+            return
+        row = plan.requests.index(request)
+        request.num_planned = plan.starts[row]
+        request.num_in_flight -= 1
+        request.num_expected -= bool(plan.yields[row])
+        del plan.requests[row], plan.starts[row], plan.counts[row], plan.yields[row]
+
+    # ── changes of state ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, request: Request, tokens: list[int]) -> tuple[list[int], Finish | None]:
+        """Append sampled tokens up to the one that ends the request."""
+        min_tokens = request.params.min_tokens
+        for index, token in enumerate(tokens):
+            request.tokens.append(token)
+            num_output = len(request.tokens) - len(request.prompt)
+            if token in request.stop_ids and num_output > min_tokens:
+                return tokens[: index + 1], Finish.STOP
+            if num_output >= request.max_tokens:
+                return tokens[: index + 1], Finish.LENGTH
+        return tokens, None
+
+    def _update(
+        self, request: Request, row: int, plan: Plan, sampled: Sampled, tokens: list[int], finish: Finish | None
+    ) -> Update:
+        logprobs = sampled.logprobs[row][: len(tokens)] if sampled.logprobs else None
+        prompt_logprobs = sampled.prompt_logprobs.get(row)
+        if prompt_logprobs is not None:  # a recomputed chunk must not be reported twice
+            first = plan.starts[row]
+            prompt_logprobs = prompt_logprobs[max(0, request.num_scored - first) :]
+            request.num_scored += len(prompt_logprobs)
+        stop = tokens[-1] if finish is Finish.STOP else None
+        return Update(request.id, tokens, finish, logprobs, prompt_logprobs, request.num_cached, "", stop)
+
+    def _enqueue(self, request: Request) -> None:
+        request.state = State.WAITING
+        heapq.heappush(self._waiting, (request.rank, request))
+        self._num_waiting += 1
+
+    def _head(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _oldest_wait(self, now_s: float) -> float:
+        return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to wait; it computes its tokens again when there is room."""
+        self.counters.preemptions += 1
+        request.num_preemptions += 1
+        request.drafts.clear()
+        self.running.remove(request)
+        request.state = State.LEAVING
+        self._release_when_idle(request)
+
+    def _end(self, request: Request) -> None:
+        """The request's last update is out; nothing more will be heard of it."""
+        if request.state is State.WAITING:
+            self._num_waiting -= 1
+        request.state = State.FINISHED
+        self.counters.finished += 1
+        del self.requests[request.id]
+        self._release_forks(request)
+        self._release_when_idle(request)
+
+    def _release_when_idle(self, request: Request) -> None:
+        if request.num_in_flight:
+            request.release_due = True
+        else:
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        request.release_due = False
+        self.kv.release(request)
+        if request.state is State.LEAVING:
+            self._enqueue(request)
+
+    def _release_forks(self, leader: Request) -> None:
+        """Those that waited for this prompt can go on: by sharing its blocks, or on their own if it has ended."""
+        for fork in leader.forks:
+            self._enqueue(fork)
+        leader.forks.clear()
+
+    def _drop_finished(self) -> None:
+        self.running = [request for request in self.running if request.state is State.RUNNING]
+
+    def _count_hit(self, request: Request, match: Match) -> None:
+        self.counters.cached_tokens += request.num_computed
+        if not request.num_preemptions:
+            request.num_cached = request.num_computed
+            request.miss = match.miss
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt:
+            raise EmptyPrompt("The prompt has no tokens; give at least one.")
+        if request.id in self.requests:
+            raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
+        if not isinstance(request.priority, int) or abs(request.priority) > MAX_PRIORITY:
+            raise InvalidParams(
+                f"priority is {request.priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}."
+            )
+        needed = self.kv.peak(request.max_len, self.max_tokens_per_step)
+        if needed > self.kv.pool.num_blocks:
+            raise PromptTooLong(
+                f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
+                f"cache, which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
+            )

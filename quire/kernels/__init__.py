@@ -1,0 +1,55 @@
+"""The ops that models are made of, chosen for a device by `select`.
+
+`reference` is the interface. A backend is a module with functions of the same names and meanings; a name it lacks is
+taken from the reference. Importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["Kernels", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One device's ops; `reference` says what each takes and gives."""
+
+    device: torch.device
+    rms_norm: Callable[..., Any]  # a tensor, or (normed, sum) where a residual is passed
+    rope: Callable[..., tuple[Tensor, Tensor]]
+    store_kv: Callable[..., None]
+    attention: Callable[..., Tensor]
+    silu_mul: Callable[..., Tensor]
+    gelu_mul: Callable[..., Tensor]
+    philox_uniform: Callable[..., Tensor]
+
+
+def select(device: str | torch.device) -> Kernels:
+    """The fastest ops there are for a device."""
+    import torch
+
+    from quire.kernels import reference
+
+    device = torch.device(device)
+    backend = _backend(device.type)
+    names = [field.name for field in fields(Kernels) if field.name != "device"]
+    return Kernels(device, **{name: getattr(backend, name, getattr(reference, name)) for name in names})
+
+
+def _backend(kind: str) -> ModuleType:
+    if kind == "cpu":
+        from quire.kernels.cpu import ops
+
+        return ops
+    from quire.kernels import reference
+
+    return reference

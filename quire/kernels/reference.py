@@ -1,0 +1,153 @@
+"""The ops, in plain torch: this module is the interface, and every backend is checked against it.
+
+Correct before fast. Any device, float32, bfloat16 or float16; norms, rotations and softmax are computed in float32 and
+rounded once at the end. `select` in the package hands these out, overridden by a backend's functions of the same name.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.philox import philox_uniform
+
+__all__ = ["attention", "gelu_mul", "philox_uniform", "rms_norm", "rope", "silu_mul", "store_kv"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """x [..., size], weight [size] -> x / rms(x) * weight, in x's dtype.
+
+    With a residual (shaped like x) the sum of both is normed, and (normed, sum) is returned. A backend may write the
+    sum into `residual`, so a caller goes on with what is returned and not with what it passed.
+    """
+    if residual is not None:
+        x = x + residual
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = (normed * weight.float()).to(x.dtype)
+    return normed if residual is None else (normed, x)
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] to positions [tokens] int64.
+
+    table [max_len, dim] float32 holds dim / 2 cosines, then dim / 2 sines, for each position. The first `dim` of the
+    head's dimensions are rotated, the others pass. Pairs are (2i, 2i + 1) if interleaved, else (i, i + dim / 2).
+    """
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    dim = 2 * cos.shape[-1]
+    turned, passed = x[..., :dim].float(), x[..., dim:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), passed), dim=-1)
+
+
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Put k and v [tokens, kv_heads, head_dim] into the cache at slots [tokens] int64: block * block_size + offset."""
+    block_size = cache.k.shape[1]
+    block, offset = slots // block_size, slots % block_size
+    cache.k[block, offset] = k.to(cache.k.dtype)
+    cache.v[block, offset] = v.to(cache.v.dtype)
+
+
+def attention(
+    q: Tensor,
+    cache: LayerCache,
+    paging: Paging,
+    *,
+    scale: float,
+    window: int | None = None,
+    slopes: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """q [tokens, heads, head_dim] -> [tokens, heads, head_dim], over the keys and values that block tables point to.
+
+    Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
+    only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
+    scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: each sees those
+    its mask names (itself among them) and its position is the row's context plus its depth.
+    """
+    out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
+    for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):
+        if start == stop:
+            continue
+        k, v = read_row(cache, paging, row, window)
+        at, keys_at, visible = see(paging, row, window, q.device)
+        bias = None if slopes is None else slopes.float()[:, None, None] * (keys_at - at[:, None])
+        out[start:stop] = attend(q[start:stop], k, v, visible, bias, scale, softcap)
+    return out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """One row: q [n, heads, dim], k and v [m, kv_heads, dim], visible [n, m], bias [heads, n, m] -> [n, heads, dim]."""
+    n, heads, _ = q.shape
+    grouped = q.float().view(n, k.shape[1], heads // k.shape[1], -1)
+    scores = torch.einsum("nkgd,mkd->kgnm", grouped, k.float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.view_as(scores)
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("kgnm,mkd->nkgd", weights, v.float()).reshape(n, heads, -1).to(q.dtype)
+
+
+def read_row(cache: LayerCache, paging: Paging, row: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The keys and values that row's tokens may see, [m, kv_heads, dim] each: the context from `first_key` on."""
+    first, seq_len, size = first_key(paging, row, window), paging.host_seq_lens[row], paging.block_size
+    blocks = paging.block_tables[cache.group][row, first // size : -(-seq_len // size)]
+    skip = first % size
+    keys = slice(skip, skip + seq_len - first)
+    return cache.k[blocks].flatten(0, 1)[keys], cache.v[blocks].flatten(0, 1)[keys]
+
+
+def first_key(paging: Paging, row: int, window: int | None) -> int:
+    """The first position that any of a row's tokens sees: what lies before it may be gone from the block table."""
+    if window is None:
+        return 0
+    num_queries = paging.host_query_starts[row + 1] - paging.host_query_starts[row]
+    return max(0, paging.host_seq_lens[row] - num_queries - window + 1)
+
+
+def see(paging: Paging, row: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of a row's queries [n] and keys [m], and which of the keys each query sees, [n, m] bool."""
+    start, stop = paging.host_query_starts[row], paging.host_query_starts[row + 1]
+    n = stop - start
+    context = paging.host_seq_lens[row] - n
+    if paging.ancestors is None:
+        own, depth = torch.ones(n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)
+    else:
+        own = paging.ancestors[start:stop, :n]
+        depth = own.sum(1) - 1
+    at = context + depth
+    past = torch.arange(first_key(paging, row, window), context, device=device)
+    keys_at = torch.cat((past, at))
+    visible = torch.cat((own.new_ones(n, len(past)), own), dim=1)
+    if window is not None:
+        visible = visible & (keys_at > at[:, None] - window)
+    return at, keys_at, visible
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 * size], the gate in the first half -> silu(gate) * up, [..., size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 * size], the gate in the first half -> gelu(gate) * up, [..., size], gelu by its tanh formula."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype)

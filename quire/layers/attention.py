@@ -1,0 +1,62 @@
+"""Attention: project to queries, keys and values, rotate, store, attend over the paged cache, project back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels import Kernels
+from quire.kernels.paging import LayerCache, Paging
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryTable
+from quire.layers.source import Source
+
+
+class Attention:
+    """Grouped-query attention under `name` in the checkpoint.
+
+    `window` is how many tokens one sees, itself included; `qk_norm`, one for queries and one for keys, is applied to
+    each head before it is rotated.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        ops: Kernels,
+        name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        rotary: RotaryTable,
+        window: int | None = None,
+        softcap: float | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> None:
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        parts = [(f"{name}.{part}_proj", heads * head_dim) for part, heads in zip("qkv", self.heads, strict=True)]
+        self.qkv = Linear(source, parts, hidden_size, bias=bias)
+        self.output = Linear(source, [(f"{name}.o_proj", hidden_size)], num_heads * head_dim, bias=output_bias)
+        self.head_dim = head_dim
+        self.scale = scale
+        self.rotary = rotary
+        self.window = window
+        self.softcap = softcap
+        self.qk_norm = qk_norm
+        self.ops = ops
+
+    def __call__(self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache) -> Tensor:
+        """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]"""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        q, k, v = torch.split(qkv, self.heads, dim=1)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm[0](q), self.qk_norm[1](k)
+        q, k = self.ops.rope(q, k, positions, self.rotary.table, self.rotary.interleaved)
+        self.ops.store_kv(k, v, cache, paging.slots[cache.group])
+        out = self.ops.attention(q, cache, paging, scale=self.scale, window=self.window, softcap=self.softcap)
+        return self.output(out.flatten(1))

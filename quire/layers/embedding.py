@@ -1,0 +1,41 @@
+"""The two ends of a model: Embedding turns tokens into vectors, Head turns vectors into a score for each token.
+
+Where a checkpoint ties them they hold the same Weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.source import Source
+from quire.quant.weight import Weight
+
+
+class Embedding:
+    """A row of the matrix for each token, times `scale` if there is one."""
+
+    def __init__(
+        self, source: Source, name: str, *, vocab_size: int, hidden_size: int, scale: float | None = None
+    ) -> None:
+        self.weight = source.matrix([(f"{name}.weight", vocab_size)], hidden_size)
+        self.scale = scale
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens [n] int64 -> [n, hidden_size]"""
+        x = self.weight.rows(tokens)
+        # The factor is rounded to x's dtype first: that is how such models were trained.
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+
+
+class Head:
+    """Scores for the next token, in float32."""
+
+    def __init__(self, weight: Weight, *, softcap: float | None = None) -> None:
+        self.weight = weight
+        self.softcap = softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden_size] -> [n, vocab_size] float32"""
+        logits = self.weight.matmul(hidden).float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

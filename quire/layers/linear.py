@@ -1,0 +1,22 @@
+"""Linear: a matrix, however it is stored, and perhaps a bias. It does not know how its matrix is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.layers.source import Source
+
+
+class Linear:
+    """y = x W^T + b, where W and b are those of the named parts, one below the other: parts are (name, rows)."""
+
+    def __init__(self, source: Source, parts: Sequence[tuple[str, int]], cols: int, *, bias: bool = False) -> None:
+        self.weight = source.matrix([(f"{name}.weight", rows) for name, rows in parts], cols)
+        self.bias = source.vector([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]"""
+        y = self.weight.matmul(x)
+        return y if self.bias is None else y + self.bias

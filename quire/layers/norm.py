@@ -1,0 +1,31 @@
+"""RMSNorm: scale a vector to unit mean square, then each of its dimensions by a weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels import Kernels
+from quire.layers.source import Source
+
+
+class RMSNorm:
+    """With `offset` the checkpoint holds weight - 1, as Gemma's do."""
+
+    def __init__(self, source: Source, ops: Kernels, name: str, *, size: int, eps: float, offset: bool = False) -> None:
+        weight = source.vector([(f"{name}.weight", size)])
+        # In float32: 1 + w would lose most of w's bits in a half-precision type.
+        self.weight = 1.0 + weight.float() if offset else weight
+        self.eps = eps
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> [..., size]"""
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        return normed
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Norm of x + residual, and the sum; both arguments are used up. Without a residual x is the sum."""
+        if residual is None:
+            return self(x), x
+        normed, total = self.ops.rms_norm(x, self.weight, self.eps, residual)
+        return normed, total

@@ -1,0 +1,112 @@
+"""Decoder: what all families share. Tokens are embedded, pass the layers, are normed, and the head scores the next.
+
+A family is a Decoder with layers of its own; `build_attention` and `build_mlp` make the parts its configuration asks
+for. The engine runs a Decoder and holds the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.kernels import Kernels
+from quire.kernels.paging import LayerCache, Paging
+from quire.layers.attention import Attention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryTable
+from quire.layers.source import Source
+from quire.models.config import ModelConfig
+
+
+class Layer(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """x and residual [tokens, hidden_size] are two halves of a sum, as what comes out are: so norms can add them.
+
+        Both are used up. The first layer is given no residual.
+        """
+        ...
+
+
+class Decoder:
+    """Layers between an embedding and a head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        ops: Kernels,
+        layers: Sequence[Layer],
+        *,
+        embedding_scale: float | None = None,
+    ) -> None:
+        vocab, size = config.vocab_size, config.hidden_size
+        self.embedding = Embedding(
+            source, "model.embed_tokens", vocab_size=vocab, hidden_size=size, scale=embedding_scale
+        )
+        self.layers = layers
+        self.norm = build_norm(config, source, ops, "model.norm", size)
+        tied = config.tie_embeddings
+        head = self.embedding.weight if tied else source.matrix([("lm_head.weight", vocab)], size)
+        self.head = Head(head, softcap=config.logit_softcap)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache]) -> Tensor:
+        """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm."""
+        x, residual = self.embedding(tokens), None
+        for layer, cache in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, positions, paging, cache)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, hidden_size] -> [m, vocab_size] float32"""
+        return self.head(hidden)
+
+
+def build_attention(
+    config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool
+) -> Attention:
+    """Layer `index`'s attention, under its usual name."""
+    name = f"model.layers.{index}.self_attn"
+    norms = None
+    if qk_norm:
+        norm = partial(build_norm, config, source, ops, size=config.head_dim)
+        norms = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
+    return Attention(
+        source,
+        ops,
+        name,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.scale,
+        rotary=rotary,
+        window=config.windows[index],
+        softcap=config.attention_softcap,
+        bias=config.attention_bias,
+        output_bias=config.output_bias,
+        qk_norm=norms,
+    )
+
+
+def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP:
+    """Layer `index`'s feed-forward half, under its usual name."""
+    return GatedMLP(
+        source,
+        ops,
+        f"model.layers.{index}.mlp",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        activation=config.activation,
+        bias=config.mlp_bias,
+    )
+
+
+def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> RMSNorm:
+    return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset)

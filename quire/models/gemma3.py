@@ -1,0 +1,53 @@
+"""Gemma 3, its text model: norms before and after each half of a layer, normed queries and keys, scaled embeddings.
+
+Most layers see a window and rotate with `ModelConfig.local_rope`; each sixth or so sees everything.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from quire.kernels import Kernels
+from quire.kernels.paging import LayerCache, Paging
+from quire.layers.rotary import RotaryTable
+from quire.layers.source import Source
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder, build_attention, build_mlp, build_norm
+from quire.models.rope import rotary_table
+
+
+class Gemma3Layer:
+    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
+
+    def __init__(self, config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable) -> None:
+        name = f"model.layers.{index}"
+        norm = partial(build_norm, config, source, ops, size=config.hidden_size)
+        self.input_norm = norm(f"{name}.input_layernorm")
+        self.attention = build_attention(config, source, ops, index, rotary, qk_norm=True)
+        self.attended_norm = norm(f"{name}.post_attention_layernorm")
+        self.mlp_norm = norm(f"{name}.pre_feedforward_layernorm")
+        self.mlp = build_mlp(config, source, ops, index)
+        self.output_norm = norm(f"{name}.post_feedforward_layernorm")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_norm.add(x, residual)
+        x = self.attended_norm(self.attention(x, positions, paging, cache))
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.output_norm(self.mlp(x)), residual
+
+
+class Gemma3(Decoder):
+    """A Decoder of Gemma3Layers, with an embedding scaled by the square root of its size."""
+
+    def __init__(self, config: ModelConfig, source: Source, ops: Kernels) -> None:
+        wide = rotary_table(config.rope, config.max_len, ops.device)
+        local = rotary_table(config.local_rope, config.max_len, ops.device) if config.local_rope else wide
+        layers = [
+            Gemma3Layer(config, source, ops, index, wide if window is None else local)
+            for index, window in enumerate(config.windows)
+        ]
+        super().__init__(config, source, ops, layers, embedding_scale=config.hidden_size**0.5)

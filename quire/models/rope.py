@@ -1,0 +1,55 @@
+"""From a configuration's `Rope` to the table that attention layers rotate with. The models call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.rotary import RotaryTable, plain_frequencies, stretch_llama3, stretch_yarn, yarn_magnitude
+from quire.models.config import Rope, RopeScaling
+
+
+def rotary_table(rope: Rope, max_len: int, device: torch.device) -> RotaryTable:
+    return RotaryTable(
+        frequencies(rope),
+        max_len=max_len,
+        interleaved=rope.interleaved,
+        device=device,
+        magnitude=magnitude(rope.scaling),
+    )
+
+
+def frequencies(rope: Rope) -> Tensor:
+    """Radians a token, [dim / 2]."""
+    plain = plain_frequencies(rope.dim, rope.theta)
+    if rope.divisors is not None:
+        plain = plain / torch.tensor(rope.divisors, dtype=torch.float32)
+    return plain if rope.scaling is None else _stretch(plain, rope.theta, rope.scaling)
+
+
+def magnitude(scaling: RopeScaling | None) -> float:
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return yarn_magnitude(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
+
+
+def _stretch(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        return stretch_llama3(
+            plain,
+            factor=scaling.factor,
+            original_max_len=scaling.original_max_len,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+        )
+    return stretch_yarn(
+        plain,
+        theta=theta,
+        factor=scaling.factor,
+        original_max_len=scaling.original_max_len,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        truncate=scaling.truncate,
+    )

@@ -1,0 +1,95 @@
+"""GGUFBlocks: a matrix kept in the blocks of a GGUF file and unpacked where it is used.
+
+Slow to multiply with but small to keep; loading a dense model goes through `dense_into`. It knows nothing of files:
+`weights/checkpoint.py` hands it the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.quant.ggml_types import GGMLType
+from quire.quant.unpack import UNPACKERS
+from quire.quant.weight import Weight
+
+SLICE_VALUES = 1 << 19  # unpacked at a time: few enough to bound temporaries, enough to keep every thread busy
+
+
+class GGUFBlocks:
+    """A matrix [rows, cols] as uint8 blocks [rows, row_bytes]. `dtype` is what `rows` answers in."""
+
+    def __init__(self, type: GGMLType, data: Tensor, cols: int, dtype: torch.dtype = torch.float32) -> None:
+        check_supported(type)
+        assert data.dtype == torch.uint8, data.dtype
+        assert data.shape == (data.shape[0], type.row_bytes(cols)), (data.shape, type, cols)
+        self.type = type
+        self.data = data
+        self.cols = cols
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.cols
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], self.shape[0])
+        for part in self._slices():
+            out[..., part] = torch.nn.functional.linear(x, self._unpack(self.data[part]).to(x.dtype))
+        return out
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self._unpack(self.data[index]).to(self.dtype)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        self.dense_into(out)
+        return out
+
+    def dense_into(self, out: Tensor) -> None:
+        """Unpack into `out` [rows, cols], which may be a slice of a larger tensor, in out's dtype."""
+        assert out.shape == self.shape, (out.shape, self.shape)
+        direct = out.dtype == torch.float32 and out.is_contiguous()
+        for part in self._slices():
+            if direct:
+                self._unpack_into(self.data[part], out[part])
+            else:
+                out[part] = self._unpack(self.data[part])
+
+    def shard(self, rank: int, size: int, dim: int) -> Weight:
+        count = self.shape[dim]
+        unit = self.type.block_size if dim == 1 else 1
+        if count % (size * unit):
+            raise UnsupportedModel(
+                f"A matrix of shape {self.shape} in {self.type.name} blocks of {self.type.block_size} cannot be split "
+                f"into {size} equal parts. Use fewer devices, or weights of another type."
+            )
+        data = self.data.chunk(size, dim)[rank].contiguous()
+        return GGUFBlocks(self.type, data, count // size if dim == 1 else self.cols, self.dtype)
+
+    def _slices(self) -> Iterator[slice]:
+        step = max(1, SLICE_VALUES // self.cols)
+        for start in range(0, self.shape[0], step):
+            yield slice(start, min(start + step, self.shape[0]))
+
+    def _unpack(self, data: Tensor) -> Tensor:
+        out = torch.empty(data.shape[0], self.cols, dtype=torch.float32, device=data.device)
+        self._unpack_into(data, out)
+        return out
+
+    def _unpack_into(self, data: Tensor, out: Tensor) -> None:
+        UNPACKERS[self.type](data.reshape(-1, self.type.type_size), out.view(-1, self.type.block_size))
+
+
+def check_supported(type: GGMLType) -> None:
+    """Refuse tensor types that can be measured but not computed with."""
+    if type not in UNPACKERS:
+        known = ", ".join(kind.name for kind in UNPACKERS)
+        raise UnsupportedModel(f"Tensors of type {type.name} are not supported; quire reads {known}.")

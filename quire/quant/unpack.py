@@ -1,0 +1,152 @@
+"""How each GGUF block type unpacks into float32, as plain torch on any device.
+
+An unpacker takes blocks [n, type_size] uint8 and writes values into out [n, block_size] float32. Products and sums are
+rounded one by one, in the order of the format's reference, so results agree with it bit for bit. `GGUFBlocks` calls these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.quant.ggml_types import GGMLType
+
+Unpacker = Callable[[Tensor, Tensor], None]
+
+# Where the parts of a block lie, as byte ranges, is written in each unpacker; blocks of 256 values are called "super".
+
+
+def half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block, as float32 [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def nibbles(packed: Tensor, run: int) -> Tensor:
+    """Two values a byte: the low halves of `run` bytes, then their high halves. [n, bytes] -> [n, 2 * bytes]."""
+    n, size = packed.shape
+    out = packed.new_empty(n, size // run, 2, run)
+    packed = packed.reshape(n, size // run, run)
+    torch.bitwise_and(packed, 15, out=out[:, :, 0])
+    torch.bitwise_right_shift(packed, 4, out=out[:, :, 1])
+    return out.view(n, 2 * size)
+
+
+def crumbs(packed: Tensor) -> Tensor:
+    """Four values a byte: bits 0-1 of 32 bytes, then bits 2-3 of them, and so on. [n, bytes] -> [n, 4 * bytes]."""
+    n, size = packed.shape
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(4, 1)
+    return ((packed.reshape(n, size // 32, 1, 32) >> shifts) & 3).view(n, 4 * size)
+
+
+def bits(packed: Tensor) -> Tensor:
+    """Eight values a byte, lowest bit first, byte by byte: [n, bytes] -> [n, 8 * bytes]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)
+
+
+def bit_planes(packed: Tensor) -> Tensor:
+    """Eight values a byte: bit 0 of all the bytes, then bit 1 of all of them. [n, bytes] -> [n, 8 * bytes]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(8, 1)
+    return ((packed.unsqueeze(1) >> shifts) & 1).flatten(1)
+
+
+def scale_into(out: Tensor, values: Tensor, scales: Tensor, offsets: Tensor | None = None) -> None:
+    """out = values * scales (+ offsets), where a scale serves each of the equal runs that a block is cut into."""
+    n, runs = scales.shape
+    out.copy_(values)
+    view = out.view(n, runs, -1)
+    view.mul_(scales.unsqueeze(-1))
+    if offsets is not None:
+        view.add_(offsets.unsqueeze(-1))
+
+
+def unpack_f32(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks.contiguous().view(torch.float32))
+
+
+def unpack_f16(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks.contiguous().view(torch.float16))
+
+
+def unpack_bf16(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks.contiguous().view(torch.bfloat16))
+
+
+def unpack_q4_0(blocks: Tensor, out: Tensor) -> None:
+    values = nibbles(blocks[:, 2:18], 16).view(torch.int8).sub_(8)
+    scale_into(out, values, half(blocks, 0))
+
+
+def unpack_q4_1(blocks: Tensor, out: Tensor) -> None:
+    scale_into(out, nibbles(blocks[:, 4:20], 16), half(blocks, 0), half(blocks, 2))
+
+
+def unpack_q5_0(blocks: Tensor, out: Tensor) -> None:
+    values = nibbles(blocks[:, 6:22], 16).bitwise_or_(bits(blocks[:, 2:6]) << 4).view(torch.int8).sub_(16)
+    scale_into(out, values, half(blocks, 0))
+
+
+def unpack_q5_1(blocks: Tensor, out: Tensor) -> None:
+    values = nibbles(blocks[:, 8:24], 16).bitwise_or_(bits(blocks[:, 4:8]) << 4)
+    scale_into(out, values, half(blocks, 0), half(blocks, 2))
+
+
+def unpack_q8_0(blocks: Tensor, out: Tensor) -> None:
+    scale_into(out, blocks[:, 2:34].view(torch.int8), half(blocks, 0))
+
+
+def unpack_q2_k(blocks: Tensor, out: Tensor) -> None:
+    scales = half(blocks, 80) * (blocks[:, :16] & 15)
+    offsets = half(blocks, 82) * (blocks[:, :16] >> 4)
+    scale_into(out, crumbs(blocks[:, 16:80]), scales, offsets.neg_())
+
+
+def unpack_q3_k(blocks: Tensor, out: Tensor) -> None:
+    """Values are 2 bits plus one in a mask whose clear bit means minus 4; scales are 6 bits, in two places."""
+    values = crumbs(blocks[:, 32:96]).bitwise_or_(bit_planes(blocks[:, :32]) << 2).view(torch.int8).sub_(4)
+    low = nibbles(blocks[:, 96:104], 8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+    high = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
+    scales = low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
+    scale_into(out, values, half(blocks, 108) * scales)
+
+
+def super_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 offsets of a Q4_K or Q5_K block: 6 bits each, in 12 bytes from byte 4."""
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], dim=1)
+    offsets = torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], dim=1)
+    return half(blocks, 0) * scales, (half(blocks, 2) * offsets).neg_()
+
+
+def unpack_q4_k(blocks: Tensor, out: Tensor) -> None:
+    scale_into(out, nibbles(blocks[:, 16:144], 32), *super_scales(blocks))
+
+
+def unpack_q5_k(blocks: Tensor, out: Tensor) -> None:
+    values = nibbles(blocks[:, 48:176], 32).bitwise_or_(bit_planes(blocks[:, 16:48]) << 4)
+    scale_into(out, values, *super_scales(blocks))
+
+
+def unpack_q6_k(blocks: Tensor, out: Tensor) -> None:
+    values = nibbles(blocks[:, :128], 64).bitwise_or_(crumbs(blocks[:, 128:192]) << 4).view(torch.int8).sub_(32)
+    scale_into(out, values, half(blocks, 208) * blocks[:, 192:208].view(torch.int8))
+
+
+UNPACKERS: dict[GGMLType, Unpacker] = {
+    GGMLType.F32: unpack_f32,
+    GGMLType.F16: unpack_f16,
+    GGMLType.BF16: unpack_bf16,
+    GGMLType.Q4_0: unpack_q4_0,
+    GGMLType.Q4_1: unpack_q4_1,
+    GGMLType.Q5_0: unpack_q5_0,
+    GGMLType.Q5_1: unpack_q5_1,
+    GGMLType.Q8_0: unpack_q8_0,
+    GGMLType.Q2_K: unpack_q2_k,
+    GGMLType.Q3_K: unpack_q3_k,
+    GGMLType.Q4_K: unpack_q4_k,
+    GGMLType.Q5_K: unpack_q5_k,
+    GGMLType.Q6_K: unpack_q6_k,
+}

@@ -1,0 +1,295 @@
+"""GGUFFile: what a GGUF file holds, mapped into memory and read without trust. No torch here.
+
+Every count, length, offset and type is checked against the file's real size before it is used, so a damaged or hostile
+file costs one `BadModelFile` and no memory. It neither unpacks tensors (`quant/gguf_blocks.py`) nor knows what the
+metadata means (`config.py`, `text/`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from quire.errors import BadModelFile, ModelNotFound
+from quire.quant.ggml_types import TYPES_BY_NUMBER, GGMLType
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 4
+MIN_ENTRY_BYTES = 8 + 4 + 1  # an empty key, its type, one byte of value
+MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, type, offset
+
+U32 = struct.Struct("<I")
+U64 = struct.Struct("<Q")
+SCALARS: dict[int, np.dtype[Any]] = {
+    number: np.dtype(code)
+    for number, code in enumerate(
+        ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
+    )
+    if code
+}
+BOOL, STRING, ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is in torch's order: (out, in), the last dimension contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    offset: int  # from the start of the file
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+
+class GGUFFile:
+    """An open GGUF file. Use as a context manager, or call `close()`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = map_file(path)
+        header = Header(path, self._map)
+        self.metadata: dict[str, Any] = header.metadata
+        self.tensors: dict[str, TensorInfo] = header.tensors
+        self._advise(0, header.data_start)
+
+    def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes as they are in the file, read-only and not copied: [rows, row_bytes]."""
+        info = self.tensors[name]
+        data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+        return data.reshape(info.rows, -1)
+
+    def release(self, name: str, start_row: int = 0, end_row: int | None = None) -> None:
+        """Hand the pages of rows that have been read back to the system; reading them again stays possible."""
+        info = self.tensors[name]
+        row_bytes = info.nbytes // info.rows
+        end = info.rows if end_row is None else end_row
+        self._advise(info.offset + start_row * row_bytes, info.offset + end * row_bytes)
+
+    def close(self) -> None:
+        """Let go of the file. Arrays from `raw` stay valid: the map ends with the last of them."""
+        del self._map
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _advise(self, start: int, end: int) -> None:
+        first = start - start % mmap.PAGESIZE
+        end = min(end, len(self._map))
+        if end > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file read-only."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelNotFound(f"There is no file {path}. Check the path, or pull the model by its name.") from None
+    except ValueError:
+        raise BadModelFile(f"{path} is empty (0 bytes). Download it again.") from None
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read: {error.strerror}. Give a GGUF file that you may read.") from None
+
+
+class Header:
+    """Reads everything before the tensor data, from front to back. `at` never passes the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.at = 0
+        self.what = "the header"
+        self._check_magic_and_version()
+        num_tensors = self._count("tensors", MIN_TENSOR_BYTES)
+        num_entries = self._count("metadata entries", MIN_ENTRY_BYTES)
+        self.metadata = self._read_metadata(num_entries)
+        self.alignment = self._checked_alignment()
+        tensors = self._read_tensors(num_tensors)
+        self.data_start = -(-self.at // self.alignment) * self.alignment
+        self.tensors = {info.name: self._placed(info) for info in tensors.values()}
+        self._check_overlap()
+
+    def bad(self, problem: str, fix: str = "Download it again.") -> BadModelFile:
+        return BadModelFile(f"{self.path} is not a usable GGUF file: {problem}. {fix}")
+
+    def _check_magic_and_version(self) -> None:
+        magic = self.data[:4]
+        if magic != MAGIC:
+            raise self.bad(
+                f"it starts with {magic!r} instead of {MAGIC!r}",
+                "Give a .gguf file, or download it again if it is one.",
+            )
+        self.at = 4
+        version = self._number(U32)
+        if version not in VERSIONS and version & 0xFFFF == 0 and version:
+            raise self.bad("it is in big-endian byte order, and quire reads little-endian files", "Convert it.")
+        if version not in VERSIONS:
+            raise self.bad(
+                f"it has format version {version}, and quire reads versions 2 and 3", "Convert it with current tools."
+            )
+
+    def _need(self, num_bytes: int) -> None:
+        if num_bytes > self.size - self.at:
+            raise self.bad(f"{self.what} needs {num_bytes} bytes at offset {self.at}, but the file ends at {self.size}")
+
+    def _number(self, form: struct.Struct) -> int:
+        self._need(form.size)
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return int(value)
+
+    def _count(self, what: str, least_bytes: int) -> int:
+        """A number of things to come, each of which takes at least `least_bytes` of the rest of the file."""
+        count = self._number(U64)
+        most = (self.size - self.at) // least_bytes
+        if count > most:
+            raise self.bad(f"it announces {count} {what}, and no more than {most} fit into its {self.size} bytes")
+        return count
+
+    def _text(self, what: str) -> str:
+        self.what = what
+        length = self._number(U64)
+        self._need(length)
+        start, self.at = self.at, self.at + length
+        try:
+            return self.data[start : self.at].decode()
+        except UnicodeDecodeError:
+            raise self.bad(f"{what} at offset {start} is not valid UTF-8") from None
+
+    def _read_metadata(self, count: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for index in range(count):
+            key = self._text(f"the key of metadata entry {index}")
+            if key in metadata:
+                raise self.bad(f"the metadata key {key!r} occurs twice")
+            self.what = f"the value of {key!r}"
+            metadata[key] = self._value(self._number(U32), depth=0)
+        return metadata
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind == STRING:
+            return self._text(self.what)
+        if kind == ARRAY:
+            return self._array(depth + 1)
+        return self._scalars(kind, 1)[0].item()
+
+    def _array(self, depth: int) -> Any:
+        if depth > MAX_ARRAY_DEPTH:
+            raise self.bad(f"{self.what} has arrays nested deeper than {MAX_ARRAY_DEPTH}")
+        kind = self._number(U32)
+        if kind == STRING:
+            return self._strings(self._count("strings", U64.size))
+        if kind == ARRAY:
+            return [self._array(depth + 1) for _ in range(self._count("arrays", U32.size + U64.size))]
+        return self._scalars(kind, self._number(U64))
+
+    def _scalars(self, kind: int, count: int) -> np.ndarray[Any, np.dtype[Any]]:
+        dtype = SCALARS.get(kind)
+        if dtype is None:
+            raise self.bad(f"{self.what} has the unknown value type {kind}")
+        self._need(count * dtype.itemsize)
+        if count == 0:
+            return np.empty(0, dtype)
+        start, self.at = self.at, self.at + count * dtype.itemsize
+        if kind == BOOL and np.frombuffer(self.data, np.uint8, count, start).max() > 1:
+            raise self.bad(f"{self.what} has a truth value that is neither 0 nor 1")
+        return np.frombuffer(self.data, dtype, count, start).copy()
+
+    def _strings(self, count: int) -> list[str]:
+        """Vocabularies have hundreds of thousands of these, so the loop touches locals only."""
+        data, size, at = self.data, self.size, self.at
+        length_at: Callable[[mmap.mmap, int], tuple[int]] = U64.unpack_from
+        strings: list[str] = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                if at > size:
+                    raise self.bad(
+                        f"a string of {self.what} at offset {start} ends at {at}, past the file's {size} bytes"
+                    )
+                strings.append(data[start:at].decode())
+        except struct.error:
+            raise self.bad(f"{self.what} announces {count} strings, and the file ends after {len(strings)}") from None
+        except UnicodeDecodeError:
+            raise self.bad(f"string {len(strings)} of {self.what} is not valid UTF-8") from None
+        self.at = at
+        return strings
+
+    def _checked_alignment(self) -> int:
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self.bad(f"general.alignment is {alignment!r}, which is not a power of two")
+        return alignment
+
+    def _read_tensors(self, count: int) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for index in range(count):
+            info = self._read_tensor(index)
+            if info.name in tensors:
+                raise self.bad(f"the tensor {info.name!r} occurs twice")
+            tensors[info.name] = info
+        return tensors
+
+    def _read_tensor(self, index: int) -> TensorInfo:
+        name = self._text(f"the name of tensor {index}")
+        self.what = f"the description of tensor {name!r}"
+        num_dims = self._number(U32)
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise self.bad(f"tensor {name!r} has {num_dims} dimensions, and 1 to {MAX_DIMS} are possible")
+        shape = tuple(self._number(U64) for _ in range(num_dims))[::-1]
+        number = self._number(U32)
+        kind = TYPES_BY_NUMBER.get(number)
+        if kind is None:
+            raise self.bad(f"tensor {name!r} has the type number {number}, which quire does not know")
+        if min(shape) < 1 or shape[-1] % kind.block_size:
+            raise self.bad(
+                f"tensor {name!r} of type {kind.name} has shape {shape}: each dimension must be at least 1 and the "
+                f"last one a multiple of {kind.block_size}"
+            )
+        return TensorInfo(name, shape, kind, self._number(U64), prod(shape[:-1]) * kind.row_bytes(shape[-1]))
+
+    def _placed(self, info: TensorInfo) -> TensorInfo:
+        """The same tensor with its offset counted from the start of the file."""
+        if info.offset % self.alignment:
+            raise self.bad(f"tensor {info.name!r} is at offset {info.offset}, not a multiple of {self.alignment}")
+        start = self.data_start + info.offset
+        if start + info.nbytes > self.size:
+            raise self.bad(
+                f"tensor {info.name!r} with shape {info.shape} takes bytes {start} to {start + info.nbytes}, but the "
+                f"file ends at {self.size}"
+            )
+        return TensorInfo(info.name, info.shape, info.type, start, info.nbytes)
+
+    def _check_overlap(self) -> None:
+        ordered = sorted(self.tensors.values(), key=lambda info: info.offset)
+        for one, other in pairwise(ordered):
+            if one.offset + one.nbytes > other.offset:
+                raise self.bad(
+                    f"tensors {one.name!r} and {other.name!r} overlap: one ends at {one.offset + one.nbytes}, the "
+                    f"other starts at {other.offset}"
+                )

@@ -1,0 +1,77 @@
+"""What tensors are called: the canonical names are Hugging Face's, these tables translate to and from the files'.
+
+Layers ask by canonical name ("model.layers.0.mlp.down_proj.weight"); the checkpoint readers look up here what their file
+calls it. Also which tensors of a file may stay unread.
+"""
+
+from __future__ import annotations
+
+import re
+
+GGUF_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+# In Gemma 3 the norm after the attention is its own, and the one before the MLP has another name.
+GGUF_LAYER_GEMMA3 = {
+    **GGUF_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+# Multimodal checkpoints keep the text model under one of these; the first that matches is replaced.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+UNREAD_GGUF = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight")
+UNREAD_SAFETENSORS = re.compile(
+    r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias"
+)
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def gguf_name(name: str, family: str) -> str:
+    """The canonical name as a GGUF file of that family has it; a name without a counterpart is returned as it is."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in GGUF_TOP:
+        return f"{GGUF_TOP[stem]}.{suffix}"
+    table = GGUF_LAYER_GEMMA3 if family == "gemma3" else GGUF_LAYER
+    match = LAYER.fullmatch(stem)
+    if match and match[2] in table:
+        return f"blk.{match[1]}.{table[match[2]]}.{suffix}"
+    return name
+
+
+def text_name(name: str) -> str:
+    """A safetensors name without the prefix that multimodal checkpoints put before their text model."""
+    for prefix, canonical in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return canonical + name.removeprefix(prefix)
+    return name
+
+
+def may_stay_unread(name: str, *, tied: bool) -> bool:
+    """Tensors that a file may hold though no model asks for them."""
+    if tied and name in ("lm_head.weight", "output.weight"):
+        return True
+    return bool(UNREAD_GGUF.fullmatch(name) or UNREAD_SAFETENSORS.fullmatch(name))

@@ -1,0 +1,68 @@
+"""A runner without a model: it keeps what each block would hold and checks every read a real kernel would make.
+
+A slot of the cache remembers (token, position) of what was written there. A row is right only if, position by position,
+the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early free is seen at once.
+The next token is a hash of all tokens before it, so an answer depends on the whole context and on nothing else.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from quire.core.plan import Plan, Sampled
+from quire.core.request import Request
+
+VOCABULARY = 7  # small, so that prompts and answers collide often
+
+
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    return crc32(bytes(tokens), seed) % VOCABULARY
+
+
+class FakeRunner:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+
+    def run(self, plan: Plan, context: dict[str, list[int]]) -> Sampled:
+        """`context` holds each request's tokens, those still in flight included."""
+        for source, target in plan.copies:
+            self.cells[target] = list(self.cells[source])
+        writers: dict[int, Request] = {}
+        rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
+        texts = [(context[r.id] + r.drafts)[: start + count] for r, start, count in rows]
+        for (request, start, count), tokens in zip(rows, texts, strict=True):
+            assert len(tokens) == start + count, "planned past what is known"
+            self._write(request, tokens, start, writers)
+        for (request, start, _), tokens in zip(rows, texts, strict=True):
+            self._read(request, tokens, start)
+        return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
+
+    def _write(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> None:
+        for table in request.tables:
+            for position in range(start, len(tokens)):
+                block = table[position // self.block_size]
+                assert block, "writes to a block it does not have"
+                assert writers.setdefault(block, request) is request, f"block {block} has two writers"
+                self.cells[block][position % self.block_size] = (tokens[position], position)
+
+    def _read(self, request: Request, tokens: list[int], start: int) -> None:
+        for table, window in zip(request.tables, self.windows, strict=True):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, len(tokens)):
+                block = table[position // self.block_size]
+                assert block, f"position {position} is read but its block was given back"
+                assert self.cells[block][position % self.block_size] == (tokens[position], position)
+
+    def _sample(self, request: Request, tokens: list[int], num_yields: int) -> list[int]:
+        """Accept drafts as long as they are what would have been sampled, then add one token."""
+        if not num_yields:
+            return []
+        known, accepted = len(tokens) - num_yields + 1, []
+        for draft in [*tokens[known:], None]:
+            token = next_token(tokens[:known] + accepted, request.seed)
+            accepted.append(token)
+            if token != draft:
+                break
+        return accepted

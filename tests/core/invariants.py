@@ -1,0 +1,68 @@
+"""What must hold of a scheduler after every step, whatever happened before."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.core.prefix_tree import Node
+from quire.core.request import Request, State
+from quire.core.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler, held_in_flight: list[Request]) -> None:
+    """`held_in_flight`: requests that have ended or were preempted but are named by a plan not yet committed."""
+    live = list(scheduler.requests.values())
+    check_blocks(scheduler, {id(r): r for r in [*live, *held_in_flight]}.values())
+    check_tree(scheduler)
+    check_queues(scheduler, live)
+
+
+def check_blocks(scheduler: Scheduler, owners) -> None:
+    pool = scheduler.kv.pool
+    refs = Counter(block for request in owners for table in request.tables for block in table if block is not None)
+    assert 0 not in refs
+    for block in range(1, pool.num_blocks + 1):
+        assert pool.refs[block] == refs[block], f"block {block}: {pool.refs[block]} references, {refs[block]} holders"
+    free = pool.free_order()
+    assert len(free) == len(set(free)) == pool.num_free
+    assert set(free) == {block for block in range(1, pool.num_blocks + 1) if not refs[block]}
+
+
+def check_tree(scheduler: Scheduler) -> None:
+    tree = scheduler.kv.tree
+    seen: dict[int, tuple[Node, int]] = {}
+    pins = Counter(id(r.node) for r in scheduler.requests.values() if r.node is not None)
+
+    def visit(node: Node) -> None:
+        assert [c.tokens for c in node.children] == sorted(c.tokens for c in node.children)
+        for group, block in enumerate(node.blocks):
+            if block is not None:
+                seen[block] = (node, group)
+        kept = node.pins or node.children or any(block is not None for block in node.blocks)
+        assert kept, "an empty node stayed in the tree"
+        assert node.pins >= pins[id(node)]
+        for child in node.children:
+            assert child.parent is node
+            assert child.depth == node.depth + 1
+            visit(child)
+
+    for root in tree._roots.values():
+        visit(root)
+    assert seen == tree.owners
+
+
+def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
+    running = scheduler.running
+    assert len(running) <= scheduler.max_requests
+    assert all(request.state is State.RUNNING for request in running)
+    assert [r.rank for r in running] == sorted(r.rank for r in running)
+    waiting = [request for _, request in scheduler._waiting if not request.finished]
+    assert len(waiting) == scheduler.num_waiting
+    assert Counter(r.state for r in live)[State.RUNNING] == len(running)
+    assert Counter(r.state for r in live)[State.WAITING] == len(waiting)
+    for request in live:
+        assert request.num_computed <= request.num_planned <= len(request.tokens) + request.num_expected + 8
+        held = [len(table) for table in request.tables]
+        assert len(set(held)) <= 1
+        if request.state in (State.WAITING, State.HELD):
+            assert not request.tables

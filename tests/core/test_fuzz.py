@@ -1,0 +1,197 @@
+"""The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
+flight. After every step the invariants hold, and every answer is the one the request would get alone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan, Sampled, Update
+from quire.core.policy import Continuous, Dynamic, Policy, Static
+from quire.core.request import Finish, Request
+from quire.core.scheduler import Scheduler
+from quire.errors import PromptTooLong
+from tests.core.fake_runner import VOCABULARY, FakeRunner, next_token
+from tests.core.invariants import check
+
+pytestmark = pytest.mark.core
+
+NUM_WORLDS = 400
+STEPS_PER_WORLD = 300  # 120,000 steps in all
+END = 0  # the token that ends a request
+
+
+@dataclass
+class World:
+    """A random configuration and everything that happened in it."""
+
+    random: random.Random
+
+    def __post_init__(self) -> None:
+        rng = self.random
+        self.block_size = rng.choice([1, 2, 3, 4, 8])
+        self.windows = rng.choice([(None,), (None,), (5,), (None, 4), (3, None, 9), (1,)])
+        self.num_blocks = rng.randint(4, 40) * len(self.windows)
+        self.depth = rng.choice([1, 1, 2])
+        max_requests = rng.randint(1, 8)
+        self.scheduler = Scheduler(
+            self.num_blocks,
+            self.block_size,
+            rng.randint(max_requests, max_requests + 20),
+            max_requests,
+            Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_places=rng.choice([1, 5, 50])),
+            windows=self.windows,
+            prefix_cache=rng.random() < 0.8,
+        )
+        self.runner = FakeRunner(self.num_blocks, self.block_size, self.windows)
+        self.in_flight: deque[tuple[Plan, Sampled]] = deque()
+        self.context: dict[str, list[int]] = {}
+        self.delivered: dict[str, list[int]] = {}
+        self.final: dict[str, Update] = {}
+        self.everyone: dict[str, Request] = {}
+        self.now_s = 0.0
+
+    def _batching(self):
+        rng = self.random
+        size = rng.randint(1, 6)
+        return rng.choice([Continuous(), Continuous(), Static(size), Dynamic(size, rng.uniform(0, 5))])
+
+    def arrive(self) -> None:
+        rng = self.random
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
+        if self.everyone and rng.random() < 0.6:  # begin like somebody before
+            other = rng.choice(list(self.everyone.values())).tokens
+            prompt = other[: rng.randint(1, len(other))] + prompt[: rng.randint(0, 5)]
+        leader, salt, priority = None, rng.choice([b"", b"", b"tenant"]), rng.randint(-2, 2)
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):
+            request = Request(
+                f"r{len(self.everyone)}",
+                prompt,
+                SamplingParams(min_tokens=rng.choice([0, 0, 2]), max_tokens=None),
+                end_token_ids=frozenset([END]),
+                seed=rng.randrange(3),
+                priority=priority,
+                salt=salt,
+                max_tokens=rng.randint(2, 20),
+                leader=leader,
+            )
+            leader = leader or request
+            self._submit(request)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request, self.now_s)
+        except PromptTooLong:
+            needed = self.scheduler.kv.peak(request.max_len, self.scheduler.max_tokens_per_step)
+            assert needed > self.num_blocks
+            return
+        self.everyone[request.id] = request
+        self.context[request.id] = list(request.prompt)
+        self.delivered[request.id] = []
+
+    def abort(self) -> None:
+        live = list(self.scheduler.requests)
+        if live:
+            update = self.scheduler.abort(self.random.choice(live))
+            assert update is not None
+            self.take([update])
+
+    def draft(self) -> None:
+        """A proposer that is right half of the time."""
+        for request in self.scheduler.running:
+            if not request.num_in_flight and self.random.random() < 0.3:
+                tokens = list(request.tokens)
+                room = request.max_tokens - request.num_output - 1
+                for _ in range(min(self.random.randint(0, 4), room)):
+                    guess = next_token(tokens, request.seed) if self.random.random() < 0.7 else 1
+                    tokens.append(guess)
+                    request.drafts.append(guess)
+
+    def launch(self) -> None:
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is None:
+            return
+        assert plan.num_tokens <= self.scheduler.max_tokens_per_step
+        assert len(set(map(id, plan.requests))) == len(plan)
+        sampled = self.runner.run(plan, self.context)
+        for request, tokens in zip(plan.requests, sampled.tokens, strict=True):
+            self.context[request.id] += tokens
+        self.in_flight.append((plan, sampled))
+
+    def land(self) -> None:
+        plan, sampled = self.in_flight.popleft()
+        if self.random.random() < 0.01:
+            updates = self.scheduler.fail(plan, "the step failed")
+        else:
+            updates = self.scheduler.commit(plan, sampled)
+        self.take(updates)
+
+    def take(self, updates: list[Update]) -> None:
+        for update in updates:
+            assert update.id not in self.final, "an update after the final one"
+            self.delivered[update.id] += update.tokens
+            if update.finish:
+                self.final[update.id] = update
+
+    def step(self) -> None:
+        self.now_s += self.random.random()
+        self.launch()
+        if len(self.in_flight) >= self.depth or (self.in_flight and self.random.random() < 0.2):
+            self.land()
+        named = [request for plan, _ in self.in_flight for request in plan.requests]
+        check(self.scheduler, [r for r in named if r.id not in self.scheduler.requests])
+
+    def drain(self) -> None:
+        for _ in range(20_000):
+            if not self.scheduler.has_work and not self.in_flight:
+                return
+            self.now_s += 10.0
+            self.launch()
+            if self.in_flight:
+                self.land()
+        raise AssertionError(f"never finished: {list(self.scheduler.requests)}")
+
+    def judge(self) -> None:
+        assert set(self.final) == set(self.everyone), "somebody never heard the end"
+        assert self.scheduler.kv.pool.num_free == self.num_blocks
+        for request in self.everyone.values():
+            expected = answer_alone(request)
+            got, finish = self.delivered[request.id], self.final[request.id].finish
+            assert got == expected[: len(got)]
+            if finish in (Finish.STOP, Finish.LENGTH):
+                assert got == expected
+                assert (finish is Finish.LENGTH) == (len(got) == request.max_tokens and not ends(request, got))
+
+
+def ends(request: Request, tokens: list[int]) -> bool:
+    return tokens[-1] == END and len(tokens) > request.params.min_tokens
+
+
+def answer_alone(request: Request) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        tokens.append(next_token([*request.prompt, *tokens], request.seed))
+        if ends(request, tokens):
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic(seed: int) -> None:
+    for number in range(NUM_WORLDS // 20):
+        world = World(random.Random(f"{seed}.{number}"))
+        for _ in range(STEPS_PER_WORLD):
+            dice = world.random.random()
+            if dice < 0.25:
+                world.arrive()
+            elif dice < 0.28:
+                world.abort()
+            elif dice < 0.5:
+                world.draft()
+            world.step()
+        world.drain()
+        world.judge()
