@@ -28,7 +28,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size, self.windows, max_evicted=2 * num_blocks)
         self.step = 0  # the scheduler's, to date evictions with
-        self._has_windows = any(window is not None for window in self.windows)
+        self.has_windows = any(window is not None for window in self.windows)
 
     def peak(self, length: int, max_count: int) -> int:
         """The most blocks that a request of `length` tokens holds at once, when it computes `max_count` at a time."""
@@ -134,8 +134,6 @@ class KVCache:
 
     def trim(self, request: Request) -> None:
         """Give back the blocks that no later token of the request looks at."""
-        if not self._has_windows:
-            return
         for table, window in zip(request.tables, self.windows, strict=True):
             index = first_block(request.num_computed, window, self.block_size) - 1
             while index >= 0 and (block := table[index]) is not None:

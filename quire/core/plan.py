@@ -16,8 +16,8 @@ class Plan:
     """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
 
     `yields[i]` says how many of the row's last positions are sampled: 0 when the row stops short of the request's last
-    token, 1 when it reaches it, 1 + k when k drafts follow. `copies` are blocks (source, target) to copy, in order, before
-    anything of this step is written. Block tables are the requests' own: read them before the next `schedule()`.
+    token, 1 when it reaches it, 1 + k when k drafts follow. `copies` are blocks (source, target) to copy, in order,
+    before anything of this step is written. Block tables are the requests' own: read them before the next `schedule()`.
     """
 
     step: int
@@ -44,11 +44,24 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """What a step produced, a row each: the tokens after its last confirmed one (drafts kept, then one new)."""
+    """What a step produced, a row each: the tokens after its last confirmed one (drafts kept, then one new).
+
+    Log probabilities are there for the rows that asked. Those of a prompt are of the tokens at starts[row] + 1 up to
+    the row's last position + 1, as far as the prompt goes.
+    """
 
     tokens: list[list[int]]
-    logprobs: list[list[TokenLogprobs]] | None = None
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row, for the tokens it covers
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Detail:
+    """What few updates carry."""
+
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    message: str = ""  # why, when the request ended with an error
 
 
 class Update(NamedTuple):
@@ -57,8 +70,4 @@ class Update(NamedTuple):
     id: str
     tokens: list[int]
     finish: Finish | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    num_cached: int = 0
-    message: str = ""  # why, when finish is an error
-    stop_token: int | None = None  # which stop token ended it
+    detail: Detail | None = None

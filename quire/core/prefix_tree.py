@@ -2,7 +2,7 @@
 
 A node is one full block of tokens under its parent's; the path from a root spells the prefix. Each tenant salt has its
 own root, and every node carries a digest chained from the salt, under which its eviction is remembered. Tokens are
-compared themselves, never by digest alone, so no collision can hand out another prompt's cache. Only `KVCache` calls this.
+compared themselves, never by digest alone, so no collision can hand out another prompt's cache. `KVCache` calls this.
 """
 
 from __future__ import annotations

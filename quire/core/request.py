@@ -59,6 +59,8 @@ class Request:
     max_tokens: int = 16
     leader: Request | None = None  # the sample of the same prompt that computes it for this one
 
+    num_prompt: int = field(init=False)
+    max_len: int = field(init=False)  # tokens it can ever have
     tokens: list[int] = field(init=False)
     drafts: list[int] = field(init=False, default_factory=list)
     num_computed: int = field(init=False, default=0)
@@ -82,22 +84,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.num_prompt = len(self.tokens)
+        self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.prompt)
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def finished(self) -> bool:
         return self.state is State.FINISHED
-
-    @property
-    def max_len(self) -> int:
-        """Tokens it can ever have."""
-        return len(self.prompt) + self.max_tokens

@@ -15,13 +15,14 @@ from operator import attrgetter
 
 from quire.core.kv_cache import KVCache
 from quire.core.params import MAX_PRIORITY
-from quire.core.plan import Plan, Sampled, Update
+from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
 
 _rank = attrgetter("rank")
+_FINISHED = State.FINISHED
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Scheduler:
             request.leader.forks.remove(request)
         self._end(request)
         self._drop_finished()
-        return Update(request.id, [], finish, num_cached=request.num_cached, message=message)
+        return Update(request.id, [], finish, Detail(message=message) if message else None)
 
     @property
     def num_waiting(self) -> int:
@@ -112,32 +113,23 @@ class Scheduler:
     def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
         """Take in a step's tokens, in the order the plans were made."""
         updates: list[Update] = []
-        block_size, publish = self.kv.block_size, self.kv.prefix_cache
-        ended = False
-        for row, request in enumerate(plan.requests):
+        details = self._details(plan, sampled)
+        num_finished = self.counters.finished
+        columns = zip(plan.requests, plan.starts, plan.counts, plan.yields, sampled.tokens, strict=True)
+        for row, (request, start, count, num_yields, tokens) in enumerate(columns):
             request.num_in_flight -= 1
-            if plan.yields[row]:
+            if num_yields:
                 request.num_expected -= 1
-            if request.state is not State.FINISHED:
-                tokens, finish = self._append(request, sampled.tokens[row])
-                request.drafts.clear()
-                # Drafts that were refused were computed for nothing: the last token kept has no k and v yet.
-                request.num_computed = min(plan.starts[row] + plan.counts[row], len(request.tokens) - 1)
-                if not request.num_in_flight:
-                    request.num_planned = request.num_computed
-                if publish and request.num_computed // block_size > request.num_published:
-                    self.kv.publish(request)
-                self.kv.trim(request)
-                if tokens or finish or row in sampled.prompt_logprobs:
-                    updates.append(self._update(request, row, plan, sampled, tokens, finish))
+            if request.state is not _FINISHED:
+                finish = self._append(request, tokens) if tokens else None
+                self._advance(request, start + count)
+                if tokens or row in details:
+                    updates.append(Update(request.id, tokens, finish, details.get(row)))
                 if finish:
                     self._end(request)
-                    ended = True
-                elif request.forks and request.num_computed >= request.num_prompt - 1:
-                    self._release_forks(request)
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
-        if ended:
+        if self.counters.finished > num_finished:
             self._drop_finished()
         return updates
 
@@ -148,7 +140,7 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_expected -= bool(num_yields)
             if not request.finished:
-                updates.append(Update(request.id, [], Finish.ERROR, message=message))
+                updates.append(Update(request.id, [], Finish.ERROR, Detail(message=message)))
                 self._end(request)
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
@@ -163,19 +155,22 @@ class Scheduler:
         Returns whether somebody had to make room.
         """
         spare = self.max_tokens_per_step - len(self.running)
-        hungry: list[tuple[Request, int]] = []
+        add_row, hungry = self._add_row, []
         for request in self.running:
             known = len(request.tokens) + request.num_expected
-            need = known + len(request.drafts) - request.num_planned
+            start = request.num_planned
+            need = known + len(request.drafts) - start
             if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
                 continue
-            count = 1 + min(need - 1, spare)
-            spare -= count - 1
-            if request.num_planned + count <= request.capacity:
-                self._add_row(plan, request, count)
+            count = 1
+            if need > 1:
+                count += min(need - 1, spare)
+                spare -= count - 1
+            if start + count <= request.capacity:
+                add_row(plan, request, start, count, start + count - known + 1)
             else:
                 hungry.append((request, count))
-        return self._feed(plan, hungry)
+        return self._feed(plan, hungry) if hungry else False
 
     def _feed(self, plan: Plan, hungry: list[tuple[Request, int]]) -> bool:
         """Rows that need new blocks, in order; the last in rank make room for the first."""
@@ -183,7 +178,7 @@ class Scheduler:
         for request, count in hungry:
             if request.state is not State.RUNNING:
                 continue
-            while not self.kv.grow(request, request.num_planned + count, plan.copies):
+            while not self._add_grown_row(plan, request, count):
                 victim = self.running[-1]
                 if victim is request and victim.num_in_flight:
                     return preempted  # what it waits for is in flight: its own blocks behind the window
@@ -194,8 +189,6 @@ class Scheduler:
                     return preempted  # its blocks come back when the plan in flight is committed
                 if victim is request:
                     break
-            else:
-                self._add_row(plan, request, count)
         return preempted
 
     def _admit(self, plan: Plan, now_s: float) -> None:
@@ -216,10 +209,9 @@ class Scheduler:
             insort(self.running, request, key=_rank)
             quota -= 1
             if count := min(len(request.tokens) - request.num_planned, budget):
-                grown = self.kv.grow(request, request.num_planned + count, plan.copies)
-                assert grown, "admission promised blocks that are not there"
+                added = self._add_grown_row(plan, request, count)
+                assert added, "admission promised blocks that are not there"
                 budget -= count
-                self._add_row(plan, request, count)
             promised += self.kv.missing(request, self.max_tokens_per_step)
 
     def _place(self, request: Request, plan: Plan, promised: int) -> bool:
@@ -236,9 +228,10 @@ class Scheduler:
         self._count_hit(request, match)
         return True
 
-    def _add_row(self, plan: Plan, request: Request, count: int) -> None:
-        start = request.num_planned
-        num_yields = max(0, start + count - len(request.tokens) - request.num_expected + 1)
+    def _add_row(self, plan: Plan, request: Request, start: int, count: int, num_yields: int) -> None:
+        """`num_yields` counts the positions at and behind the last known token; below 1 the row stops short of it."""
+        if num_yields < 0:
+            num_yields = 0
         if request.drafts:
             del request.drafts[max(0, num_yields - 1) :]
         plan.requests.append(request)
@@ -249,6 +242,15 @@ class Scheduler:
         request.num_in_flight += 1
         if num_yields:
             request.num_expected += 1
+
+    def _add_grown_row(self, plan: Plan, request: Request, count: int) -> bool:
+        """A row that needs new blocks; False if there are too few."""
+        start = request.num_planned
+        if not self.kv.grow(request, start + count, plan.copies):
+            return False
+        known = len(request.tokens) + request.num_expected
+        self._add_row(plan, request, start, count, start + count - known + 1)
+        return True
 
     def _unplan(self, plan: Plan, request: Request) -> None:
         """Take a row out of a plan that nobody has seen yet."""
@@ -262,29 +264,43 @@ class Scheduler:
 
     # ── changes of state ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _append(self, request: Request, tokens: list[int]) -> tuple[list[int], Finish | None]:
-        """Append sampled tokens up to the one that ends the request."""
-        min_tokens = request.params.min_tokens
+    def _append(self, request: Request, tokens: list[int]) -> Finish | None:
+        """Append sampled tokens up to the one that ends the request; what comes after it is cut off."""
         for index, token in enumerate(tokens):
             request.tokens.append(token)
-            num_output = len(request.tokens) - len(request.prompt)
-            if token in request.stop_ids and num_output > min_tokens:
-                return tokens[: index + 1], Finish.STOP
-            if num_output >= request.max_tokens:
-                return tokens[: index + 1], Finish.LENGTH
-        return tokens, None
+            if token in request.stop_ids and request.num_output > request.params.min_tokens:
+                del tokens[index + 1 :]
+                return Finish.STOP
+            if len(request.tokens) >= request.max_len:
+                del tokens[index + 1 :]
+                return Finish.LENGTH
+        return None
 
-    def _update(
-        self, request: Request, row: int, plan: Plan, sampled: Sampled, tokens: list[int], finish: Finish | None
-    ) -> Update:
-        logprobs = sampled.logprobs[row][: len(tokens)] if sampled.logprobs else None
-        prompt_logprobs = sampled.prompt_logprobs.get(row)
-        if prompt_logprobs is not None:  # a recomputed chunk must not be reported twice
-            first = plan.starts[row]
-            prompt_logprobs = prompt_logprobs[max(0, request.num_scored - first) :]
-            request.num_scored += len(prompt_logprobs)
-        stop = tokens[-1] if finish is Finish.STOP else None
-        return Update(request.id, tokens, finish, logprobs, prompt_logprobs, request.num_cached, "", stop)
+    def _advance(self, request: Request, end: int) -> None:
+        """The cache has caught up to `end`, less the drafts that were refused: the last token has no k and v yet."""
+        if request.drafts:
+            request.drafts.clear()
+        num_computed = request.num_computed = min(end, len(request.tokens) - 1)
+        if not request.num_in_flight:
+            request.num_planned = num_computed
+        if self.kv.prefix_cache and num_computed >= (request.num_published + 1) * self.kv.block_size:
+            self.kv.publish(request)
+        if self.kv.has_windows:
+            self.kv.trim(request)
+        if request.forks and num_computed >= request.num_prompt - 1:
+            self._release_forks(request)
+
+    def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
+        """What a row's update carries besides its tokens. Most rows have nothing."""
+        details: dict[int, Detail] = {}
+        for row, logprobs in sampled.logprobs.items():
+            details[row] = Detail(logprobs=logprobs)
+        for row, prompt_logprobs in sampled.prompt_logprobs.items():
+            request = plan.requests[row]
+            fresh = prompt_logprobs[max(0, request.num_scored - plan.starts[row]) :]  # recomputed ones were reported
+            request.num_scored += len(fresh)
+            details.setdefault(row, Detail()).prompt_logprobs = fresh
+        return details
 
     def _enqueue(self, request: Request) -> None:
         request.state = State.WAITING

@@ -38,7 +38,7 @@ class Attention:
         output_bias: bool = False,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
-        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.heads = [num_heads, num_kv_heads, num_kv_heads]
         parts = [(f"{name}.{part}_proj", heads * head_dim) for part, heads in zip("qkv", self.heads, strict=True)]
         self.qkv = Linear(source, parts, hidden_size, bias=bias)
         self.output = Linear(source, [(f"{name}.o_proj", hidden_size)], num_heads * head_dim, bias=output_bias)

@@ -7,8 +7,6 @@ what a model is built from. Whether the files and the model fit is `survey.py`'s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -141,15 +139,45 @@ class CheckpointSource:
         self.on_read = on_read
 
     def matrix(self, parts: Parts, cols: int) -> Weight:
-        weights = [self._packed(name) for name, _ in parts] if self.keep_packed else []
-        blocks = [weight for weight in weights if weight is not None]
-        if len(blocks) == len(parts):
-            self._report(parts)
-            return stack(blocks)
-        return Dense(self._dense(parts, cols))
+        if self.keep_packed:
+            return stack([self._stored(name, rows, cols) for name, rows in parts])
+        return self._dense(parts, cols)
 
     def vector(self, parts: Parts) -> Tensor:
-        return self._dense(parts, 1, flat=True)
+        out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
+        for (name, _), part in zip(parts, out.split([size for _, size in parts]), strict=True):
+            self._fill(name, part.unsqueeze(0))
+        return out
 
-    def _packed(self, name: str) -> GGUFBlocks | None:
-        return self.checkpoint.packed(name, self.device, self.dtype)
+    def _dense(self, parts: Parts, cols: int) -> Dense:
+        """Each tensor is written right into its rows of the fused one, so nothing is held twice."""
+        out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
+        for (name, _), part in zip(parts, out.split([rows for _, rows in parts]), strict=True):
+            self._fill(name, part)
+        return Dense(out)
+
+    def _stored(self, name: str, rows: int, cols: int) -> Weight:
+        blocks = self.checkpoint.packed(name, self.device, self.dtype)
+        if blocks is None:
+            return self._dense([(name, rows)], cols)
+        self._report(name)
+        return blocks
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        self.checkpoint.fill(name, out)
+        self._report(name)
+
+    def _report(self, name: str) -> None:
+        if self.on_read is not None:
+            self.on_read(self.checkpoint.nbytes(name))
+
+
+def stack(weights: Sequence[Weight]) -> Weight:
+    """One weight out of several, one below the other: in one piece if they are blocks of one type."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    blocks = [weight for weight in weights if isinstance(weight, GGUFBlocks)]
+    if len(blocks) == len(weights) and len({weight.type for weight in blocks}) == 1:
+        return GGUFBlocks(blocks[0].type, torch.cat([weight.data for weight in blocks]), blocks[0].cols, blocks[0].dtype)
+    return Stacked(weights)
