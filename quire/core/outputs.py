@@ -31,6 +31,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or the stop string that ended it
+    error: str | None = None  # what went wrong, when finish_reason is "error"
 
     @property
     def finished(self) -> bool:
@@ -51,16 +52,6 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSequence:
-    """One beam: its tokens without the prompt, its text, and the sum of its log probabilities."""
-
-    tokens: list[int]
-    text: str
-    cum_logprob: float
-    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)

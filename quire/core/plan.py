@@ -53,6 +53,7 @@ class Sampled:
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)  # rows for which no token could be chosen
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Detail:
 
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached: int | None = None  # with the last update: prompt tokens that were found in the cache
     message: str = ""  # why, when the request ended with an error
 
 

@@ -87,7 +87,7 @@ class Scheduler:
             request.leader.forks.remove(request)
         self._end(request)
         self._drop_finished()
-        return Update(request.id, [], finish, Detail(message=message) if message else None)
+        return Update(request.id, [], finish, Detail(num_cached=request.num_cached, message=message))
 
     @property
     def num_waiting(self) -> int:
@@ -123,6 +123,8 @@ class Scheduler:
             if request.state is not _FINISHED:
                 finish = self._append(request, tokens) if tokens else None
                 self._advance(request, start + count)
+                if finish:
+                    details.setdefault(row, Detail()).num_cached = request.num_cached
                 if tokens or row in details:
                     updates.append(Update(request.id, tokens, finish, details.get(row)))
                 if finish:
@@ -140,7 +142,9 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_expected -= bool(num_yields)
             if not request.finished:
-                updates.append(Update(request.id, [], Finish.ERROR, Detail(message=message)))
+                updates.append(
+                    Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
+                )
                 self._end(request)
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)

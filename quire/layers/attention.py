@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.kernels import Kernels
@@ -52,8 +51,8 @@ class Attention:
 
     def __call__(self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache) -> Tensor:
         """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]"""
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(qkv, self.heads, dim=1)
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)
         q, k = self.ops.rope(q, k, positions, self.rotary.table, self.rotary.interleaved)

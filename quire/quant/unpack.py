@@ -1,7 +1,7 @@
 """How each GGUF block type unpacks into float32, as plain torch on any device.
 
 An unpacker takes blocks [n, type_size] uint8 and writes values into out [n, block_size] float32. Products and sums are
-rounded one by one, in the order of the format's reference, so results agree with it bit for bit. `GGUFBlocks` calls these.
+rounded one by one, in the order of the format's reference, so the results agree bit for bit. `GGUFBlocks` calls them.
 """
 
 from __future__ import annotations

@@ -145,14 +145,14 @@ class CheckpointSource:
 
     def vector(self, parts: Parts) -> Tensor:
         out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
-        for (name, _), part in zip(parts, out.split([size for _, size in parts]), strict=True):
+        for (name, _), part in zip(parts, torch.split(out, [size for _, size in parts]), strict=True):
             self._fill(name, part.unsqueeze(0))
         return out
 
     def _dense(self, parts: Parts, cols: int) -> Dense:
         """Each tensor is written right into its rows of the fused one, so nothing is held twice."""
         out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
-        for (name, _), part in zip(parts, out.split([rows for _, rows in parts]), strict=True):
+        for (name, _), part in zip(parts, torch.split(out, [rows for _, rows in parts]), strict=True):
             self._fill(name, part)
         return Dense(out)
 
@@ -179,5 +179,7 @@ def stack(weights: Sequence[Weight]) -> Weight:
         return first
     blocks = [weight for weight in weights if isinstance(weight, GGUFBlocks)]
     if len(blocks) == len(weights) and len({weight.type for weight in blocks}) == 1:
-        return GGUFBlocks(blocks[0].type, torch.cat([weight.data for weight in blocks]), blocks[0].cols, blocks[0].dtype)
+        return GGUFBlocks(
+            blocks[0].type, torch.cat([weight.data for weight in blocks]), blocks[0].cols, blocks[0].dtype
+        )
     return Stacked(weights)

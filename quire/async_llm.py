@@ -1,0 +1,69 @@
+"""AsyncLLM: a model for asyncio. The engine runs in a thread of its own; many coroutines share its batch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.config import DEFAULT_MODEL, EngineConfig
+from quire.core.outputs import RequestOutput
+from quire.core.params import SamplingParams
+from quire.engine.client import Threaded
+from quire.text.exchange import Intake, Prompt
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.weights.store import resolve
+
+
+class AsyncLLM:
+    """Options are EngineConfig's fields. Making one loads the model and blocks until that is done."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self.config = EngineConfig.of({"model": model, **options})
+        files = resolve(self.config.model)
+        self._tokenizer = load_tokenizer(files.path)
+        self._client = Threaded(self.config, files.path)
+        self.info = self._client.info
+        self._intake = Intake(
+            self._tokenizer,
+            self.info.config.vocab_size,
+            self.info.max_len,
+            self._tokenizer.end_token_ids | frozenset(self.info.config.eos_token_ids),
+            self.config.seed,
+        )
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the growing output. Leaving the iteration ends the request and frees its blocks."""
+        exchange = self._intake.open(prompt, sampling_params or SamplingParams(), request_id, priority=priority)
+        updates = self._client.submit(exchange.requests)
+        try:
+            async for bundle in updates:
+                for update in bundle:
+                    if exchange.take(update):
+                        self._client.abort(update.id)
+                yield exchange.snapshot()
+                if exchange.finished:
+                    return
+        finally:
+            await updates.aclose()  # type: ignore[attr-defined]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator ends with finish_reason "abort"."""
+        self._client.abort(request_id)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def health(self) -> bool:
+        return self._client.health()
+
+    def shutdown(self) -> None:
+        """Stop the engine's thread. Requests still open end with EngineClosed."""
+        self._client.close()

@@ -1,0 +1,127 @@
+"""`quire bench offline`: how fast an engine is with nothing around it.
+
+Random token ids, greedy, no end of sequence, prefix cache off. For each batch size the same prompts run twice: once for
+one token each, which is the prefill (and the time to first token over the whole batch), and once for all tokens; the
+difference is the decode.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.client import InProcess
+from quire.errors import InvalidParams
+from quire.kernels import isa
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch size. tpot_ms is the time between two tokens of one request; rates are over the whole batch."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    ttft_ms: float
+    tpot_ms: float
+    total_s: float
+
+
+def run(
+    config: EngineConfig,
+    path: Path,
+    *,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int = 3,
+    report: Callable[[int, int | None], None] | None = None,
+) -> dict[str, Any]:
+    """Measure every batch size; each figure is the median of `repeats` runs."""
+    if min(batches) < 1 or prompt_tokens < 1 or output_tokens < 2 or repeats < 1:
+        raise InvalidParams("Give batches and prompt tokens from 1, output tokens from 2, and repeats from 1.")
+    most = max(batches)
+    config = replace(
+        config,
+        prefix_cache=False,
+        max_requests=max(config.max_requests, most),
+        max_tokens_per_step=max(config.max_tokens_per_step, most),
+    )
+    begin = time.perf_counter()
+    client = InProcess(config, path)
+    start_s = time.perf_counter() - begin
+    measure(client, 1, 8, 2)  # the first step pays for allocations that no later one does
+    rows = []
+    for number, batch in enumerate(batches):
+        if report:
+            report(number, len(batches))
+        rows.append(median([measure(client, batch, prompt_tokens, output_tokens) for _ in range(repeats)]))
+    return {"machine": machine(), "model": config.model, "rows": [asdict(row) for row in rows], "start_s": start_s}
+
+
+def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Row:
+    first_s = answer(client, batch, prompt_tokens, 1)
+    total_s = answer(client, batch, prompt_tokens, output_tokens)
+    decode_s = max(total_s - first_s, 1e-9)
+    steps = output_tokens - 1
+    return Row(
+        batch,
+        prompt_tokens,
+        output_tokens,
+        prefill_tokens_per_s=batch * prompt_tokens / first_s,
+        decode_tokens_per_s=batch * steps / decode_s,
+        ttft_ms=1e3 * first_s,
+        tpot_ms=1e3 * decode_s / steps,
+        total_s=total_s,
+    )
+
+
+def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> float:
+    """Seconds until every request of a batch has its tokens."""
+    rng = random.Random(7)
+    vocabulary = client.info.config.vocab_size
+    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+    requests = [
+        Request(
+            str(number), [rng.randrange(vocabulary) for _ in range(prompt_tokens)], params, max_tokens=output_tokens
+        )
+        for number in range(batch)
+    ]
+    begin = time.perf_counter()
+    for request in requests:
+        client.add(request)
+    num_open = batch
+    while num_open:
+        num_open -= sum(update.finish is not None for update in client.step())
+    return time.perf_counter() - begin
+
+
+def median(rows: list[Row]) -> Row:
+    """The median of each figure."""
+    columns = {name: statistics.median(getattr(row, name) for row in rows) for name in Row.__slots__}
+    return Row(**columns)  # type: ignore[arg-type]
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    cpu = isa.read_cpu()
+    return {
+        "cpu": cpu.model,
+        "cores": cpu.cores,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

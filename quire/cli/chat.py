@@ -1,0 +1,119 @@
+"""`quire chat`: a conversation in the terminal. Ctrl-C stops an answer, not the program."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.options import say, takes_engine_options
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+HELP = """\
+/help           this text
+/reset          forget the conversation
+/system TEXT    give the model a role, and start anew
+/history        show the conversation
+/exit           leave (as does Ctrl-D)
+Ctrl-C          stop the answer"""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said, and how to answer."""
+
+    llm: LLM
+    params: SamplingParams
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, text: str) -> None:
+        """Ask, and print the answer as it grows. What was shown is what is remembered, also of a stopped answer."""
+        self.messages.append({"role": "user", "content": text})
+        shown = ""
+        try:
+            for output in self.llm.stream(self.llm.render(self.all_messages()), self.params):
+                grown = output.outputs[0].text
+                print(grown[len(shown) :], end="", flush=True)
+                shown = grown
+                if output.outputs[0].error:
+                    say(f"error: {output.outputs[0].error}")
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except QuireError as error:
+            say(f"error: {error} (/reset starts anew)")
+        print()
+        if shown:
+            self.messages.append({"role": "assistant", "content": shown})
+        else:
+            self.messages.pop()
+
+    def all_messages(self) -> list[dict[str, str]]:
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return opening + self.messages
+
+
+@takes_engine_options
+def chat(
+    config: EngineConfig,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this.")] = 0.95,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; as long as fits if not set.")] = None,
+    system: Annotated[str | None, typer.Option(help="The model's role.")] = None,
+) -> None:
+    """Talk with a model. /help inside."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=config.seed)
+    from quire.llm import LLM
+
+    llm = LLM(**asdict(config))
+    say(llm.info.summary)
+    say("Type a message; /help shows what else, Ctrl-D leaves.")
+    talk(Conversation(llm, params, system))
+
+
+def talk(conversation: Conversation) -> None:
+    """Read lines until the end."""
+    while True:
+        try:
+            text = read_line()
+        except EOFError:
+            return print()
+        except KeyboardInterrupt:
+            print()
+            say("Ctrl-D or /exit leaves.")
+            continue
+        if text in ("/exit", "/quit"):
+            return None
+        if text.startswith("/"):
+            obey(conversation, text)
+        elif text:
+            conversation.answer(text)
+
+
+def read_line() -> str:
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # gives input() history and editing
+    return input("> " if sys.stdin.isatty() else "").strip()
+
+
+def obey(conversation: Conversation, text: str) -> None:
+    command, _, rest = text.partition(" ")
+    if command == "/help":
+        print(HELP)
+    elif command == "/reset":
+        conversation.messages.clear()
+    elif command == "/system":
+        conversation.system = rest.strip() or None
+        conversation.messages.clear()
+    elif command == "/history":
+        for message in conversation.all_messages():
+            print(f"{message['role']}: {message['content']}")
+    else:
+        say(f"There is no {command}; /help shows what there is.")

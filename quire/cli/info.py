@@ -1,0 +1,76 @@
+"""`quire info`: what this machine really runs, and what a model is. Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from quire.cli.options import JsonOption, ModelArgument
+from quire.config import DEFAULT_MODEL
+from quire.errors import ModelNotFound
+from quire.kernels import isa
+from quire.weights.config import read_config
+from quire.weights.store import resolve
+
+
+def info(model: ModelArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
+    """Describe this machine and a model, without loading it."""
+    document = {"machine": machine(), "model": describe_model(model)}
+    if as_json:
+        print(json.dumps(document))
+        return
+    for title, facts in document.items():
+        print(title)
+        for name, value in facts.items():
+            print(f"  {name.replace('_', ' '):<20} {readable(value)}")
+
+
+def machine() -> dict[str, Any]:
+    """The CPU as it is, not as it advertises itself."""
+    cpu = isa.prepare()
+    return {
+        "cpu": cpu.model,
+        "cores": cpu.cores,
+        "instructions": sorted(cpu.flags),
+        "amx": cpu.amx.status.value,
+        "amx_detail": cpu.amx.detail,
+        "onednn_limit": isa.onednn_limit(cpu),
+    }
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    try:
+        files = resolve(name, pull=False)
+    except ModelNotFound as error:
+        if name != DEFAULT_MODEL:
+            raise
+        return {"name": name, "status": str(error)}
+    config = read_config(files.path)
+    windows = sorted({window for window in config.windows if window is not None})
+    return {
+        "name": name,
+        "path": str(files.path),
+        "file_bytes": files.size_bytes,
+        "family": config.family,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_len,
+        "windows": windows,
+        "rope": asdict(config.rope),
+        "cache_bytes_per_token_float32": 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim,
+    }
+
+
+def readable(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items() if item is not None)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

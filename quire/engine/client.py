@@ -1,0 +1,169 @@
+"""How everything above reaches an engine: in this thread, or in one of its own.
+
+Importing this loads no torch; making a client does. The server's client, with the engine in another process, has the
+same three verbs: submit, abort, health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig
+from quire.core.plan import Update
+from quire.core.request import Request
+from quire.errors import EngineClosed
+from quire.kernels import isa
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine, EngineInfo
+
+Progress = Callable[[int, int], None]
+
+
+def start_engine(config: EngineConfig, path: Path, progress: Progress | None = None) -> Engine:
+    """Build an engine. The CPU is probed first: torch must not find instructions that only seem to be there."""
+    isa.prepare()
+    from quire.engine.engine import build_engine
+
+    return build_engine(config, path, progress)
+
+
+class InProcess:
+    """The engine in the caller's thread: it moves when `step` is called."""
+
+    def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
+        self._engine: Engine | None = start_engine(config, path, progress)
+        self.info: EngineInfo = self._engine.info
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosed("This engine has been closed; make a new one.")
+        return self._engine
+
+    def add(self, request: Request) -> None:
+        self.engine.add(request)
+
+    def step(self) -> list[Update]:
+        return self.engine.step()
+
+    def abort(self, request_id: str) -> Update | None:
+        return self.engine.abort(request_id)
+
+    def health(self) -> bool:
+        return self._engine is not None
+
+    def close(self) -> None:
+        self._engine = None
+
+
+class Mailbox:
+    """Where the engine's thread leaves a submission's updates, or why it was refused."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[list[Update] | Exception] = asyncio.Queue()
+
+    def put(self, item: list[Update] | Exception) -> None:
+        """Called by the engine's thread; the reader's loop may be gone already."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:
+            return
+
+    async def get(self) -> list[Update]:
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class Threaded:
+    """The engine in a thread of its own, for asyncio."""
+
+    def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
+        engine = start_engine(config, path, progress)
+        self.info: EngineInfo = engine.info
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._mailboxes: dict[str, Mailbox] = {}  # belongs to the thread
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="quire-engine", daemon=True)
+        self._engine = engine
+        self._thread.start()
+
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
+        """Run requests that belong together; yields their updates as steps produce them, until all have ended."""
+        if not self.health():
+            raise EngineClosed("This engine has been closed; make a new one.")
+        mailbox = Mailbox(asyncio.get_running_loop())
+        self._work.put(lambda: self._accept(requests, mailbox))
+        open_ids = {request.id for request in requests}
+        try:
+            while open_ids:
+                updates = await mailbox.get()
+                open_ids -= {update.id for update in updates if update.finish}
+                yield updates
+        finally:
+            for request_id in open_ids:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self._work.put(lambda: self._cancel(request_id))
+
+    def health(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop after the step that runs now. Requests still open end with EngineClosed."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            while self._take_work(wait=not engine.has_work):
+                if engine.has_work:
+                    self._deliver(engine.step())
+        finally:
+            for mailbox in set(self._mailboxes.values()):
+                mailbox.put(EngineClosed("The engine was closed before the request ended."))
+
+    def _take_work(self, *, wait: bool) -> bool:
+        """Do what callers have asked for; False when they asked to stop."""
+        while True:
+            try:
+                work = self._work.get(block=wait)
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+            wait = False
+
+    def _accept(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
+        added: list[Request] = []
+        try:
+            for request in requests:
+                self._engine.add(request)
+                added.append(request)
+                self._mailboxes[request.id] = mailbox
+        except Exception as error:
+            for request in added:
+                self._engine.abort(request.id)
+                del self._mailboxes[request.id]
+            mailbox.put(error)
+
+    def _cancel(self, request_id: str) -> None:
+        if update := self._engine.abort(request_id):
+            self._deliver([update])
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        bundles: dict[Mailbox, list[Update]] = {}
+        for update in updates:
+            mailbox = self._mailboxes.pop(update.id) if update.finish else self._mailboxes[update.id]
+            bundles.setdefault(mailbox, []).append(update)
+        for mailbox, bundle in bundles.items():
+            mailbox.put(bundle)

@@ -1,0 +1,158 @@
+"""Engine: scheduler and runner put together. This is the only place that turns an EngineConfig into objects.
+
+`step` is the heart: schedule, run, commit, deliver. Clients (`client.py`) call it; nothing above them sees this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig
+from quire.core.plan import Plan, Sampled, Update
+from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
+from quire.core.request import Finish, Request
+from quire.core.scheduler import Scheduler
+from quire.engine.batch import BatchBuffers
+from quire.engine.cache import CacheTensors, block_bytes, lay_out
+from quire.engine.memory import CacheSize, describe, size_cache
+from quire.engine.runner import ModelRunner, Runner
+from quire.engine.sampler import NO_TOKEN_LEFT
+from quire.errors import InvalidParams
+from quire.kernels import select
+from quire.models.config import ModelConfig
+from quire.weights.loader import load_model, read_config
+
+log = logging.getLogger("quire.engine")
+
+IDLE_S = 0.001  # between two looks at a batch that is still forming
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the layers above need to know about a running engine."""
+
+    model: str
+    config: ModelConfig
+    max_len: int
+    weight_bytes: int
+    cache: CacheSize
+    device: str
+    summary: str
+
+
+class Engine:
+    """Requests in, updates out, one step at a time."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.info = info
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, time.monotonic())
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Update | None:
+        return self.scheduler.abort(request_id, finish)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Update]:
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan is None:
+            time.sleep(IDLE_S)
+            return []
+        try:
+            sampled = self.runner.run(plan)
+        except Exception as error:
+            log.exception("step %d failed with %d requests", plan.step, len(plan))
+            return self.scheduler.fail(plan, f"The engine failed on this request: {error}")
+        except BaseException:
+            self.scheduler.fail(plan, "interrupted")
+            raise
+        return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+
+    def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
+        ends = [self.scheduler.abort(plan.requests[row].id, Finish.ERROR, NO_TOKEN_LEFT) for row in sampled.failed]
+        return [update for update in ends if update is not None]
+
+
+def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int], None] | None = None) -> Engine:
+    """Load the model at `path` and put an engine around it."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    model_config = read_config(path)
+    max_len = min(config.max_len or model_config.max_len, model_config.max_len)
+    if config.max_len is not None and config.max_len > model_config.max_len:
+        raise InvalidParams(
+            f"max_len is {config.max_len}, but {config.model} was made for {model_config.max_len} tokens; lower it."
+        )
+    ops = select(device)
+    model = load_model(path, dtype=dtype, device=device, ops=ops, max_len=max_len, progress=progress)
+    layout = lay_out(model_config.windows)
+    heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    size = size_cache(
+        block_bytes=block_bytes(layout, config.block_size, heads, head_dim, dtype),
+        block_size=config.block_size,
+        num_groups=len(layout.windows),
+        num_blocks=config.num_blocks,
+        kv_memory=config.kv_memory,
+        max_len=max_len,
+        max_len_wanted=config.max_len,
+        max_requests=config.max_requests,
+        device=device,
+    )
+    scheduler = Scheduler(
+        size.num_blocks,
+        config.block_size,
+        config.max_tokens_per_step,
+        config.max_requests,
+        Policy(choose_batching(config), config.order),
+        windows=layout.windows,
+        prefix_cache=config.prefix_cache,
+    )
+    cache = CacheTensors(layout, size.num_blocks, config.block_size, heads, head_dim, dtype, device)
+    buffers = BatchBuffers(
+        config.max_tokens_per_step,
+        config.max_requests,
+        size.max_len + config.block_size,
+        len(layout.windows),
+        config.block_size,
+        device,
+    )
+    weight_bytes = model.nbytes
+    summary = describe(config.model, model_config.family, dtype, weight_bytes, size, device.type)
+    info = EngineInfo(config.model, model_config, size.max_len, weight_bytes, size, device.type, summary)
+    return Engine(scheduler, ModelRunner(model, cache, buffers, ops), info)
+
+
+def choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParams("device is 'cuda', but torch sees no GPU; use 'cpu' or 'auto'.")
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def choose_batching(config: EngineConfig) -> Batching:
+    size = config.batch_size or config.max_requests
+    if config.batching == "static":
+        return Static(size)
+    if config.batching == "dynamic":
+        return Dynamic(size, config.batch_wait)
+    return Continuous()

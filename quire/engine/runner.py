@@ -1,0 +1,92 @@
+"""Runner: computes one plan with a model and gives back what was sampled. It keeps no requests and makes no decisions.
+
+`run` is the whole seam to the scheduler; a fake one that returns numbers stands in for it in the core's tests.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.core.plan import Plan, Sampled, TokenLogprobs
+from quire.engine.batch import BatchBuffers
+from quire.engine.cache import CacheTensors
+from quire.engine.sampler import Position, report, sample
+from quire.kernels import Kernels
+from quire.models.decoder import Decoder
+
+SCORED_AT_ONCE = 64  # prompt positions whose logits are held at the same time
+
+
+class Runner(Protocol):
+    def run(self, plan: Plan) -> Sampled:
+        """Compute the plan's rows. A row whose next token could not be chosen is in `Sampled.failed`."""
+        ...
+
+
+class ModelRunner:
+    """A model, its cache and its buffers."""
+
+    def __init__(self, model: Decoder, cache: CacheTensors, buffers: BatchBuffers, ops: Kernels) -> None:
+        self.model = model
+        self.cache = cache
+        self.buffers = buffers
+        self.ops = ops
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Sampled:
+        self.cache.copy_blocks(plan.copies)
+        batch = self.buffers.fill(plan)
+        hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
+        ends = batch.paging.host_query_starts[1:]
+        sampled = self._sample(plan, hidden, ends)
+        for row, request in enumerate(plan.requests):
+            if request.params.prompt_logprobs is not None and plan.starts[row] < request.num_prompt - 1:
+                sampled.prompt_logprobs[row] = self._score(plan, row, hidden, ends[row])
+        return sampled
+
+    def _sample(self, plan: Plan, hidden: Tensor, ends: list[int]) -> Sampled:
+        sampled = Sampled([[] for _ in range(len(plan))])
+        rows, places, positions = [], [], []
+        for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
+            for back in range(num_yields - 1, -1, -1):
+                rows.append(row)
+                places.append(ends[row] - 1 - back)
+                num_drafts = num_yields - 1 - back
+                before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
+                positions.append(Position(request, before))
+        if not rows:
+            return sampled
+        logits = self.model.logits(hidden[torch.tensor(places, device=hidden.device)])
+        tokens, logprobs = sample(logits, positions, self.ops)
+        for row, token, scored in zip(rows, tokens, logprobs, strict=True):
+            self._accept(plan, sampled, row, token, scored)
+        return sampled
+
+    def _accept(self, plan: Plan, sampled: Sampled, row: int, token: int | None, scored: TokenLogprobs | None) -> None:
+        """Take a position's token if every draft before it was right: then sampling one by one gives the same."""
+        taken = sampled.tokens[row]
+        if row in sampled.failed or taken != plan.requests[row].drafts[: len(taken)]:
+            return
+        if token is None:
+            sampled.failed.append(row)
+            return
+        taken.append(token)
+        if scored is not None:
+            sampled.logprobs.setdefault(row, []).append(scored)
+
+    def _score(self, plan: Plan, row: int, hidden: Tensor, end: int) -> list[TokenLogprobs]:
+        """Log probabilities of the prompt tokens that this row's positions predict."""
+        request, start, count = plan.requests[row], plan.starts[row], plan.counts[row]
+        first = end - count
+        targets = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
+        num_top = request.params.prompt_logprobs or 0
+        scores: list[TokenLogprobs] = []
+        for begin in range(0, len(targets), SCORED_AT_ONCE):
+            chunk = targets[begin : begin + SCORED_AT_ONCE]
+            logits = self.model.logits(hidden[first + begin : first + begin + len(chunk)])
+            logprobs = torch.log_softmax(logits, -1)
+            scores += [report(logprobs[index], token, num_top) for index, token in enumerate(chunk)]
+        return scores

@@ -1,0 +1,160 @@
+"""Sampler: from logits to tokens. A token is a function of the logits, the request's parameters, its seed and the
+position, and of nothing else, so it does not matter who shares the batch or how often a step is repeated.
+
+For each position, in this order:
+  1. log probabilities are taken from the untouched logits, if asked for
+  2. tokens outside `allowed_token_ids` are banned, the bias is added, words in `bad_words` and, up to `min_tokens`,
+     tokens that would end the answer are banned
+  3. repetition, frequency and presence penalties
+  4. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest
+  5. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.params import SamplingParams
+from quire.core.plan import TokenLogprobs
+from quire.core.request import Request
+from quire.kernels import Kernels
+
+NO_TOKEN_LEFT = (
+    "No token could be chosen: the model's logits are not numbers, or allowed_token_ids, bad_words and min_tokens "
+    "together ban every one. Loosen the restrictions, or check the model's file."
+)
+TOP_FIRST = 1024  # most of the probability is usually among so many tokens: try them before sorting all
+
+
+class Position(NamedTuple):
+    """One token to be chosen: whose it is and what stands before it."""
+
+    request: Request
+    tokens: Sequence[int]  # prompt, answer so far and drafts before this position
+
+    @property
+    def output(self) -> Sequence[int]:
+        return self.tokens[self.request.num_prompt :]
+
+
+def sample(
+    logits: Tensor, positions: Sequence[Position], ops: Kernels
+) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    """logits [n, vocab] float32, used up -> a token each (None where none is left), and log probabilities if asked."""
+    wants_logprobs = [index for index, p in enumerate(positions) if p.request.params.logprobs is not None]
+    raw = {index: torch.log_softmax(logits[index], -1) for index in wants_logprobs}
+    for index, position in enumerate(positions):
+        restrict(logits[index], position)
+        penalize(logits[index], position)
+    tokens: list[int | None] = choose(logits, positions, ops)
+    best = logits.max(dim=-1).values
+    for index in (~torch.isfinite(best)).nonzero().flatten().tolist():
+        tokens[index] = None
+    logprobs: list[TokenLogprobs | None] = [None] * len(positions)
+    for index, values in raw.items():
+        if (token := tokens[index]) is not None:
+            logprobs[index] = report(values, token, positions[index].request.params.logprobs or 0)
+    return tokens, logprobs
+
+
+def restrict(logits: Tensor, position: Position) -> None:
+    """Ban tokens and add the bias, in place. logits [vocab]"""
+    request, params = position.request, position.request.params
+    if params.allowed_token_ids is not None:
+        allowed = _index(params.allowed_token_ids, logits)
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    if params.logit_bias:
+        logits[_index(list(params.logit_bias), logits)] += logits.new_tensor(list(params.logit_bias.values()))
+    banned = banned_words(request.bad_word_ids, position.output) if request.bad_word_ids else []
+    if len(position.tokens) - request.num_prompt < params.min_tokens:
+        banned += request.stop_ids
+    if banned:
+        logits[_index(banned, logits)] = -torch.inf
+
+
+def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+    """The tokens that would complete one of the words."""
+    return [
+        word[-1] for word in words if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1])
+    ]
+
+
+def penalize(logits: Tensor, position: Position) -> None:
+    """Make what was said before less likely, in place. logits [vocab]"""
+    params = position.request.params
+    if params.repetition_penalty != 1.0:
+        seen = _index(sorted(set(position.tokens)), logits)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        counts = Counter(position.output)
+        index = _index(list(counts), logits)
+        times = logits.new_tensor(list(counts.values()))
+        logits[index] -= params.frequency_penalty * times + params.presence_penalty
+
+
+def choose(logits: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
+    """Greedy positions take the largest logit, the others draw."""
+    tokens: list[int | None] = logits.argmax(dim=-1).tolist()
+    drawn = [index for index, position in enumerate(positions) if not position.request.params.greedy]
+    if not drawn:
+        return tokens
+    seeds = torch.tensor([signed(positions[index].request.seed) for index in drawn], device=logits.device)
+    places = torch.tensor([len(positions[index].tokens) for index in drawn], device=logits.device)
+    uniform = ops.philox_uniform(seeds, places)
+    for index, draw in zip(drawn, uniform, strict=True):
+        tokens[index] = pick(logits[index], positions[index].request.params, draw)
+    return tokens
+
+
+def pick(logits: Tensor, params: SamplingParams, draw: Tensor) -> int:
+    """logits [vocab], draw [] in [0, 1) -> the token at that place of the distribution."""
+    logits = logits / params.temperature
+    if params.min_p > 0.0:
+        floor = logits.max() + torch.log(logits.new_tensor(params.min_p))
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if 0 < params.top_k < len(logits):
+        kept = torch.topk(logits, params.top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter_(0, kept.indices, kept.values)
+    probabilities = torch.softmax(logits, -1)
+    if params.top_p < 1.0:
+        probabilities = cut_tail(probabilities, params.top_p)
+    cumulative = probabilities.double().cumsum(-1)
+    token = torch.searchsorted(cumulative, draw * cumulative[-1], right=True)
+    return min(int(token), int(probabilities.nonzero()[-1]))
+
+
+def cut_tail(probabilities: Tensor, top_p: float) -> Tensor:
+    """Keep the likeliest tokens until they reach `top_p`, the one that reaches it included."""
+    values, tokens = torch.topk(probabilities, min(TOP_FIRST, len(probabilities)))
+    if values.double().sum() < top_p:
+        values, tokens = probabilities.sort(descending=True, stable=True)
+    before = values.double().cumsum(-1) - values.double()
+    kept = before < top_p
+    return torch.zeros_like(probabilities).scatter_(0, tokens[kept], values[kept])
+
+
+def report(logprobs: Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """logprobs [vocab] -> the token's own, its rank, and the likeliest ones."""
+    own = logprobs[token]
+    rank = int((logprobs > own).sum()) + 1
+    top = torch.topk(logprobs, min(num_top, len(logprobs)))
+    ranked = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenLogprobs((token, float(own), rank), [(t, value, place + 1) for place, (t, value) in enumerate(ranked)])
+
+
+def signed(seed: int) -> int:
+    """A 64-bit seed as the int64 of the same bits."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _index(tokens: Sequence[int] | list[int], logits: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

@@ -1,0 +1,194 @@
+"""LLM: a model in this process, driven by the caller. Names and meanings follow vLLM's offline API.
+
+    llm = LLM("smollm2:135m")
+    for out in llm.generate(["What is AI?"], SamplingParams(max_tokens=100)):
+        print(out.outputs[0].text)
+
+For asyncio there is `AsyncLLM`; both stand on the same intake and the same engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from quire.config import DEFAULT_MODEL, EngineConfig
+from quire.core.outputs import RequestOutput, Score
+from quire.core.params import SamplingParams
+from quire.engine.client import InProcess
+from quire.errors import InvalidParams, TemplateError
+from quire.progress import bar
+from quire.text.chat_template import ChatTemplate
+from quire.text.exchange import Exchange, Intake, Prompt
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.weights.store import resolve
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Generates, chats, scores and searches. Options are EngineConfig's fields."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self.config = EngineConfig.of({"model": model, **options})
+        with bar("fetching") as report:
+            files = resolve(self.config.model, progress=lambda what, done, total: report(done, total))
+        self._tokenizer = load_tokenizer(files.path)
+        with bar("loading") as report:
+            self._client = InProcess(self.config, files.path, report)
+        self.info = self._client.info
+        self._intake = Intake(
+            self._tokenizer,
+            self.info.config.vocab_size,
+            self.info.max_len,
+            self._tokenizer.end_token_ids | frozenset(self.info.config.eos_token_ids),
+            self.config.seed,
+        )
+
+    # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}."""
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = spread("sampling_params", sampling_params or SamplingParams(), len(many))
+        priorities = spread("priority", 0 if priority is None else priority, len(many))
+        exchanges = [
+            self._intake.open(prompt, one, priority=level)
+            for prompt, one, level in zip(many, params, priorities, strict=True)
+        ]
+        with bar("generating", unit="requests", enabled=use_tqdm and len(many) > 1) as report:
+            num_done = 0
+            report(0, len(many))
+            for exchange in self._run(exchanges):
+                if exchange.finished:
+                    num_done += 1
+                    report(num_done, len(many))
+        return [exchange.output for exchange in exchanges]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one (a list of messages) or several (a list of those)."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        prompts = [
+            self.render(conversation, tools=tools, template=chat_template, open_turn=add_generation_prompt)
+            for conversation in conversations  # type: ignore[arg-type]
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
+        exchange = self._intake.open(prompt, sampling_params or SamplingParams())
+        for grown in self._run([exchange]):
+            yield grown.snapshot()
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        open_turn: bool = True,
+    ) -> Prompt:
+        """A conversation as the prompt that the model's chat template makes of it."""
+        source = template or self._tokenizer.chat_template
+        if source is None:
+            raise TemplateError(f"{self.config.model} has no chat template; pass one as chat_template, or use generate.")
+        chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
+        text = chat_template.render(messages, tools=tools, add_generation_prompt=open_turn)
+        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    # ── scoring and searching ─────────────────────────────────────────────────────────────────────────────────────
+
+    def score(self, prompts: Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
+        """Log probability of each prompt's tokens after the first; with continuations, of theirs alone."""
+        texts = [self._intake.encode(prompt)[1] for prompt in prompts]
+        starts = [1] * len(texts)
+        if continuations is not None:
+            starts = [len(tokens) for tokens in texts]
+            texts = [
+                tokens + self._tokenizer.encode(text, add_special_tokens=False)
+                for tokens, text in zip(texts, spread("continuations", list(continuations), len(texts)), strict=True)
+            ]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self.generate([{"prompt_token_ids": tokens} for tokens in texts], params)
+        scores = []
+        for tokens, start, output in zip(texts, starts, outputs, strict=True):
+            positions = (output.prompt_logprobs or [])[start:]
+            chosen = [entry[token].logprob for token, entry in zip(tokens[start:], positions, strict=True) if entry]
+            scores.append(Score(tokens[start:], chosen))
+        return scores
+
+    def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest answers that a search `beam_width` wide finds."""
+        encoded = [self._intake.encode(prompt)[1] for prompt in prompts]
+        search = BeamSearch(params, self._intake.end_token_ids, self._tokenizer.decode)
+        return search.run(encoded, lambda many, one: self.generate(many, one, use_tqdm=False))
+
+    # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Give the model's memory back. Using the LLM after that raises EngineClosed."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, exchanges: Sequence[Exchange]) -> Iterator[Exchange]:
+        """Drive the engine until the exchanges have ended, yielding each whenever it has grown.
+
+        Whatever ends this early (an error, Ctrl-C, a caller that stops listening), no request stays behind.
+        """
+        owners = {request.id: exchange for exchange in exchanges for request in exchange.requests}
+        try:
+            for exchange in exchanges:
+                for request in exchange.requests:
+                    self._client.add(request)
+            num_open = sum(not exchange.finished for exchange in exchanges)
+            while num_open:
+                for update in self._client.step():
+                    exchange = owners[update.id]
+                    was_open = not exchange.finished
+                    if exchange.take(update):
+                        self._client.abort(update.id)
+                    num_open -= was_open and exchange.finished
+                    if was_open:
+                        yield exchange
+        finally:
+            if self._client.health():
+                for exchange in exchanges:
+                    for request_id in exchange.open_ids:
+                        self._client.abort(request_id)
+
+
+def spread(name: str, value: Any, length: int) -> list[Any]:
+    """One value for all, or a list with one for each."""
+    if not isinstance(value, list | tuple):
+        return [value] * length
+    if len(value) != length:
+        raise InvalidParams(f"{name} has {len(value)} entries for {length} prompts; give one for each.")
+    return list(value)

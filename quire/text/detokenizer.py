@@ -1,0 +1,99 @@
+"""Tokens to text while they arrive.
+
+A `Detokenizer` belongs to one answer. It gives out text as soon as nothing that comes later can change it: half a UTF-8
+character waits for its other half, and whatever may grow into a stop string waits until it has or cannot. The work for a
+token does not depend on how long the answer already is.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from quire.text.stops import StopScanner
+from quire.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Turns pushed tokens into text that is safe to show.
+
+    The pieces that `push` and `finish` return, put together, are `text`; without a stop string that is what
+    `tokenizer.decode` gives for all the tokens at once, however they were grouped.
+
+    A stop string counts once it is completed by a token after the first `min_tokens`. `continues`: the tokens go on from
+    a text, so a space that a vocabulary puts in front of every text is a space of the answer and stays.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        continues: bool = False,
+    ) -> None:
+        self._pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._strips_space = tokenizer.pieces.strips_space and not continues
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._scanner = StopScanner(stop) if stop else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._held = ""  # characters that may be the beginning of a stop string
+        self._emitted: list[str] = []
+        self.stop_hit: str | None = None
+        self.num_tokens_used = 0
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._emitted)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that has become safe. After a stop string there is no more."""
+        fresh = []
+        for token_id in token_ids:
+            if self.stop_hit is not None:
+                break
+            self.num_tokens_used += 1
+            if token_id not in self._skipped and (characters := self._decode(token_id)):
+                fresh.append(self._pass_stops(characters))
+        return self._emit("".join(fresh))
+
+    def finish(self) -> str:
+        """The answer is complete: return what was held back. Bytes that never became a character are U+FFFD."""
+        if self.stop_hit is not None:
+            return ""
+        fresh = self._pass_stops(self._utf8.decode(b"", final=True))
+        if self.stop_hit is None:
+            fresh, self._held = fresh + self._held, ""
+        return self._emit(fresh)
+
+    def _decode(self, token_id: int) -> str:
+        """The characters that this token completes. Ids past the vocabulary are a model's padding and have no text."""
+        piece = self._pieces[token_id]
+        if self._strips_space and piece:
+            self._strips_space = False
+            piece = piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def _pass_stops(self, characters: str) -> str:
+        if self._scanner is None:
+            return characters
+        counts = self.num_tokens_used > self._min_tokens
+        found = self._scanner.scan(characters, counts)
+        window = self._held + characters
+        if found is None:
+            safe = len(window) - self._scanner.num_pending
+            self._held = window[safe:]
+            return window[:safe]
+        self.stop_hit, self._held = found.stop, ""
+        end = len(window) - len(characters) + found.end
+        return window[: end if self._include_stop else end - len(found.stop)]
+
+    def _emit(self, fresh: str) -> str:
+        if fresh:
+            self._emitted.append(fresh)
+        return fresh

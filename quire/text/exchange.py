@@ -1,0 +1,222 @@
+"""Exchange: one prompt and its answers, from a user's words to requests, and from updates back to words.
+
+`Intake` checks a prompt against the model's limits and opens an Exchange; `LLM`, `AsyncLLM` and the server feed it the
+engine's updates. No engine and no torch here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from quire.core.params import SamplingParams
+from quire.core.plan import TokenLogprobs, Update
+from quire.core.request import Finish, Request
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 64 bits
+
+
+class Exchange:
+    """The requests of one prompt (n of them) and the output they fill."""
+
+    def __init__(self, requests: Sequence[Request], text: str | None, tokenizer: Tokenizer) -> None:
+        first = requests[0]
+        params = first.params
+        self.requests = list(requests)
+        self.output = RequestOutput(
+            first.id.partition("#")[0], text, list(first.prompt), [CompletionOutput(i) for i in range(len(requests))]
+        )
+        self._tokenizer = tokenizer
+        self._places = {request.id: index for index, request in enumerate(requests)}
+        self._detokenizers = [
+            Detokenizer(
+                tokenizer,
+                stop=params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            for _ in requests
+        ]
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
+        if params.logprobs is not None:
+            for answer in self.output.outputs:
+                answer.logprobs, answer.cumulative_logprob = [], 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The requests whose answers have not ended."""
+        return [request_id for request_id, index in self._places.items() if not self.output.outputs[index].finished]
+
+    def take(self, update: Update) -> bool:
+        """Take news in. True when a stop string has ended an answer that the engine still works on: abort it."""
+        index = self._places[update.id]
+        request, answer = self.requests[index], self.output.outputs[index]
+        if answer.finished:
+            return False
+        self._take_detail(update, answer)
+        answer.token_ids += update.tokens
+        self._take_text(request, answer, self._detokenizers[index], update)
+        return answer.finished and update.finish is None
+
+    def snapshot(self) -> RequestOutput:
+        """The output as it is now; it does not change when more arrives."""
+        outputs = [
+            replace(answer, token_ids=list(answer.token_ids), logprobs=answer.logprobs and list(answer.logprobs))
+            for answer in self.output.outputs
+        ]
+        return replace(self.output, outputs=outputs)
+
+    def _take_text(self, request: Request, answer: CompletionOutput, detokenizer: Detokenizer, update: Update) -> None:
+        tokens = update.tokens
+        by_token = update.finish is Finish.STOP
+        if by_token and not request.params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        detokenizer.push(tokens)
+        if update.finish and detokenizer.stop_hit is None:
+            detokenizer.finish()
+        answer.text = detokenizer.text
+        if detokenizer.stop_hit is not None:
+            del answer.token_ids[detokenizer.num_tokens_used :]
+            if answer.logprobs is not None:
+                del answer.logprobs[detokenizer.num_tokens_used :]
+            answer.finish_reason, answer.stop_reason = Finish.STOP.value, detokenizer.stop_hit
+        elif update.finish:
+            answer.finish_reason = update.finish.value
+            if by_token and update.tokens[-1] in request.params.stop_token_ids:
+                answer.stop_reason = update.tokens[-1]
+
+    def _take_detail(self, update: Update, answer: CompletionOutput) -> None:
+        detail = update.detail
+        if detail is None:
+            return
+        if detail.num_cached is not None and answer.index == 0:
+            self.output.num_cached_tokens = detail.num_cached
+        answer.error = detail.message or None
+        for scored in detail.prompt_logprobs or ():
+            assert self.output.prompt_logprobs is not None
+            if len(self.output.prompt_logprobs) < len(self.output.prompt_token_ids):  # each sample computes them
+                self.output.prompt_logprobs.append(self._words(scored))
+        for scored in detail.logprobs or ():
+            assert answer.logprobs is not None
+            assert answer.cumulative_logprob is not None
+            answer.logprobs.append(self._words(scored))
+            answer.cumulative_logprob += scored.chosen[1]
+
+    def _words(self, scored: TokenLogprobs) -> PositionLogprobs:
+        return {
+            token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+            for token, logprob, rank in (scored.chosen, *scored.top)
+        }
+
+
+@dataclass(slots=True)
+class Intake:
+    """Opens exchanges for one model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_len: int
+    end_token_ids: frozenset[int]
+    seed: int | None = None
+    num_opened: int = 0
+
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> Exchange:
+        """Check a prompt and its parameters, and make the requests for it."""
+        text, tokens = self.encode(prompt)
+        self._check(tokens, params)
+        number = self.num_opened
+        self.num_opened += 1
+        request_id = str(number) if request_id is None else request_id
+        seed = self._choose_seed(params, number)
+        ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        requests: list[Request] = []
+        bad_words = self._bad_words(params)
+        for index, one_id in enumerate(ids):
+            requests.append(
+                Request(
+                    one_id,
+                    tokens,
+                    params,
+                    end_token_ids=self.end_token_ids,
+                    bad_word_ids=bad_words,
+                    seed=(seed + index * GOLDEN) % 2**64,
+                    priority=priority,
+                    salt=salt,
+                    max_tokens=params.max_tokens or self.max_len - len(tokens),
+                    leader=requests[0] if requests else None,
+                )
+            )
+        return Exchange(requests, text, self.tokenizer)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its tokens."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Mapping):
+            raise InvalidParams(f"A prompt is a string or a dict with 'prompt_token_ids', not {type(prompt).__name__}.")
+        for name in prompt:
+            if name not in ("prompt", "prompt_token_ids"):
+                raise UnknownField.of("A prompt", name, ("prompt", "prompt_token_ids"))
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        return self.encode(prompt.get("prompt", ""))
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        if not tokens:
+            raise EmptyPrompt("The prompt is empty; give at least one token of text.")
+        self._check_ids("prompt_token_ids", tokens)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        room = self.max_len - len(tokens)
+        if room < 1:
+            raise PromptTooLong(
+                f"The prompt has {len(tokens):,} tokens, but prompt and answer together may have {self.max_len:,}. "
+                "Shorten the prompt or raise max_len."
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"The prompt has {len(tokens):,} tokens and max_tokens is {params.max_tokens:,}, together more than "
+                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it None."
+            )
+
+    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise InvalidParams(
+                    f"{name} holds {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}."
+                )
+
+    def _choose_seed(self, params: SamplingParams, number: int) -> int:
+        if params.seed is not None:
+            return params.seed % 2**64
+        if self.seed is not None:
+            return (self.seed + (number + 1) * GOLDEN) % 2**64
+        return secrets.randbits(64)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """A word can begin a line or follow a space, and is other tokens there: both are banned."""
+        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))

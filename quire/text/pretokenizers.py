@@ -1,0 +1,140 @@
+"""How byte-level BPE vocabularies cut text into words, by the name that GGUF gives each way (`tokenizer.ggml.pre`).
+
+A table and a builder. The wrong cut gives plausible but wrong tokens, so a name that is not here is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from quire.errors import UnsupportedModel
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_SLASH = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+_LLAMA3 = rf"{_ENDINGS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENDINGS}|{_LEAD}\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_ENDINGS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = rf"{_LEAD}{_UPPER}*{_LOWER}+%s|{_LEAD}{_UPPER}+{_LOWER}*%s|\p{{N}}%s|{_REST_SLASH}"
+_TEKKEN = _CASED % ("", "", "")
+_GPT4O = _CASED % (f"{_ENDINGS}?", f"{_ENDINGS}?", "{1,3}")
+
+_HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐ"
+    "ῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _HAN_AND_HANGUL,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WordSplit:
+    """One way to cut. `patterns` are applied in turn; `gpt2` then applies GPT-2's own pattern.
+
+    `whole_words`: a word that is a token is taken as it is, without merging. `adds_bos`: the default of vocabularies
+    that do not say.
+    """
+
+    patterns: tuple[str, ...] = ()
+    gpt2: bool = False
+    punctuation: bool = False  # runs of punctuation are cut off first
+    composed: bool = False  # text is brought to Unicode's composed form (NFC)
+    whole_words: bool = False
+    adds_bos: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """The cut itself, ending in the byte alphabet."""
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if self.punctuation:
+            steps = [pre_tokenizers.Punctuation("contiguous"), _byte_level(True)]
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        if not self.punctuation:
+            steps.append(_byte_level(self.gpt2))
+        return pre_tokenizers.Sequence(steps)
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """What happens to the text before it is cut."""
+        return normalizers.NFC() if self.composed else None
+
+
+def _byte_level(use_regex: bool) -> pre_tokenizers.ByteLevel:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+_GPT2 = WordSplit(gpt2=True)
+_GPT2_COMPOSED = WordSplit(gpt2=True, composed=True)
+_GPT2_DIGITS = WordSplit((r"\p{N}",), gpt2=True)
+_LLAMA3_SPLIT = WordSplit((_LLAMA3,), whole_words=True, adds_bos=True)
+_LLAMA3_MERGED = WordSplit((_LLAMA3,))
+_QWEN2_SPLIT = WordSplit((_QWEN2,), composed=True)
+
+WORD_SPLITS: dict[str, WordSplit] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "exaone4": _GPT2,
+    "jais": _GPT2,
+    "trillion": _GPT2,
+    "mpt": _GPT2_COMPOSED,
+    "olmo": _GPT2_COMPOSED,
+    "smollm": _GPT2_DIGITS,
+    "starcoder": _GPT2_DIGITS,
+    "refact": _GPT2_DIGITS,
+    "codeshell": _GPT2_DIGITS,
+    "exaone": _GPT2_DIGITS,
+    "command-r": WordSplit((r"\p{N}",), gpt2=True, composed=True),
+    "falcon": WordSplit((r"\p{N}+", r"[0-9][0-9][0-9]"), punctuation=True),
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
+    "lfm2": _LLAMA3_SPLIT,
+    "dbrx": _LLAMA3_MERGED,
+    "smaug-bpe": _LLAMA3_MERGED,
+    "glm4": _LLAMA3_MERGED,
+    "chatglm-bpe": _LLAMA3_MERGED,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "megrez": _QWEN2_SPLIT,
+    "qwen35": WordSplit((_QWEN35,), composed=True),
+    "stablelm2": WordSplit((_QWEN2,)),
+    "hunyuan": WordSplit((_QWEN2,)),
+    "tekken": WordSplit((_TEKKEN,), whole_words=True, adds_bos=True),
+    "gpt-4o": WordSplit((_GPT4O,)),
+    "llama4": WordSplit((_GPT4O,)),
+    "deepseek-llm": WordSplit(_DEEPSEEK_LLM),
+    "deepseek-coder": WordSplit(_DEEPSEEK_CODER),
+    "deepseek-v3": WordSplit(_DEEPSEEK_V3),
+}
+
+
+def word_split(name: str) -> WordSplit:
+    """The cut of that name."""
+    try:
+        return WORD_SPLITS[name]
+    except KeyError:
+        raise UnsupportedModel(
+            f"The model's tokenizer cuts words the {name!r} way (tokenizer.ggml.pre), which quire does not know; "
+            f"it knows {', '.join(sorted(WORD_SPLITS))}."
+        ) from None

@@ -1,0 +1,55 @@
+"""What a model's files say about it, from a path. No weights are read, and no torch is loaded.
+
+The two formats are read by `json_config.py` and `gguf_config.py`, which take what was read and not a path. The loader
+and `quire info` call `read_config`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from quire.errors import UnsupportedModel
+from quire.models.config import ModelConfig
+from quire.quant.ggml_types import GGMLType
+from quire.weights.fields import read_json
+from quire.weights.gguf import GGUFFile
+from quire.weights.gguf_config import config_from_gguf
+from quire.weights.json_config import config_from_json
+
+__all__ = ["config_from_gguf", "config_from_json", "read_config", "read_directory_config", "read_gguf_config"]
+
+
+def read_config(path: Path) -> ModelConfig:
+    """From a `.gguf` file, or a directory with a `config.json`."""
+    if path.is_dir():
+        return read_directory_config(path)
+    with GGUFFile(path) as file:
+        return read_gguf_config(file)
+
+
+def read_directory_config(directory: Path) -> ModelConfig:
+    """`config.json`, with the end-of-sequence tokens of `generation_config.json` if there is one."""
+    generation = directory / "generation_config.json"
+    return config_from_json(
+        read_json(directory / "config.json"),
+        read_json(generation) if generation.is_file() else {},
+        where=str(directory / "config.json"),
+    )
+
+
+def read_gguf_config(file: GGUFFile) -> ModelConfig:
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    return config_from_gguf(file.metadata, shapes, rope_divisors(file), where=str(file.path))
+
+
+def rope_divisors(file: GGUFFile) -> list[float] | None:
+    """The values of rope_freqs.weight, where a file has it."""
+    info = file.tensors.get("rope_freqs.weight")
+    if info is None:
+        return None
+    if info.type is not GGMLType.F32:
+        raise UnsupportedModel(f"{file.path}: rope_freqs.weight is of type {info.type.name}; quire reads F32 there.")
+    values: list[float] = np.array(file.raw(info.name)).view("<f4").ravel().tolist()
+    return values

@@ -1,0 +1,178 @@
+"""ModelConfig from Hugging Face's `config.json`: a function a family, on what all families share.
+
+Every number is checked, and what quire cannot honour is refused. `config.py` reads the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from quire.models.config import ModelConfig, Rope
+from quire.weights.fields import Fields, check_heads, share_of
+from quire.weights.rope import gemma_ropes_from_json, rope_from_json
+
+MAX_LAYERS = 4096
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+Windows = tuple[int | None, ...]
+
+# Gemma 3's published configurations leave out what its class has as default.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def config_from_json(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config.json"
+) -> ModelConfig:
+    """From a `config.json`, and the `generation_config.json` beside it."""
+    top = Fields(config, where)
+    model_type = top.text("model_type")
+    read = FAMILIES.get(model_type)
+    if read is None:
+        raise top.unsupported(f"model type {model_type!r} is not supported; quire has {', '.join(FAMILIES)}.")
+    if top.has("quantization_config"):
+        raise top.unsupported(
+            "its weights are quantized (quantization_config); quire reads those from GGUF files only."
+        )
+    text = top if model_type != "gemma3" else top.section("text_config")
+    if text is None:
+        raise top.bad("text_config is missing")
+    eos = [fields.token_ids("eos_token_id") for fields in (Fields(generation or {}, where), top, text)]
+    return replace(read(text), eos_token_ids=next(filter(None, eos), ()))
+
+
+def read_llama(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    config = plain_config(fields, "llama")
+    return replace(config, attention_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+
+
+def read_mistral(fields: Fields) -> ModelConfig:
+    config = plain_config(fields, "mistral")
+    window = fields.count("sliding_window") if fields.has("sliding_window") else None
+    by_type = windows_by_type(fields, config.num_layers, window)
+    return replace(config, windows=by_type or (window,) * config.num_layers)
+
+
+def read_qwen2(fields: Fields) -> ModelConfig:
+    config = plain_config(fields, "qwen2")
+    return replace(config, windows=qwen_windows(fields, config.num_layers), attention_bias=True)
+
+
+def read_qwen3(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    config = plain_config(fields, "qwen3", head_dim=128)
+    windows = qwen_windows(fields, config.num_layers)
+    return replace(config, windows=windows, attention_bias=bias, output_bias=bias)
+
+
+def read_gemma3(fields: Fields) -> ModelConfig:
+    given = {key: value for key, value in fields.values.items() if value is not None}
+    fields = Fields(GEMMA3_DEFAULTS | given, fields.where)
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.unsupported("use_bidirectional_attention is set; quire generates text and has no use for it.")
+    bias = fields.flag("attention_bias", False)
+    config = plain_config(fields, "gemma3", activation_key="hidden_activation", read_rope=gemma_wide_rope)
+    return replace(
+        config,
+        local_rope=gemma_ropes_from_json(fields, head_dim=config.head_dim, max_len=config.max_len)[1],
+        windows=gemma_windows(fields, config.num_layers),
+        attention_bias=bias,
+        output_bias=bias,
+        norm_offset=True,
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        attention_softcap=fields.optional_number("attn_logit_softcapping"),
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
+    "llama": read_llama,
+    "mistral": read_mistral,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+    "gemma3_text": read_gemma3,
+    "gemma3": read_gemma3,
+}
+
+
+def gemma_wide_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
+    return gemma_ropes_from_json(fields, head_dim=head_dim, max_len=max_len)[0]
+
+
+def plain_config(
+    fields: Fields,
+    family: str,
+    *,
+    head_dim: int | None = None,
+    activation_key: str = "hidden_act",
+    read_rope: Callable[..., Rope] = rope_from_json,
+) -> ModelConfig:
+    """What all families share; `head_dim` is the family's default for it."""
+    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+    num_layers, max_len = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.count("max_position_embeddings")
+    head_dim = fields.count("head_dim", head_dim or share_of(hidden_size, num_heads))
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=check_heads(fields, num_heads, fields.count("num_key_value_heads", num_heads)),
+        head_dim=head_dim,
+        max_len=max_len,
+        rope=read_rope(fields, head_dim=head_dim, max_len=max_len),
+        windows=(None,) * num_layers,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        activation=read_activation(fields, activation_key),
+    )
+
+
+def read_activation(fields: Fields, key: str) -> Literal["silu", "gelu_tanh"]:
+    name = fields.text(key, "silu")
+    if name not in ACTIVATIONS:
+        raise fields.unsupported(f"{key} {name!r} is not supported; quire has {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Windows | None:
+    """A window a layer as `layer_types` says, or None where a configuration has no such list."""
+    types = fields.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.bad(f"layer_types must be a list with an entry for each of {num_layers} layers")
+    if strange := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise fields.unsupported(f"layer type {strange[0]!r} is not supported; quire has full and sliding_attention.")
+    if window is None and "sliding_attention" in types:
+        raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = fields.count("sliding_window", 4096)
+    first = fields.count("max_window_layers", 28, least=0)
+    by_type = windows_by_type(fields, num_layers, window)
+    return by_type or tuple(window if index >= first else None for index in range(num_layers))
+
+
+def gemma_windows(fields: Fields, num_layers: int) -> Windows:
+    window, pattern = fields.count("sliding_window"), fields.count("sliding_window_pattern")
+    by_type = windows_by_type(fields, num_layers, window)
+    return by_type or tuple(window if (index + 1) % pattern else None for index in range(num_layers))

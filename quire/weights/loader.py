@@ -1,0 +1,86 @@
+"""From a path to a model that is ready to run. The engine calls `load_model`; `quire info` needs only `read_config`.
+
+A path is a `.gguf` file or a directory with a `config.json` and safetensors beside it. Finding, fetching and naming
+models is `store.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quire.kernels import Kernels
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.registry import MODELS
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint
+from quire.weights.config import read_config, read_directory_config, read_gguf_config
+from quire.weights.gguf import GGUFFile
+from quire.weights.names import may_stay_unread
+from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.survey import Survey, check
+
+__all__ = ["load_model", "read_config"]
+
+Progress = Callable[[int, int], None]
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Kernels,
+    packed: bool = False,
+    max_len: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the model that the files describe and fill it with their weights.
+
+    `packed` keeps quantized matrices in their blocks instead of making them dense. `max_len` shortens the context (and
+    the tables made for it). `progress` is told how many bytes of how many have been read.
+    """
+    with opened(path) as (config, checkpoint):
+        if max_len is not None:
+            config = replace(config, max_len=min(max_len, config.max_len))
+        expected = survey(config, checkpoint, ops)
+        total = sum(checkpoint.nbytes(name) for name in expected)
+        source = CheckpointSource(checkpoint, dtype, device, packed=packed, on_read=counter(total, progress))
+        return MODELS[config.family](config, source, ops)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
+    if path.is_dir():
+        yield read_directory_config(path), SafetensorsCheckpoint(SafetensorsFiles(path))
+        return
+    with GGUFFile(path) as file:
+        config = read_gguf_config(file)
+        yield config, GGUFCheckpoint(file, config.family)
+
+
+def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[str]:
+    """The canonical names of the tensors that the model asks for, all of which the checkpoint has in that shape."""
+    asked = Survey()
+    MODELS[config.family](replace(config, max_len=1), asked, ops)  # max_len sizes tables, not weights
+    available = checkpoint.shapes
+    ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
+    check({checkpoint.own_name(name): shape for name, shape in asked.asked.items()}, available, ignored)
+    return list(asked.asked)
+
+
+def counter(total: int, progress: Progress | None) -> Callable[[int], None]:
+    """Adds up bytes and tells `progress`."""
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    return add

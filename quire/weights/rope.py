@@ -1,0 +1,176 @@
+"""Rotary positions as configurations write them: `config.json` old and new, and GGUF metadata.
+
+Only reads; what the numbers mean is in `models/rope.py`. `config.py` calls this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from quire.models.config import Rope, RopeScaling
+from quire.weights.fields import Fields
+
+LayerKind = Literal["full_attention", "sliding_attention"]
+
+KINDS = "default, linear, llama3 and yarn"
+
+
+def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
+    """The one rope of a model whose layers all rotate alike."""
+    parameters = config.section("rope_parameters")
+    if parameters is None:
+        return old_rope(
+            config, "rope_theta", head_dim=head_dim, max_len=max_len, scaling=config.section("rope_scaling")
+        )
+    if not per_layer(parameters):
+        return new_rope(parameters, head_dim=head_dim, max_len=max_len)
+    given = [parameters.section(key) for key in parameters.values]
+    ropes = {new_rope(one, head_dim=head_dim, max_len=max_len) for one in given if one is not None}
+    if len(ropes) != 1:
+        raise config.unsupported(f"rope_parameters has {len(ropes)} kinds of layers; this family has one.")
+    return ropes.pop()
+
+
+def gemma_ropes_from_json(config: Fields, *, head_dim: int, max_len: int) -> tuple[Rope, Rope]:
+    """Gemma 3's two ropes: for layers that see everything, and for those with a window."""
+    parameters = config.section("rope_parameters")
+    if parameters is None or not per_layer(parameters):
+        scaling = config.section("rope_scaling") if parameters is None else parameters
+        wide = old_rope(config, "rope_theta", 1e6, head_dim=head_dim, max_len=max_len, scaling=scaling)
+        return wide, old_rope(config, "rope_local_base_freq", head_dim=head_dim, max_len=max_len)
+    nothing = Fields({}, config.where)
+    wide = new_rope(parameters.section("full_attention") or nothing, 1e6, head_dim=head_dim, max_len=max_len)
+    return wide, new_rope(parameters.section("sliding_attention") or nothing, head_dim=head_dim, max_len=max_len)
+
+
+def per_layer(parameters: Fields) -> bool:
+    return any(isinstance(value, Mapping) for value in parameters.values.values())
+
+
+def old_rope(
+    config: Fields,
+    theta_key: str,
+    theta: float = 10_000.0,
+    *,
+    head_dim: int,
+    max_len: int,
+    scaling: Fields | None = None,
+) -> Rope:
+    return Rope(
+        dim=rotated_dim(config, head_dim),
+        theta=config.number(theta_key, theta),
+        scaling=None if scaling is None else scaling_from_json(scaling, max_len),
+    )
+
+
+def new_rope(parameters: Fields, theta: float = 10_000.0, *, head_dim: int, max_len: int) -> Rope:
+    return Rope(
+        dim=rotated_dim(parameters, head_dim),
+        theta=parameters.number("rope_theta", theta),
+        scaling=scaling_from_json(parameters, max_len),
+    )
+
+
+def rotated_dim(fields: Fields, head_dim: int) -> int:
+    """How many of a head's dimensions rotate."""
+    dim = int(head_dim * fields.number("partial_rotary_factor", 1.0))
+    if dim < 2 or dim > head_dim or dim % 2:
+        raise fields.bad(f"{dim} of {head_dim} dimensions of a head would rotate, and it must be an even share of them")
+    return dim
+
+
+def scaling_from_json(fields: Fields, max_len: int) -> RopeScaling | None:
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", fields.number("factor"))
+    original = fields.count("original_max_position_embeddings", max_len)
+    if kind == "llama3":
+        return llama3_scaling(fields, original)
+    if kind == "yarn":
+        return yarn_scaling(fields, fields.number("factor", max_len / original), original)
+    raise fields.unsupported(f"rope type {kind!r} is not supported; quire has {KINDS}.")
+
+
+def llama3_scaling(fields: Fields, original: int) -> RopeScaling:
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if low >= high:
+        raise fields.bad(f"low_freq_factor is {low}, and must be below high_freq_factor, which is {high}")
+    return RopeScaling("llama3", fields.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+
+
+def yarn_scaling(fields: Fields, factor: float, original: int) -> RopeScaling:
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        attention_factor=yarn_attention_factor(fields, factor),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def yarn_attention_factor(fields: Fields, factor: float) -> float | None:
+    """The explicit one, or the ratio that `mscale` and `mscale_all_dim` stand for."""
+    if fields.has("attention_factor") or not (fields.get("mscale") and fields.get("mscale_all_dim")):
+        return fields.optional_number("attention_factor")
+    stretch = 0.1 * math.log(max(factor, 1.0))
+    return (stretch * fields.number("mscale") + 1.0) / (stretch * fields.number("mscale_all_dim") + 1.0)
+
+
+def rope_from_gguf(
+    fields: Fields, *, head_dim: int, max_len: int, theta: float, interleaved: bool, divisors: Sequence[float] | None
+) -> Rope:
+    """`divisors` are the values of the file's rope_freqs.weight, which holds llama3's stretch ready-made."""
+    dim = fields.count("rope.dimension_count", head_dim, least=2, most=head_dim)
+    if dim % 2:
+        raise fields.bad(f"{fields.prefix}rope.dimension_count is {dim}, and must be even")
+    if divisors is not None:
+        check_divisors(fields, divisors, dim)
+    return Rope(
+        dim=dim,
+        theta=fields.number("rope.freq_base", theta),
+        interleaved=interleaved,
+        scaling=scaling_from_gguf(fields, max_len),
+        divisors=None if divisors is None else tuple(divisors),
+    )
+
+
+def check_divisors(fields: Fields, divisors: Sequence[float], dim: int) -> None:
+    if len(divisors) != dim // 2:
+        raise fields.bad(f"rope_freqs.weight has {len(divisors)} values, and {dim} rotating dimensions need {dim // 2}")
+    wrong = [value for value in divisors if not 0 < value < math.inf]
+    if wrong:
+        raise fields.bad(f"rope_freqs.weight holds {wrong[0]}, and its values must be above 0")
+
+
+def scaling_from_gguf(fields: Fields, max_len: int) -> RopeScaling | None:
+    factor = fields.get("rope.scaling.factor") or fields.get("rope.scale_linear") or 1.0
+    kind = fields.text("rope.scaling.type", "linear")
+    scaling = Fields({"factor": factor}, fields.where, "")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", scaling.number("factor"))
+    if kind == "yarn":
+        return yarn_from_gguf(fields, scaling.number("factor"), max_len)
+    raise fields.unsupported(f"rope scaling {kind!r} is not supported; quire has none, linear and yarn in GGUF files.")
+
+
+def yarn_from_gguf(fields: Fields, factor: float, max_len: int) -> RopeScaling:
+    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier"):
+        if fields.has(key):
+            raise fields.unsupported(f"{fields.prefix}{key} is set, which quire does not support.")
+    extra = fields.number("rope.scaling.attn_factor", 1.0) * fields.number("rope.scaling.yarn_attn_factor", 1.0)
+    return RopeScaling(
+        "yarn",
+        factor,
+        fields.count("rope.scaling.original_context_length", max_len),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=None if extra == 1.0 else extra * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+    )

@@ -1,0 +1,60 @@
+"""Philox4x32-10 against the known answers that Random123 publishes, and against one on Python integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kernels.philox import philox, philox_uniform
+
+pytestmark = pytest.mark.cpu
+
+# counter (4 words), key (2 words), result (4 words)
+KNOWN_ANSWERS = [
+    "00000000 00000000 00000000 00000000  00000000 00000000  6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "ffffffff ffffffff ffffffff ffffffff  ffffffff ffffffff  408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a88 85a308d3 13198a2e 03707344  a4093822 299f31d0  d16cfe09 94fdcceb 5001e420 24126ea1",
+]
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def on_integers(counter: list[int], key: list[int]) -> list[int]:
+    for step in range(10):
+        k0, k1 = ((start + step * add) % 2**32 for start, add in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [(second >> 32) ^ counter[1] ^ k0, second % 2**32, (first >> 32) ^ counter[3] ^ k1, first % 2**32]
+    return counter
+
+
+@pytest.mark.parametrize("line", KNOWN_ANSWERS)
+def test_known_answers(line: str) -> None:
+    words = [int(word, 16) for word in line.split()]
+    c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in words[:6])
+    assert [int(word) for word in philox((c0, c1, c2, c3), (k0, k1))] == words[6:]
+    assert on_integers(words[:4], words[4:6]) == words[6:]
+
+
+@given(seed=INT64, position=INT64)
+def test_uniform_is_53_bits_of_the_counter_at_that_position(seed: int, position: int) -> None:
+    words = on_integers([position % 2**32, position % 2**64 >> 32, 0, 0], [seed % 2**32, seed % 2**64 >> 32])
+    drawn = philox_uniform(torch.tensor([seed]), torch.tensor([position]))
+    assert drawn.dtype == torch.float64
+    assert drawn.item() == ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+    assert 0 <= drawn.item() < 1
+
+
+def test_a_draw_depends_on_its_own_seed_and_position_only() -> None:
+    seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 11
+    together = philox_uniform(seeds, positions)
+    alone = [philox_uniform(seeds[i : i + 1], positions[i : i + 1]).item() for i in range(50)]
+    assert together.tolist() == alone
+    assert len(set(alone)) == 50
+
+
+def test_draws_are_uniform() -> None:
+    draws = philox_uniform(torch.full((20_000,), 5), torch.arange(20_000))
+    counts = torch.histc(draws, bins=20, min=0, max=1)
+    chi_squared = float(((counts - 1000) ** 2 / 1000).sum())
+    assert chi_squared < 43.8  # 19 degrees of freedom, one in a thousand; the draws are fixed
