@@ -1,8 +1,8 @@
 """Tokens to text while they arrive.
 
-A `Detokenizer` belongs to one answer. It gives out text as soon as nothing that comes later can change it: half a UTF-8
-character waits for its other half, and whatever may grow into a stop string waits until it has or cannot. The work for a
-token does not depend on how long the answer already is.
+A `Detokenizer` belongs to one answer. It gives out text as soon as nothing that comes later can change it: half a
+UTF-8 character waits for its other half, and whatever may grow into a stop string waits until it has or cannot. The
+work for a token does not depend on how long the answer already is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Detokenizer:
     The pieces that `push` and `finish` return, put together, are `text`; without a stop string that is what
     `tokenizer.decode` gives for all the tokens at once, however they were grouped.
 
-    A stop string counts once it is completed by a token after the first `min_tokens`. `continues`: the tokens go on from
-    a text, so a space that a vocabulary puts in front of every text is a space of the answer and stays.
+    A stop string counts once it is completed by a token after the first `min_tokens`. `continues`: the tokens go on
+    from a text, so a space that a vocabulary puts in front of every text is a space of the answer and stays.
     """
 
     def __init__(

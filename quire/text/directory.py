@@ -40,13 +40,18 @@ class TokenizerFiles:
 
     def end_ids(self) -> set[int]:
         """The ids that the model's own configuration ends answers with."""
-        return {*self._eos_of(self.generation_config, "generation_config.json"), *self._eos_of(self.config, "config.json")}
+        return {
+            *self._eos_of(self.generation_config, "generation_config.json"),
+            *self._eos_of(self.config, "config.json"),
+        }
 
     def _eos_of(self, source: Mapping[str, Any], name: str) -> Iterable[int]:
         value = source.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-            raise BadModelFile(f"{self.path / name} has the eos_token_id {value!r}; it is a token id or a list of them.")
+            raise BadModelFile(
+                f"{self.path / name} has the eos_token_id {value!r}; it is a token id or a list of them."
+            )
         return values
 
     def chat_template(self) -> str | None:
@@ -58,7 +63,9 @@ class TokenizerFiles:
             return _pick_template(template, self.path)
         if template is None or isinstance(template, str):
             return template
-        raise BadModelFile(f"{self.path / 'tokenizer_config.json'} has a chat_template that is neither text nor a list.")
+        raise BadModelFile(
+            f"{self.path / 'tokenizer_config.json'} has a chat_template that is neither text nor a list."
+        )
 
 
 def read_directory(path: Path) -> TokenizerFiles:

@@ -1,7 +1,7 @@
 """A tokenizer out of a GGUF file's metadata.
 
-GGUF stores the vocabulary, a type for each token, merges or scores, and names for the rest; this puts them together as a
-`tokenizers.Tokenizer`. Called by `Tokenizer.from_gguf`; reading the file itself is `quire/weights/gguf.py`.
+GGUF stores the vocabulary, a type for each token, merges or scores, and names for the rest; this puts them together as
+a `tokenizers.Tokenizer`. Called by `Tokenizer.from_gguf`; reading the file itself is `quire/weights/gguf.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class GGUFVocabulary:
 
     def end_ids(self) -> frozenset[int]:
         """Every token that ends an answer."""
-        return frozenset(known_end_ids(self.ids.get, self.special_ids)) | {self.named[key] for key in _END_KEYS if key in self.named}
+        return frozenset(known_end_ids(self.ids.get, self.special_ids)) | {
+            self.named[key] for key in _END_KEYS if key in self.named
+        }
 
     def token(self, token_id: int) -> str | None:
         """The text of an id, if there is one."""

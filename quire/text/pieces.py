@@ -90,7 +90,8 @@ def pieces_of(backend: Backend, added: Mapping[int, str]) -> Pieces:
     if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return sentencepiece_pieces(backend.id_to_token, any(map(_strips_space, filter(_is_understood, steps))))
     raise UnsupportedModel(
-        f"tokenizer.json has the decoder {' + '.join(sorted(kinds)) or 'none'}; quire reads byte-level and SentencePiece ones."
+        f"tokenizer.json has the decoder {' + '.join(sorted(kinds)) or 'none'}; "
+        "quire reads byte-level and SentencePiece ones."
     )
 
 
@@ -118,4 +119,4 @@ def _is_understood(step: Mapping[str, Any]) -> bool:
 
 
 def _strips_space(step: Mapping[str, Any]) -> bool:
-    return step["type"] == "Strip" or (step["type"] == "Metaspace" and step["prepend_scheme"] != "never")
+    return bool(step["type"] == "Strip" or (step["type"] == "Metaspace" and step["prepend_scheme"] != "never"))

@@ -1,7 +1,7 @@
 """The merges of a SentencePiece vocabulary, which stores none: it only has tokens and scores.
 
-SentencePiece joins the neighbours whose union scores highest, so every way to cut a token into two tokens is a merge, in
-the order of the scores. A vocabulary of 262,144 tokens has 1.5 million cuts, which is why they are sought by hash.
+SentencePiece joins the neighbours whose union scores highest, so every way to cut a token into two tokens is a merge,
+in the order of the scores. A vocabulary of 262,144 tokens has 1.5 million cuts, so they are sought by hash.
 """
 
 from __future__ import annotations

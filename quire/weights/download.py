@@ -154,7 +154,7 @@ def append(task: Task, answer: Any, start: int, total: int | None) -> None:
         require_space(task.partial.parent, needed)
         file = task.partial.open("ab", buffering=0)
     with file:
-        pass
+        file.truncate(start)
         done = start
         task.progress(task.what, done, total)
         while chunk := answer.read(CHUNK_BYTES):

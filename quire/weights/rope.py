@@ -149,15 +149,16 @@ def check_divisors(fields: Fields, divisors: Sequence[float], dim: int) -> None:
 
 
 def scaling_from_gguf(fields: Fields, max_len: int) -> RopeScaling | None:
-    factor = fields.get("rope.scaling.factor") or fields.get("rope.scale_linear") or 1.0
+    key = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
     kind = fields.text("rope.scaling.type", "linear")
-    scaling = Fields({"factor": factor}, fields.where, "")
+    unset = type(fields.get(key)) is float and fields.get(key) == 0.0  # how some converters write "none"
+    factor = 1.0 if unset else fields.number(key, 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
-        return RopeScaling("linear", scaling.number("factor"))
+        return RopeScaling("linear", factor)
     if kind == "yarn":
-        return yarn_from_gguf(fields, scaling.number("factor"), max_len)
+        return yarn_from_gguf(fields, factor, max_len)
     raise fields.unsupported(f"rope scaling {kind!r} is not supported; quire has none, linear and yarn in GGUF files.")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.errors import UnsupportedModel
+from quire.quant import gguf_blocks
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.unpack import UNPACKERS
@@ -46,3 +47,76 @@ def test_random_bytes_unpack_to_the_reference_bits(kind: GGMLType, seed: int) ->
 def test_matrices_larger_than_a_slice_unpack_the_same(kind: GGMLType) -> None:
     data = random_blocks(kind, rows=1100, cols=256)
     assert_same_bits(GGUFBlocks(kind, torch.from_numpy(data), 256).dense(), reference(kind, data))
+
+
+def finite_blocks(kind: GGMLType, rows: int, cols: int, seed: int = 0) -> GGUFBlocks:
+    """Blocks whose scales are small: random bytes, with the high bytes of every float16 that matters tamed."""
+    data = torch.from_numpy(random_blocks(kind, rows, cols, seed))
+    blocks = data.view(-1, kind.type_size)
+    halves = {GGMLType.Q4_1: (0, 2), GGMLType.Q8_0: (0,), GGMLType.Q4_K: (0, 2), GGMLType.Q6_K: (208,)}[kind]
+    for at in halves:
+        blocks[:, at + 1] = (blocks[:, at + 1] & 0x83) | 0x18
+    return GGUFBlocks(kind, data, cols)
+
+
+SOME = [GGMLType.Q4_1, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K]
+some_ids = [kind.name for kind in SOME]
+
+
+@pytest.mark.parametrize("kind", SOME, ids=some_ids)
+def test_matmul_is_that_of_the_dense_matrix(kind: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_blocks, "SLICE_VALUES", 2000)
+    weight, x = finite_blocks(kind, rows=30, cols=512), torch.randn(2, 3, 512)
+    expected = x @ weight.dense().T
+    assert weight.matmul(x).shape == (2, 3, 30)
+    torch.testing.assert_close(weight.matmul(x), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert weight.matmul(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", SOME, ids=some_ids)
+def test_rows_are_those_of_the_dense_matrix(kind: GGMLType) -> None:
+    weight, index = finite_blocks(kind, rows=30, cols=256), torch.tensor([7, 0, 29, 7])
+    assert torch.equal(weight.rows(index), weight.dense()[index])
+    half = GGUFBlocks(kind, weight.data, 256, torch.bfloat16)
+    assert torch.equal(half.rows(index), weight.dense(torch.bfloat16)[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_into_fills_a_slice_and_nothing_else(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_blocks, "SLICE_VALUES", 2000)
+    weight = finite_blocks(GGMLType.Q4_1, rows=30, cols=256)
+    out = torch.full((50, 256), 7.0, dtype=dtype)
+    weight.dense_into(out[10:40])
+    assert torch.equal(out[10:40], weight.dense().to(dtype))
+    assert (out[:10] == 7).all()
+    assert (out[40:] == 7).all()
+    wide = torch.full((30, 300), 7.0, dtype=dtype)
+    weight.dense_into(wide[:, 20:276])
+    assert torch.equal(wide[:, 20:276], weight.dense().to(dtype))
+    assert (wide[:, :20] == 7).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_put_together_are_the_whole(dim: int) -> None:
+    weight = finite_blocks(GGMLType.Q8_0, rows=12, cols=128)
+    parts = [weight.shard(rank, 4, dim).dense() for rank in range(4)]
+    assert torch.equal(torch.cat(parts, dim), weight.dense())
+
+
+def test_blocks_are_not_cut() -> None:
+    weight = finite_blocks(GGMLType.Q4_K, rows=4, cols=512)
+    with pytest.raises(UnsupportedModel, match="Q4_K blocks of 256"):
+        weight.shard(0, 4, 1)
+    with pytest.raises(UnsupportedModel, match="into 3 equal parts"):
+        weight.shard(0, 3, 0)
+
+
+def test_types_without_an_unpacker_are_named() -> None:
+    data = torch.zeros(1, GGMLType.IQ4_NL.row_bytes(32), dtype=torch.uint8)
+    with pytest.raises(UnsupportedModel, match=r"IQ4_NL.*Q4_K"):
+        GGUFBlocks(GGMLType.IQ4_NL, data, 32)
+
+
+def test_the_type_table_is_the_reference_s() -> None:
+    sizes = {kind.name: (int(kind), *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGML_QUANT_SIZES}
+    assert {kind.name: kind.value for kind in GGMLType} == {name: sizes[name] for name in GGMLType.__members__}

@@ -1,7 +1,7 @@
 """Writes GGUF files for tests: sound ones with `write_gguf`, broken ones out of the same pieces.
 
-A metadata value's type follows from Python's: int is uint32, float is float32, str, bool, numpy arrays and lists of them
-or of strings. `Raw` passes bytes through, for values that no sound file has.
+A metadata value has the type that follows from Python's: int is uint32, float is float32; also str, bool, numpy arrays,
+and lists of those or of strings. `Raw` passes bytes through, for values that no sound file has.
 """
 
 from __future__ import annotations

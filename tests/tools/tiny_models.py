@@ -123,7 +123,7 @@ def gguf_metadata(family: str) -> dict[str, Any]:
 
 
 def gguf_arrays(family: str, weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The tensors as a converter would store them: renamed, llama's queries and keys permuted, gemma's norms plus one."""
+    """The tensors as converters store them: renamed, llama's queries and keys permuted, gemma's norms plus one."""
     config, architecture = tiny_config(family), gguf_architecture(family)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"])
     arrays = {}

@@ -168,14 +168,17 @@ def test_rope_divisors_slow_the_rotation(tmp_path):
         tmp_path / "model.gguf", gguf_metadata("llama"), gguf_tensors() | {"rope_freqs.weight": tensor(divisors)}
     )
     table, plain = (load(p).layers[0].attention.rotary.table for p in (path, tiny_gguf(tmp_path / "plain.gguf")))
-    torch.testing.assert_close(torch.atan2(table[1, 8:], table[1, :8]) * torch.from_numpy(divisors),
-                               torch.atan2(plain[1, 8:], plain[1, :8]))
+    torch.testing.assert_close(
+        torch.atan2(table[1, 8:], table[1, :8]) * torch.from_numpy(divisors), torch.atan2(plain[1, 8:], plain[1, :8])
+    )
 
 
 def test_unsupported_tensor_type_is_named(tmp_path):
     tensors = gguf_tensors()
     shape = tensors["blk.0.attn_q.weight"].shape
-    tensors["blk.0.attn_q.weight"] = Tensor(GGMLType.IQ4_NL, shape, bytes(shape[0] * GGMLType.IQ4_NL.row_bytes(shape[1])))
+    tensors["blk.0.attn_q.weight"] = Tensor(
+        GGMLType.IQ4_NL, shape, bytes(shape[0] * GGMLType.IQ4_NL.row_bytes(shape[1]))
+    )
     path = write_gguf(tmp_path / "model.gguf", gguf_metadata("llama"), tensors)
     for packed in (False, True):
         with pytest.raises(UnsupportedModel, match="IQ4_NL"):

@@ -1,0 +1,329 @@
+"""The scheduler's rules, one by one, on cases small enough to follow. What random traffic does to them: test_fuzz.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan, Sampled
+from quire.core.policy import Dynamic, Policy, Static
+from quire.core.prefix_tree import MissKind
+from quire.core.request import Finish, Request, State
+from quire.core.scheduler import Scheduler
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
+from tests.core.fake_runner import FakeRunner
+
+pytestmark = pytest.mark.core
+
+
+def make(num_blocks=64, block_size=4, max_tokens=32, max_requests=8, **options) -> Scheduler:
+    return Scheduler(num_blocks, block_size, max_tokens, max_requests, **options)
+
+
+def ask(name: str, num_prompt: int, max_tokens: int = 8, first: int = 100, **options) -> Request:
+    prompt = [first + index for index in range(num_prompt)]
+    return Request(name, prompt, SamplingParams(max_tokens=None), max_tokens=max_tokens, **options)
+
+
+def answer(plan: Plan, token: int = 7) -> Sampled:
+    return Sampled([[token] if num_yields else [] for num_yields in plan.yields])
+
+
+def step(scheduler: Scheduler, now_s: float = 0.0) -> dict[str, tuple[int, int]]:
+    """Run one step; {request: (start, count)} of what it computed."""
+    plan = scheduler.schedule(now_s)
+    if plan is None:
+        return {}
+    scheduler.commit(plan, answer(plan))
+    return {r.id: (s, c) for r, s, c in zip(plan.requests, plan.starts, plan.counts, strict=True)}
+
+
+def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
+    scheduler = make(max_tokens=8)
+    scheduler.add(ask("a", 20, max_tokens=3))
+    rows = [step(scheduler)["a"] for _ in range(5)]
+    assert rows == [(0, 8), (8, 8), (16, 4), (20, 1), (21, 1)]
+    assert not scheduler.has_work
+
+
+def test_a_long_prompt_does_not_stall_those_that_run() -> None:
+    scheduler = make(max_tokens=8)
+    scheduler.add(ask("short", 3))
+    step(scheduler)
+    scheduler.add(ask("long", 40, first=500))
+    for _ in range(4):
+        rows = step(scheduler)
+        assert rows["short"][1] == 1
+        assert rows["long"][1] == 7
+
+
+def test_every_running_request_gets_a_token_before_anyone_gets_more() -> None:
+    scheduler = make(max_tokens=10, max_requests=4)
+    for index, name in enumerate("abc"):
+        scheduler.add(ask(name, 9, first=100 * index))
+    step(scheduler)
+    step(scheduler)
+    assert all(request.state is State.RUNNING for request in scheduler.requests.values())
+    assert set(step(scheduler)) == {"a", "b", "c"}
+
+
+def test_the_last_in_rank_makes_room_and_comes_back_with_its_tokens() -> None:
+    scheduler = make(num_blocks=6, prefix_cache=False)
+    scheduler.add(ask("first", 8, max_tokens=12))
+    second = ask("second", 7, max_tokens=12, first=300)
+    scheduler.add(second)
+    while not second.num_preemptions:
+        step(scheduler)
+    kept = list(second.tokens)
+    assert second.state is State.WAITING
+    assert not second.tables
+    while scheduler.has_work:
+        step(scheduler)
+    assert second.tokens[: len(kept)] == kept
+    assert second.num_output == 12
+    assert scheduler.counters.preemptions >= 1
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    scheduler = make()
+    scheduler.add(ask("a", 20))
+    step(scheduler)
+    later = ask("b", 20)
+    scheduler.add(later)
+    assert step(scheduler)["b"] == (19, 1)
+    assert later.num_cached == 19
+    assert later.miss is None
+
+
+def test_a_hit_inside_a_block_is_copied_not_shared() -> None:
+    scheduler = make()
+    first = ask("a", 20)
+    scheduler.add(first)
+    step(scheduler)
+    second = Request("b", [*first.prompt[:14], 1, 2, 3], SamplingParams(), max_tokens=4)
+    scheduler.add(second)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.starts[plan.requests.index(second)] == 14
+    assert plan.copies == [(first.tables[0][3], second.tables[0][3])]
+    assert second.tables[0][:3] == first.tables[0][:3]
+    assert second.miss is not None
+    assert (second.miss.kind, second.miss.token) == (MissKind.DIVERGED, 14)
+
+
+def test_tenants_do_not_share() -> None:
+    scheduler = make()
+    scheduler.add(ask("a", 20, salt=b"one"))
+    step(scheduler)
+    other = ask("b", 20, salt=b"two")
+    scheduler.add(other)
+    assert step(scheduler)["b"] == (0, 20)
+    assert other.miss is not None
+    assert other.miss.kind is MissKind.SALTED_APART
+
+
+def test_samples_share_the_prompts_blocks_and_copy_the_one_they_write() -> None:
+    scheduler = make(num_blocks=64)
+    leader = ask("a#0", 10)
+    others = [ask(f"a#{index}", 10, leader=leader) for index in (1, 2)]
+    for request in (leader, *others):
+        scheduler.add(request)
+    assert all(other.state is State.HELD for other in others)
+    assert step(scheduler) == {"a#0": (0, 10)}
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [r.id for r in plan.requests] == ["a#0", "a#1", "a#2"]
+    assert plan.counts == [1, 1, 1]
+    for other in others:
+        assert other.tables[0][:2] == leader.tables[0][:2]
+    assert len({request.tables[0][2] for request in (leader, *others)}) == 3
+    assert len(plan.copies) == 2
+
+
+def test_samples_go_on_alone_when_their_leader_is_gone() -> None:
+    scheduler = make(max_tokens=8)
+    leader, other = ask("a#0", 20), ask("a#1", 20, max_tokens=2)
+    other.leader = leader
+    scheduler.add(leader)
+    scheduler.add(other)
+    step(scheduler)
+    scheduler.abort("a#0")
+    while scheduler.has_work:
+        step(scheduler)
+    assert other.num_output == 2
+
+
+def test_blocks_behind_the_window_are_given_back() -> None:
+    scheduler = make(block_size=2, max_tokens=4, max_requests=1, windows=(4,), prefix_cache=False)
+    request = ask("a", 20, max_tokens=20)
+    scheduler.add(request)
+    most = 0
+    while scheduler.has_work:
+        step(scheduler)
+        held = sum(block is not None for table in request.tables for block in table)
+        most = max(most, held)
+    assert most <= scheduler.kv.peak(40, 4) == 5
+    assert scheduler.kv.pool.num_free == 64
+
+
+def test_a_window_lets_requests_in_that_are_longer_than_the_cache() -> None:
+    scheduler = make(num_blocks=6, block_size=2, max_tokens=4, max_requests=1, windows=(4,))
+    request = ask("a", 30, max_tokens=30)
+    scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler)
+    assert request.num_output == 30
+
+
+def test_static_batches_run_to_their_end() -> None:
+    scheduler = make(policy=Policy(Static(2)))
+    for index, length in enumerate((2, 5, 2)):
+        scheduler.add(ask(str(index), 40, max_tokens=length, first=1000 * index))
+    seen = [set(step(scheduler)) for _ in range(20)]
+    last_of_first_batch = max(index for index, rows in enumerate(seen) if "1" in rows)
+    assert min(index for index, rows in enumerate(seen) if "2" in rows) > last_of_first_batch
+    assert not scheduler.has_work
+
+
+def test_dynamic_batches_wait_for_company_but_not_for_ever() -> None:
+    scheduler = make(policy=Policy(Dynamic(2, max_wait_s=1.0)))
+    scheduler.add(ask("a", 4), now_s=0.0)
+    assert step(scheduler, 0.5) == {}
+    scheduler.add(ask("b", 4, first=300), now_s=0.6)
+    assert set(step(scheduler, 0.7)) == {"a", "b"}
+    lonely = make(policy=Policy(Dynamic(2, max_wait_s=1.0)))
+    lonely.add(ask("a", 4), now_s=0.0)
+    assert set(step(lonely, 1.0)) == {"a"}
+
+
+def test_batching_policies_give_the_same_answers() -> None:
+    answers = []
+    for policy in (Policy(), Policy(Static(2)), Policy(Dynamic(3, 0.5))):
+        scheduler = make(num_blocks=24, policy=policy, max_requests=4)
+        runner = FakeRunner(24, 4, (None,))
+        requests = [ask(str(index), 5 + index, first=index) for index in range(6)]
+        for request in requests:
+            scheduler.add(request)
+        now_s = 0.0
+        while scheduler.has_work:
+            now_s += 1.0
+            if plan := scheduler.schedule(now_s):
+                context = {r.id: list(r.tokens) for r in plan.requests}
+                scheduler.commit(plan, runner.run(plan, context))
+        answers.append([request.tokens for request in requests])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_priority_goes_first_but_nobody_waits_for_ever() -> None:
+    scheduler = make(max_requests=1, policy=Policy(order="priority", priority_places=10))
+    scheduler.add(ask("low", 4, max_tokens=1, priority=1))
+    scheduler.add(ask("high", 4, max_tokens=1, priority=0))
+    assert set(step(scheduler)) == {"high"}
+    served = []
+    for index in range(40):
+        scheduler.add(ask(f"high{index}", 4, max_tokens=1, priority=0))
+        served += step(scheduler)
+        if "low" in served:
+            break
+    assert "low" in served
+    assert len(served) <= 12
+
+
+def test_first_come_first_served_ignores_priority() -> None:
+    scheduler = make(max_requests=1)
+    scheduler.add(ask("a", 4, max_tokens=1, priority=5))
+    scheduler.add(ask("b", 4, max_tokens=1, priority=-5))
+    assert set(step(scheduler)) == {"a"}
+
+
+def test_a_step_can_be_planned_before_the_last_ones_tokens_are_known() -> None:
+    scheduler = make()
+    request = ask("a", 5, max_tokens=4)
+    scheduler.add(request)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert (second.starts, second.counts, second.yields) == ([5], [1], [1])
+    assert (request.num_computed, request.num_planned) == (0, 6)
+    scheduler.commit(first, answer(first, 1))
+    assert (request.num_computed, request.num_planned) == (5, 6)
+    scheduler.commit(second, answer(second, 2))
+    assert request.tokens[5:] == [1, 2]
+
+
+def test_blocks_of_an_ended_request_stay_until_the_plan_in_flight_is_committed() -> None:
+    scheduler = make()
+    scheduler.add(ask("a", 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.abort("a")
+    assert scheduler.kv.pool.num_free < 64
+    assert scheduler.commit(plan, answer(plan)) == []
+    assert scheduler.kv.pool.num_free == 64
+
+
+def test_drafts_are_tokens_that_may_be_taken_back() -> None:
+    scheduler = make()
+    request = ask("a", 5)
+    scheduler.add(request)
+    step(scheduler)
+    request.drafts = [1, 2, 3]
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (plan.starts, plan.counts, plan.yields) == ([5], [4], [4])
+    scheduler.commit(plan, Sampled([[1, 9]]))
+    assert request.tokens[5:] == [7, 1, 9]
+    assert request.num_computed == 7
+    assert request.drafts == []
+
+
+def test_what_comes_after_the_end_is_cut_off() -> None:
+    scheduler = make()
+    request = ask("a", 5, end_token_ids=frozenset([2]))
+    scheduler.add(request)
+    step(scheduler)
+    request.drafts = [1, 2, 3]
+    plan = scheduler.schedule()
+    assert plan is not None
+    (update,) = scheduler.commit(plan, Sampled([[1, 2, 3, 4]]))
+    assert (update.tokens, update.finish) == ([1, 2], Finish.STOP)
+
+
+def test_a_request_ends_once() -> None:
+    scheduler = make()
+    scheduler.add(ask("a", 5, max_tokens=1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [update.finish for update in scheduler.commit(plan, answer(plan))] == [Finish.LENGTH]
+    assert scheduler.abort("a") is None
+
+
+def test_a_failed_step_ends_its_requests_with_the_reason() -> None:
+    scheduler = make()
+    scheduler.add(ask("a", 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    (update,) = scheduler.fail(plan, "broken")
+    assert update.finish is Finish.ERROR
+    assert update.detail is not None
+    assert update.detail.message == "broken"
+    assert scheduler.kv.pool.num_free == 64
+
+
+def test_what_can_never_fit_is_refused_with_numbers() -> None:
+    scheduler = make(num_blocks=4)
+    with pytest.raises(PromptTooLong, match="10 prompt tokens and 8 new ones need 5 blocks of the cache, which has 4"):
+        scheduler.add(ask("a", 10))
+    assert not scheduler.has_work
+
+
+def test_wrong_requests_are_refused() -> None:
+    scheduler = make()
+    with pytest.raises(EmptyPrompt):
+        scheduler.add(ask("a", 0))
+    with pytest.raises(InvalidParams, match="priority"):
+        scheduler.add(ask("a", 4, priority=1000))
+    scheduler.add(ask("a", 4))
+    with pytest.raises(InvalidParams, match="id 'a'"):
+        scheduler.add(ask("a", 4))

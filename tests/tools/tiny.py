@@ -1,0 +1,93 @@
+"""Tiny models with random weights, and engines around them: real code from the scheduler to the kernels, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quire.core.policy import Policy
+from quire.core.request import Request
+from quire.core.scheduler import Scheduler
+from quire.engine.batch import BatchBuffers
+from quire.engine.cache import CacheTensors, lay_out
+from quire.engine.runner import ModelRunner
+from quire.kernels import select
+from quire.models.config import ModelConfig, Rope
+from quire.models.decoder import Decoder
+from quire.models.registry import MODELS
+from quire.weights.random_weights import RandomWeights
+
+CPU = torch.device("cpu")
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_len=512,
+    rope=Rope(8),
+    windows=(None,) * 3,
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, family="mistral", windows=(12,) * 3),
+    "qwen2": replace(LLAMA, family="qwen2", attention_bias=True),
+    "qwen3": replace(LLAMA, family="qwen3"),
+    "gemma3": replace(
+        LLAMA, family="gemma3", windows=(9, 9, None), local_rope=Rope(8, 1000.0), activation="gelu_tanh",
+        tie_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+def tiny_model(config: ModelConfig, seed: int = 0) -> Decoder:
+    return MODELS[config.family](config, RandomWeights(seed, torch.float32, CPU), select(CPU))
+
+
+class TinyEngine:
+    """A scheduler and a runner on a tiny model, without clients or text."""
+
+    def __init__(
+        self,
+        config: ModelConfig = LLAMA,
+        *,
+        model: Decoder | None = None,
+        num_blocks: int = 512,
+        block_size: int = 4,
+        max_tokens: int = 64,
+        max_requests: int = 32,
+        policy: Policy | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        layout = lay_out(config.windows)
+        self.scheduler = Scheduler(
+            num_blocks,
+            block_size,
+            max_tokens,
+            max_requests,
+            policy,
+            windows=layout.windows,
+            prefix_cache=prefix_cache,
+        )
+        cache = CacheTensors(
+            layout, num_blocks, block_size, config.num_kv_heads, config.head_dim, torch.float32, CPU
+        )
+        buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
+        self.runner = ModelRunner(model or tiny_model(config), cache, buffers, select(CPU))
+
+    def step(self) -> None:
+        if plan := self.scheduler.schedule():
+            self.scheduler.commit(plan, self.runner.run(plan))
+
+    def answer(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Run requests to their end; what each answered."""
+        for request in requests:
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            self.step()
+        return [request.tokens[request.num_prompt :] for request in requests]
