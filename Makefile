@@ -18,7 +18,7 @@ help: ## Show the targets.
 
 run: $(INSTALLED) ## Install, fetch the default model, answer a question, and chat if this is a terminal.
 	@$(BIN)/quire pull "$(MODEL)"
-	@$(BIN)/quire generate "$(MODEL)" -p "$(PROMPT)" --max-tokens 80
+	@$(BIN)/quire generate "$(MODEL)" --chat -p "$(PROMPT)" --max-tokens 80
 	@if [ -t 0 ] && [ -t 1 ]; then $(BIN)/quire chat "$(MODEL)"; fi
 
 install: $(INSTALLED) ## Install quire into .venv.

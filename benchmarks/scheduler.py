@@ -2,8 +2,8 @@
 
     python benchmarks/scheduler.py [--requests 256] [--context 1024] [--steps 400]
 
-One step is `schedule()` plus `commit()`. Requests arrive with prompts of random length around --context, decode one token
-a step, never end, and the cache is large enough, so every step plans every request and some cross a block boundary.
+One step is `schedule()` plus `commit()`. Requests arrive with prompts of random length around --context, decode one
+token a step, never end, and the cache is large enough, so every step plans every request and some need a new block.
 """
 
 from __future__ import annotations

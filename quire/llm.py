@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from quire.config import DEFAULT_MODEL, EngineConfig
@@ -86,11 +86,11 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations: one (a list of messages) or several (a list of those)."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Messages]", [messages] if one else messages)
         prompts = [
             self.render(conversation, tools=tools, template=chat_template, open_turn=add_generation_prompt)
-            for conversation in conversations  # type: ignore[arg-type]
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -111,7 +111,7 @@ class LLM:
         """A conversation as the prompt that the model's chat template makes of it."""
         source = template or self._tokenizer.chat_template
         if source is None:
-            raise TemplateError(f"{self.config.model} has no chat template; pass one as chat_template, or use generate.")
+            raise TemplateError(f"{self.config.model} has no chat template; pass chat_template, or use generate.")
         chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
         text = chat_template.render(messages, tools=tools, add_generation_prompt=open_turn)
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     """Tiny tensors are slower on two threads than on one, much slower when tests run side by side."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-    yield

@@ -110,7 +110,7 @@ def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int
 def median(rows: list[Row]) -> Row:
     """The median of each figure."""
     columns = {name: statistics.median(getattr(row, name) for row in rows) for name in Row.__slots__}
-    return Row(**columns)  # type: ignore[arg-type]
+    return Row(**columns)
 
 
 def machine() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.engine.memory import CacheSize
 from quire.kernels.paging import LayerCache
 
 
@@ -48,14 +49,13 @@ class CacheTensors:
     def __init__(
         self,
         layout: CacheLayout,
-        num_blocks: int,
-        block_size: int,
+        size: CacheSize,
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+        shape = (size.num_blocks + 1, size.block_size, num_kv_heads, head_dim)
         self._slots = [(zeros(shape, dtype, device), zeros(shape, dtype, device)) for _ in range(layout.num_slots)]
         self.layers = [LayerCache(*self._slots[slot], group) for group, slot in layout.places]
 
@@ -68,7 +68,7 @@ class CacheTensors:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros; on a CPU one whose pages the system maps when they are first written, so unused ones are free."""
+    """A tensor of zeros; on a CPU, pages are mapped when they are first written, so unused ones cost nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)

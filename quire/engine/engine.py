@@ -19,14 +19,15 @@ from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.engine.batch import BatchBuffers
-from quire.engine.cache import CacheTensors, block_bytes, lay_out
+from quire.engine.cache import CacheLayout, CacheTensors, block_bytes, lay_out
 from quire.engine.memory import CacheSize, describe, size_cache
 from quire.engine.runner import ModelRunner, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.errors import InvalidParams
 from quire.kernels import select
 from quire.models.config import ModelConfig
-from quire.weights.loader import load_model, read_config
+from quire.weights.config import read_config
+from quire.weights.loader import load_model
 
 log = logging.getLogger("quire.engine")
 
@@ -90,18 +91,13 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    model_config = read_config(path)
-    max_len = min(config.max_len or model_config.max_len, model_config.max_len)
-    if config.max_len is not None and config.max_len > model_config.max_len:
-        raise InvalidParams(
-            f"max_len is {config.max_len}, but {config.model} was made for {model_config.max_len} tokens; lower it."
-        )
     ops = select(device)
-    model = load_model(path, dtype=dtype, device=device, ops=ops, max_len=max_len, progress=progress)
-    layout = lay_out(model_config.windows)
-    heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    max_len = choose_max_len(config, read_config(path))
+    loaded = load_model(path, dtype=dtype, device=device, ops=ops, max_len=max_len, progress=progress)
+    model = loaded.config
+    layout = lay_out(model.windows)
     size = size_cache(
-        block_bytes=block_bytes(layout, config.block_size, heads, head_dim, dtype),
+        block_bytes=block_bytes(layout, config.block_size, model.num_kv_heads, model.head_dim, dtype),
         block_size=config.block_size,
         num_groups=len(layout.windows),
         num_blocks=config.num_blocks,
@@ -111,28 +107,33 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         max_requests=config.max_requests,
         device=device,
     )
-    scheduler = Scheduler(
+    summary = describe(config.model, model.family, dtype, loaded.weight_bytes, size, device.type)
+    info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
+    cache = CacheTensors(layout, size, model.num_kv_heads, model.head_dim, dtype, device)
+    buffers = BatchBuffers(
+        config.max_tokens_per_step, config.max_requests, size.max_len, len(layout.windows), config.block_size, device
+    )
+    return Engine(build_scheduler(config, size, layout), ModelRunner(loaded.model, cache, buffers, ops), info)
+
+
+def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout) -> Scheduler:
+    return Scheduler(
         size.num_blocks,
-        config.block_size,
+        size.block_size,
         config.max_tokens_per_step,
         config.max_requests,
         Policy(choose_batching(config), config.order),
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
     )
-    cache = CacheTensors(layout, size.num_blocks, config.block_size, heads, head_dim, dtype, device)
-    buffers = BatchBuffers(
-        config.max_tokens_per_step,
-        config.max_requests,
-        size.max_len + config.block_size,
-        len(layout.windows),
-        config.block_size,
-        device,
-    )
-    weight_bytes = model.nbytes
-    summary = describe(config.model, model_config.family, dtype, weight_bytes, size, device.type)
-    info = EngineInfo(config.model, model_config, size.max_len, weight_bytes, size, device.type, summary)
-    return Engine(scheduler, ModelRunner(model, cache, buffers, ops), info)
+
+
+def choose_max_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_len is not None and config.max_len > model.max_len:
+        raise InvalidParams(
+            f"max_len is {config.max_len:,}, but {config.model} was made for {model.max_len:,} tokens; lower it."
+        )
+    return config.max_len or model.max_len
 
 
 def choose_device(device: str) -> torch.device:

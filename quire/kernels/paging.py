@@ -6,6 +6,7 @@ The runner fills a `Paging` once a step from the scheduler's plan; kernels read 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -29,8 +30,7 @@ class Paging:
 
     @property
     def max_query_len(self) -> int:
-        starts = self.host_query_starts
-        return max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+        return max((stop - start for start, stop in pairwise(self.host_query_starts)), default=0)
 
     @property
     def max_seq_len(self) -> int:

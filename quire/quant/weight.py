@@ -72,7 +72,7 @@ class Stacked:
     """Matrices of different storage on top of each other: what fusing q, k and v of mixed types gives."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
-        assert parts and len({part.shape[1] for part in parts}) == 1
+        assert len({part.shape[1] for part in parts}) == 1
         self.parts = list(parts)
 
     @property

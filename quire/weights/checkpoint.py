@@ -137,16 +137,19 @@ class CheckpointSource:
         self.device = device
         self.keep_packed = packed
         self.on_read = on_read
+        self.nbytes = 0  # of the weights handed out, as they lie in memory
 
     def matrix(self, parts: Parts, cols: int) -> Weight:
-        if self.keep_packed:
-            return stack([self._stored(name, rows, cols) for name, rows in parts])
-        return self._dense(parts, cols)
+        weight = stack([self._stored(name, rows, cols) for name, rows in parts]) if self.keep_packed else None
+        weight = weight or self._dense(parts, cols)
+        self.nbytes += weight.nbytes
+        return weight
 
     def vector(self, parts: Parts) -> Tensor:
         out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [size for _, size in parts]), strict=True):
             self._fill(name, part.unsqueeze(0))
+        self.nbytes += out.nbytes
         return out
 
     def _dense(self, parts: Parts, cols: int) -> Dense:

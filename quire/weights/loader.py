@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,15 @@ __all__ = ["load_model", "read_config"]
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, what its files said about it, and the memory its weights take."""
+
+    model: Decoder
+    config: ModelConfig
+    weight_bytes: int
+
+
 def load_model(
     path: Path,
     *,
@@ -38,7 +47,7 @@ def load_model(
     packed: bool = False,
     max_len: int | None = None,
     progress: Progress | None = None,
-) -> Decoder:
+) -> LoadedModel:
     """Build the model that the files describe and fill it with their weights.
 
     `packed` keeps quantized matrices in their blocks instead of making them dense. `max_len` shortens the context (and
@@ -50,7 +59,8 @@ def load_model(
         expected = survey(config, checkpoint, ops)
         total = sum(checkpoint.nbytes(name) for name in expected)
         source = CheckpointSource(checkpoint, dtype, device, packed=packed, on_read=counter(total, progress))
-        return MODELS[config.family](config, source, ops)
+        model = MODELS[config.family](config, source, ops)
+        return LoadedModel(model, config, source.nbytes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, on cases small enough to follow. What random traffic does to them: test_fuzz.py."""
+"""The scheduler's rules, one by one, on cases small enough to follow. For random traffic see test_fuzz.py."""
 
 from __future__ import annotations
 

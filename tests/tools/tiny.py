@@ -12,6 +12,7 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import CacheTensors, lay_out
+from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
 from quire.kernels import select
 from quire.models.config import ModelConfig, Rope
@@ -74,9 +75,8 @@ class TinyEngine:
             windows=layout.windows,
             prefix_cache=prefix_cache,
         )
-        cache = CacheTensors(
-            layout, num_blocks, block_size, config.num_kv_heads, config.head_dim, torch.float32, CPU
-        )
+        size = CacheSize(num_blocks, block_size, 0, config.max_len, len(layout.windows))
+        cache = CacheTensors(layout, size, config.num_kv_heads, config.head_dim, torch.float32, CPU)
         buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
         self.runner = ModelRunner(model or tiny_model(config), cache, buffers, select(CPU))
 
