@@ -17,4 +17,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
     # Imported here, because a directory needs no GGUF reader.
     from quire.weights.gguf import GGUFFile
 
-    return Tokenizer.from_gguf(GGUFFile(path).metadata)
+    with GGUFFile(path) as file:
+        return Tokenizer.from_gguf(file.metadata)

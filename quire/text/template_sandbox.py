@@ -102,7 +102,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Operators can make big things out of small ones."""
         check_operator(self.budget, operator, left, right)
-        return self.budget.admit(super().call_binop(context, operator, left, right))
+        result = super().call_binop(context, operator, left, right)
+        if operator == "+" and isinstance(result, (list, tuple)):
+            return self.budget.admit_sum(result, left, right)
+        return self.budget.admit(result)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format`, after a look at its widths."""

@@ -79,7 +79,9 @@ class Tokenizer:
         `add_special_tokens` puts the begin token in front where the model wants one; a rendered chat template already
         has it.
         """
-        return self.encode_batch([text], add_special_tokens)[0]
+        _check_text(text)
+        token_ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return token_ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts, on all cores."""

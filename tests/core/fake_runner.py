@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
+from quire.core.kv_cache import KVCache
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 
@@ -20,9 +21,10 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], kv: KVCache) -> None:
         self.block_size = block_size
         self.windows = windows
+        self.kv = kv
         self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
 
     def run(self, plan: Plan, context: dict[str, list[int]]) -> Sampled:
@@ -34,6 +36,7 @@ class FakeRunner:
         texts = [(context[r.id] + r.drafts)[: start + count] for r, start, count in rows]
         for (request, start, count), tokens in zip(rows, texts, strict=True):
             assert len(tokens) == start + count, "planned past what is known"
+            assert len(tokens) < request.max_len, "the last token's k and v are of no use to anybody"
             self._write(request, tokens, start, writers)
         for (request, start, _), tokens in zip(rows, texts, strict=True):
             self._read(request, tokens, start)
@@ -45,6 +48,8 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert block, "writes to a block it does not have"
                 assert writers.setdefault(block, request) is request, f"block {block} has two writers"
+                assert self.kv.pool.refs[block] == 1, f"block {block} is written while it is shared"
+                assert block not in self.kv.tree.owners, f"block {block} is written though it is published"
                 self.cells[block][position % self.block_size] = (tokens[position], position)
 
     def _read(self, request: Request, tokens: list[int], start: int) -> None:

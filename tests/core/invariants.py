@@ -12,14 +12,15 @@ from quire.core.scheduler import Scheduler
 def check(scheduler: Scheduler, held_in_flight: list[Request]) -> None:
     """`held_in_flight`: requests that have ended or were preempted but are named by a plan not yet committed."""
     live = list(scheduler.requests.values())
-    check_blocks(scheduler, {id(r): r for r in [*live, *held_in_flight]}.values())
-    check_tree(scheduler)
+    holders = list({id(request): request for request in [*live, *held_in_flight]}.values())
+    check_blocks(scheduler, holders)
+    check_tree(scheduler, holders)
     check_queues(scheduler, live)
 
 
-def check_blocks(scheduler: Scheduler, owners) -> None:
+def check_blocks(scheduler: Scheduler, holders: list[Request]) -> None:
     pool = scheduler.kv.pool
-    refs = Counter(block for request in owners for table in request.tables for block in table if block is not None)
+    refs = Counter(block for request in holders for table in request.tables for block in table if block is not None)
     assert 0 not in refs
     for block in range(1, pool.num_blocks + 1):
         assert pool.refs[block] == refs[block], f"block {block}: {pool.refs[block]} references, {refs[block]} holders"
@@ -28,10 +29,10 @@ def check_blocks(scheduler: Scheduler, owners) -> None:
     assert set(free) == {block for block in range(1, pool.num_blocks + 1) if not refs[block]}
 
 
-def check_tree(scheduler: Scheduler) -> None:
+def check_tree(scheduler: Scheduler, holders: list[Request]) -> None:
     tree = scheduler.kv.tree
     seen: dict[int, tuple[Node, int]] = {}
-    pins = Counter(id(r.node) for r in scheduler.requests.values() if r.node is not None)
+    pins = Counter(id(request.node) for request in holders if request.node is not None)
 
     def visit(node: Node) -> None:
         assert [c.tokens for c in node.children] == sorted(c.tokens for c in node.children)
@@ -40,7 +41,7 @@ def check_tree(scheduler: Scheduler) -> None:
                 seen[block] = (node, group)
         kept = node.pins or node.children or any(block is not None for block in node.blocks)
         assert kept, "an empty node stayed in the tree"
-        assert node.pins >= pins[id(node)]
+        assert node.pins == pins[id(node)]
         for child in node.children:
             assert child.parent is node
             assert child.depth == node.depth + 1

@@ -200,7 +200,7 @@ def test_batching_policies_give_the_same_answers() -> None:
     answers = []
     for policy in (Policy(), Policy(Static(2)), Policy(Dynamic(3, 0.5))):
         scheduler = make(num_blocks=24, policy=policy, max_requests=4)
-        runner = FakeRunner(24, 4, (None,))
+        runner = FakeRunner(24, 4, (None,), scheduler.kv)
         requests = [ask(str(index), 5 + index, first=index) for index in range(6)]
         for request in requests:
             scheduler.add(request)

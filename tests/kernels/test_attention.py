@@ -76,7 +76,13 @@ def check(ops, rows: Rows, steps: list[list[tuple[int, int]]], **options) -> Non
 
 
 MIXED = [[(0, 5), (1, 1)], [(1, 3), (2, 9), (0, 1)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (1, 6), (0, 1)]]
-EQUAL = [[(0, 6), (1, 6), (2, 7)], [(0, 1), (1, 1)], [(1, 1), (0, 1), (2, 1)], [(0, 1), (2, 3), (1, 1)]]
+EQUAL = [
+    [(0, 6), (1, 6), (2, 7)],
+    [(0, 1), (1, 1)],
+    [(1, 1), (0, 1), (2, 1)],
+    [(0, 1), (2, 3), (1, 1)],
+    [(2, 0), (1, 1)],
+]
 
 
 @BACKENDS
@@ -118,14 +124,15 @@ PARENTS = [None, 0, 0, 1, 1, 2, None]
 @BACKENDS
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.0])], ids=["plain", "alibi"])
-def test_trees(ops, window: int | None, slopes: Tensor | None) -> None:
+@pytest.mark.parametrize("context", [0, 9])
+def test_trees(ops, window: int | None, slopes: Tensor | None, context: int) -> None:
     rows = Rows(window=window)
-    rows.step(ops, [(0, 9), (1, 2)])
-    queries = [tree(9, PARENTS), tree(2, [None])]
+    rows.step(ops, [(0, context), (1, 2)] if context else [(1, 2)])
+    queries = [tree(context, PARENTS), tree(2, [None])]
     ancestors = torch.zeros(8, 7, dtype=torch.bool)
     for token, query in enumerate(queries[0]):
-        for _, index in query.keys[9:]:
-            ancestors[token, index - 9] = True
+        for _, index in query.keys[context:]:
+            ancestors[token, index - context] = True
     ancestors[7, 0] = True
     out = rows.step(ops, [(0, 7), (1, 1)], ancestors, slopes=slopes)
     torch.testing.assert_close(out.double(), rows.expected([0, 1], queries, slopes=slopes), atol=2e-6, rtol=0)

@@ -66,6 +66,15 @@ def test_norms_with_the_one_added() -> None:
     torch.testing.assert_close(logits_of(replace(pair.config, norm_offset=False), tensors), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llama2", "gemma3"])
+def test_attention_softcap_bends_large_scores_only(name: str) -> None:
+    pair = Pair(CASES[name])
+    tensors = pair.theirs.state_dict()
+    plain, tight, wide = (logits_of(replace(pair.config, attention_softcap=cap), tensors) for cap in (None, 0.5, 1e4))
+    assert (tight - plain).abs().max() > 0.01
+    torch.testing.assert_close(wide, plain, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma3"])
 def test_half_types_are_as_good_as_those_of_transformers(name: str, dtype: torch.dtype) -> None:

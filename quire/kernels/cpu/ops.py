@@ -87,9 +87,9 @@ def attention(
             singles.setdefault(paging.host_seq_lens[row], []).append(row)
         elif start < stop:
             chunks.append(row)
-    if not chunks and len(singles) == 1:
+    if len(singles) == 1:
         (rows,) = singles.values()
-        if len(rows) == q.shape[0] == len(paging.host_seq_lens):
+        if len(rows) == q.shape[0]:
             return _attend_singles(q, cache, paging, rows, scale, window)
     out = q.new_empty(q.shape[0], q.shape[1], cache.v.shape[-1])
     for row in chunks:
@@ -126,11 +126,8 @@ def _attend_singles(
     A query sees all its keys, so the heads that share a key head stand in for several queries of it: nothing is masked
     and no key is repeated.
     """
-    first, seq_len, size = (
-        reference.first_key(paging, rows[0], window),
-        paging.host_seq_lens[rows[0]],
-        paging.block_size,
-    )
+    size, seq_len = paging.block_size, paging.host_seq_lens[rows[0]]
+    first = reference.first_key(paging, rows[0], window)
     table, used = paging.block_tables[cache.group], slice(first // size, -(-seq_len // size))
     blocks = table[rows[0], used] if len(rows) == 1 else table[rows, used].flatten()
     keys = slice(first % size, first % size + seq_len - first)

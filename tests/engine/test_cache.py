@@ -1,0 +1,79 @@
+"""Cache layout and size: which layer lives where, how many blocks there are, and the line that says so."""
+
+import pytest
+import torch
+
+from quire.engine.cache import CacheTensors, block_bytes, lay_out
+from quire.engine.memory import CacheSize, describe, readable, size_cache
+from quire.errors import NotEnoughMemory
+
+pytestmark = pytest.mark.cpu
+CPU = torch.device("cpu")
+
+
+def size(**options) -> CacheSize:
+    defaults = {
+        "block_bytes": 1000, "block_size": 16, "num_groups": 1, "num_blocks": None, "kv_memory": None, "max_len": 160,
+        "max_len_wanted": None, "max_requests": 4, "device": CPU,
+    }  # fmt: skip
+    return size_cache(**(defaults | options))
+
+
+def test_layers_of_one_kind_are_one_group() -> None:
+    layout = lay_out([None] * 5)
+    assert layout.windows == (None,)
+    assert layout.places == tuple((0, slot) for slot in range(5))
+
+
+def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
+    layout = lay_out([8, 8, None, 8, 8, None, 8])
+    assert layout.num_slots == 2
+    assert layout.windows == (8, 8, 8, None)
+    assert layout.places == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
+
+
+def test_layers_of_one_group_never_share_storage() -> None:
+    windows = [8, 8, None, 8, 8, None, 8]
+    cache = CacheTensors(lay_out(windows), CacheSize(3, 4, 0, 12), 2, 8, torch.float32, CPU)
+    for a, first in enumerate(cache.layers):
+        for second in cache.layers[a + 1 :]:
+            assert first.group != second.group or first.k.data_ptr() != second.k.data_ptr()
+        assert not first.k.any()
+        assert first.k.shape == (4, 4, 2, 8)
+
+
+def test_blocks_are_copied_in_order() -> None:
+    cache = CacheTensors(lay_out([None]), CacheSize(3, 1, 0, 3), 1, 1, torch.float32, CPU)
+    cache.layers[0].k[1] = 5.0
+    cache.copy_blocks([(1, 2), (2, 3)])
+    assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
+
+
+def test_block_bytes() -> None:
+    assert block_bytes(lay_out([None] * 3), 16, 2, 64, torch.bfloat16) == 2 * 3 * 16 * 2 * 64 * 2
+
+
+def test_no_more_blocks_than_all_requests_could_use() -> None:
+    assert size(kv_memory=1.0).num_blocks == 4 * 10
+    assert size(kv_memory=1.0, num_groups=2).num_blocks == 4 * 2 * 10
+
+
+def test_memory_bounds_the_blocks_and_with_them_the_longest_request() -> None:
+    small = size(kv_memory=5_000 / 2**30)
+    assert (small.num_blocks, small.max_len) == (5, 80)
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 5, "max_len_wanted": 100}, {"kv_memory": 1e-9}], ids=str)
+def test_too_little_memory_is_said_with_numbers(options) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"room for \d+ tokens .* Raise kv_memory or num_blocks, or lower max_len"):
+        size(**options)
+
+
+def test_the_line_at_start() -> None:
+    line = describe("m", "llama", torch.float32, 3 * 2**20, size(num_blocks=30), "cpu")
+    assert line == (
+        "m (llama, float32) on cpu: weights 3.0 MiB, cache up to 29.3 KiB = 30 blocks of 16 = 480 tokens; "
+        "longest request 160 tokens, 3 of those at once"
+    )
+    assert readable(5) == "5 B"
+    assert readable(3 * 2**30) == "3.00 GiB"

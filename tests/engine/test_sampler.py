@@ -1,0 +1,156 @@
+"""Each sampling option alone, against what it is meant to do."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.sampler import Position, banned_words, cut_tail, pick, sample, signed
+from quire.kernels import select
+
+pytestmark = pytest.mark.cpu
+
+OPS = select("cpu")
+LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, 2.9, -5.0, 0.5])
+
+
+def position(prompt=(0, 1), output=(), seed=0, ends=(), words=(), **options) -> Position:
+    params = SamplingParams(**options)
+    request = Request("r", list(prompt), params, end_token_ids=frozenset(ends), bad_word_ids=tuple(words), seed=seed)
+    return Position(request, [*prompt, *output])
+
+
+def greedy(logits=LOGITS, **options) -> int | None:
+    (token,), _ = sample(logits.clone()[None], [position(temperature=0.0, **options)], OPS)
+    return token
+
+
+def draw(count: int, logits=LOGITS, **options) -> Counter[int | None]:
+    """`count` draws, each at another position."""
+    positions = [position(output=[0] * index, **options) for index in range(count)]
+    tokens, _ = sample(logits.expand(count, -1).clone(), positions, OPS)
+    return Counter(tokens)
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert greedy() == 1
+
+
+def test_logit_bias_moves_the_choice() -> None:
+    assert greedy(logit_bias={6: 50.0}) == 6
+    assert greedy(logit_bias={1: -100.0}) == 5
+
+
+def test_allowed_tokens_are_the_only_ones() -> None:
+    assert greedy(allowed_token_ids=[4, 6]) == 4
+    assert set(draw(200, temperature=5.0, allowed_token_ids=[4, 6])) == {4, 6}
+
+
+def test_bad_words_are_banned_where_they_would_be_completed() -> None:
+    assert banned_words([(1,), (2, 5), (9, 2, 7)], [9, 2]) == [1, 5, 7]
+    assert banned_words([(2, 5)], [5]) == []
+    assert banned_words([(2, 5)], []) == []
+    assert greedy(words=[(1,)]) == 5
+    assert greedy(words=[(3, 1)], output=[3]) == 5
+    assert greedy(words=[(3, 1)], output=[4]) == 1
+
+
+def test_no_end_before_min_tokens() -> None:
+    assert greedy(ends=[1], min_tokens=2, output=[3]) == 5
+    assert greedy(ends=[1], min_tokens=2, output=[3, 3]) == 1
+    assert greedy(stop_token_ids=[1], min_tokens=2) == 5
+
+
+def test_presence_and_frequency_look_at_the_answer_only() -> None:
+    assert greedy(prompt=[1, 1], presence_penalty=2.0) == 1
+    assert greedy(output=[1], presence_penalty=0.2) == 5
+    assert greedy(output=[1], frequency_penalty=0.05) == 1
+    assert greedy(output=[1, 1, 1], frequency_penalty=0.05) == 5
+
+
+def test_repetition_looks_at_the_prompt_too_and_pushes_negative_logits_down() -> None:
+    assert greedy(prompt=[1], repetition_penalty=1.1) == 5
+    logits = torch.tensor([-1.0, -1.05])
+    assert greedy(logits, prompt=[0], repetition_penalty=1.2) == 1
+
+
+def test_temperature_one_draws_from_the_softmax() -> None:
+    count = 4000
+    drawn = draw(count, temperature=1.0)
+    for token, probability in enumerate(torch.softmax(LOGITS, -1).tolist()):
+        spread = math.sqrt(count * probability * (1 - probability))
+        assert abs(drawn[token] - count * probability) < 5 * spread + 1
+
+
+def test_top_k_and_min_p() -> None:
+    assert set(draw(300, temperature=3.0, top_k=3)) == {1, 5, 2}
+    assert set(draw(300, temperature=1.0, min_p=0.5)) == {1, 5}
+    assert set(draw(50, temperature=3.0, top_k=1)) == {1}
+
+
+def test_top_p_keeps_the_token_that_reaches_it() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.1, 0.1])
+    assert cut_tail(probabilities, 0.5).tolist() == pytest.approx([0.5, 0.0, 0.0, 0.0])
+    assert cut_tail(probabilities, 0.51).tolist() == pytest.approx([0.5, 0.3, 0.0, 0.0])
+    assert set(draw(300, temperature=1.0, top_p=0.7)) == {1, 5}
+
+
+def test_top_p_beyond_the_first_thousand_equals_a_full_sort() -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.softmax(0.1 * torch.randn(5000, generator=generator), -1)
+    kept = cut_tail(probabilities, 0.9)
+    values, order = probabilities.sort(descending=True)
+    count = int((values.double().cumsum(-1) - values.double() < 0.9).sum())
+    assert count > 1024
+    assert set(kept.nonzero().flatten().tolist()) == set(order[:count].tolist())
+
+
+@pytest.mark.parametrize("place", [0.0, 0.25, 0.999999999, 1.0 - 2**-53])
+def test_a_draw_never_falls_on_a_token_of_no_probability(place: float) -> None:
+    logits = torch.tensor([-math.inf, 1.0, -math.inf, 2.0, -math.inf])
+    token = pick(logits, SamplingParams(), torch.tensor(place, dtype=torch.float64))
+    assert token in (1, 3)
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    one = [position(seed=seed, output=[0] * place) for seed in range(4) for place in range(8)]
+    tokens, _ = sample(LOGITS.expand(32, -1).clone(), one, OPS)
+    backwards, _ = sample(LOGITS.expand(32, -1).clone(), one[::-1], OPS)
+    single = [sample(LOGITS.clone()[None], [p], OPS)[0][0] for p in one]
+    assert tokens == backwards[::-1] == single
+    assert len({tuple(tokens[8 * seed : 8 * seed + 8]) for seed in range(4)}) == 4
+
+
+def test_seeds_use_all_their_bits() -> None:
+    assert signed(2**64 - 1) == -1
+    assert signed(5) == 5
+    wide = [position(seed=1), position(seed=1 + 2**40), position(seed=2**63 + 1)]
+    draws = [OPS.philox_uniform(torch.tensor([signed(p.request.seed)]), torch.tensor([2])).item() for p in wide]
+    assert len(set(draws)) == 3
+
+
+def test_logprobs_are_of_the_untouched_logits() -> None:
+    (token,), (scored,) = sample(
+        LOGITS.clone()[None], [position(temperature=0.0, logprobs=3, logit_bias={6: 50.0})], OPS
+    )
+    expected = torch.log_softmax(LOGITS, -1)
+    assert token == 6
+    assert scored is not None
+    assert scored.chosen == (6, pytest.approx(float(expected[6])), 8)
+    assert [entry[0] for entry in scored.top] == [1, 5, 2]
+    assert [entry[2] for entry in scored.top] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("logits", [LOGITS, torch.full_like(LOGITS, math.nan)], ids=["all banned", "not numbers"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_when_no_token_is_left_it_says_so(logits: torch.Tensor, temperature: float) -> None:
+    bad = position(temperature=temperature, allowed_token_ids=[3], words=[(3,)])
+    if not logits.isfinite().all():
+        bad = position(temperature=temperature)
+    tokens, _ = sample(torch.stack([logits.clone(), LOGITS.clone()]), [bad, position(temperature=0.0)], OPS)
+    assert tokens == [None, 1]
