@@ -16,9 +16,7 @@ from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
 from quire.quant.weight import Weight
 
-# Unpacked at a time: temporaries stay in the cache, and torch does not split such small ops over threads. Waiting for
-# threads at every op makes loading up to ten times slower when other programs keep the cores busy.
-SLICE_VALUES = (1 << 15) - 1
+SLICE_VALUES = 1 << 19  # unpacked at a time, which bounds the temporaries
 
 
 class GGUFBlocks:

@@ -42,6 +42,7 @@ class Exchange:
                 skip_special_tokens=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
+                continues=True,
             )
             for _ in requests
         ]

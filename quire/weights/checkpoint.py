@@ -6,7 +6,8 @@ what a model is built from. Whether the files and the model fit is `survey.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from quire.weights.gguf import GGUFFile
 from quire.weights.names import gguf_name, text_name
 from quire.weights.safetensors import SafetensorsFiles
 
-SLICE_BYTES = 1 << 22  # of a file, held in memory at a time while its tensors are unpacked
+SLICE_BYTES = 1 << 20  # of a file, that a thread holds in memory while it unpacks them
 
 Parts = Sequence[tuple[str, int]]
 
@@ -69,8 +70,12 @@ class GGUFCheckpoint:
     def fill(self, name: str, out: Tensor) -> None:
         info = self.file.tensors[self.own_name(name)]
         check_supported(info.type)
-        for rows, data in self._slices(info.name):
+
+        def unpack(rows: slice) -> None:
+            data = self._read(info.name, rows)
             GGUFBlocks(info.type, data.to(out.device), info.cols).dense_into(out[rows])
+
+        spread(unpack, self._slices(info.name))
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
         info = self.file.tensors[self.own_name(name)]
@@ -78,18 +83,20 @@ class GGUFCheckpoint:
             return None
         data = torch.empty(info.rows, info.type.row_bytes(info.cols), dtype=torch.uint8, device=device)
         blocks = GGUFBlocks(info.type, data, info.cols, dtype)
-        for rows, part in self._slices(info.name):
-            data[rows] = part
+        for rows in self._slices(info.name):
+            data[rows] = self._read(info.name, rows)
         return blocks
 
-    def _slices(self, name: str) -> Iterator[tuple[slice, Tensor]]:
-        """The tensor's bytes, some rows at a time; a slice's pages are given back when the next one is asked for."""
-        raw = self.file.raw(name)
-        step = max(1, SLICE_BYTES // raw.shape[1])
-        for start in range(0, raw.shape[0], step):
-            end = min(start + step, raw.shape[0])
-            yield slice(start, end), torch.from_numpy(np.array(raw[start:end]))
-            self.file.release(name, start, end)
+    def _slices(self, name: str) -> list[slice]:
+        info = self.file.tensors[name]
+        step = max(1, SLICE_BYTES * info.rows // info.nbytes)
+        return [slice(start, min(start + step, info.rows)) for start in range(0, info.rows, step)]
+
+    def _read(self, name: str, rows: slice) -> Tensor:
+        """A copy of some rows' bytes; their pages in the map are given back."""
+        data = torch.from_numpy(np.array(self.file.raw(name)[rows]))
+        self.file.release(name, rows.start, rows.stop)
+        return data
 
 
 class SafetensorsCheckpoint:
@@ -173,6 +180,25 @@ class CheckpointSource:
     def _report(self, name: str) -> None:
         if self.on_read is not None:
             self.on_read(self.checkpoint.nbytes(name))
+
+
+def spread(work: Callable[[slice], None], slices: Sequence[slice]) -> None:
+    """Do the work for every slice, on as many threads as torch has, with torch itself on one in each.
+
+    Splitting every small op over torch's own threads instead would have them wait for each other a thousand times over,
+    which takes many times as long whenever another program keeps a core busy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if len(slices) == 1 or threads == 1:
+            for part in slices:
+                work(part)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, slices))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def stack(weights: Sequence[Weight]) -> Weight:

@@ -263,6 +263,23 @@ def test_blocks_of_an_ended_request_stay_until_the_plan_in_flight_is_committed()
     assert scheduler.kv.pool.num_free == 64
 
 
+def test_a_request_that_fills_the_cache_alone_waits_for_its_own_window_to_pass() -> None:
+    """With a plan in flight its blocks behind the window are not free yet; giving up would start it over for ever."""
+    scheduler = make(num_blocks=5, block_size=2, max_tokens=4, max_requests=1, windows=(4,), prefix_cache=False)
+    request = ask("a", 30, max_tokens=4)
+    scheduler.add(request)
+    in_flight: list[Plan] = []
+    for _ in range(200):
+        plan = scheduler.schedule()
+        if plan is not None:
+            in_flight.append(plan)
+        if in_flight and (plan is None or len(in_flight) == 2):
+            oldest = in_flight.pop(0)
+            scheduler.commit(oldest, answer(oldest))
+    assert request.num_output == 4
+    assert request.num_preemptions == 0
+
+
 def test_drafts_are_tokens_that_may_be_taken_back() -> None:
     scheduler = make()
     request = ask("a", 5)

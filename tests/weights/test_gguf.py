@@ -119,8 +119,9 @@ def test_big_endian(tmp_path):
 
 
 def test_truncated_anywhere(tmp_path):
-    end = max(info.offset + info.nbytes for info in parse(tmp_path, SOUND).tensors.values())
-    for size in range(end):
+    tensors = parse(tmp_path, SOUND).tensors.values()
+    start, end = min(info.offset for info in tensors), max(info.offset + info.nbytes for info in tensors)
+    for size in [*range(start), *range(start, end, 32), end - 1]:
         refused(tmp_path, SOUND[:size])
 
 
@@ -240,7 +241,7 @@ def test_overlapping_tensors(tmp_path):
 def test_random_damage_is_refused_or_read(tmp_path):
     """Whatever bytes change, a file parses or is refused; nothing else is ever raised."""
     generator, outcomes = random.Random(0), {True: 0, False: 0}
-    for _ in range(3000):
+    for _ in range(800):
         data = bytearray(SOUND)
         for _ in range(generator.randint(1, 4)):
             data[generator.randrange(len(data) if generator.random() < 0.3 else 700)] = generator.choice(
@@ -249,7 +250,7 @@ def test_random_damage_is_refused_or_read(tmp_path):
         if generator.random() < 0.2:
             del data[generator.randrange(len(data)) :]
         outcomes[survives(tmp_path, bytes(data))] += 1
-    assert min(outcomes.values()) > 300
+    assert min(outcomes.values()) > 80
 
 
 def survives(tmp_path, data):

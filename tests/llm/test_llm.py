@@ -1,0 +1,265 @@
+"""LLM on the default model: what a user of the offline API sees."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.beam_search import BeamSearchParams
+from quire.errors import (
+    EmptyPrompt,
+    EngineClosed,
+    InvalidParams,
+    ModelNotFound,
+    PromptTooLong,
+    TemplateError,
+    UnknownField,
+)
+
+pytestmark = pytest.mark.model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+FRANCE = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+
+
+def test_it_knows_the_capital_of_france(llm: LLM) -> None:
+    (out,) = llm.chat(FRANCE, GREEDY)
+    assert "Paris" in out.outputs[0].text
+    assert out.outputs[0].finish_reason == "stop"
+    assert out.prompt is not None
+    assert "<|im_start|>user" in out.prompt
+    assert out.finished
+
+
+def test_prompts_come_back_in_their_order(llm: LLM) -> None:
+    prompts = ["One, two, three,", {"prompt_token_ids": llm.get_tokenizer().encode("The sky is")}, "Water boils at"]
+    outs = llm.generate(prompts, GREEDY)
+    assert [out.prompt for out in outs] == ["One, two, three,", None, "Water boils at"]
+    assert "four" in outs[0].outputs[0].text
+    assert llm.generate("One, two, three,", GREEDY)[0].outputs[0].text == outs[0].outputs[0].text
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=length) for length in (3, 7)]
+    outs = llm.generate(["a b c", "a b c"], params)
+    assert [len(out.outputs[0].token_ids) for out in outs] == [3, 7]
+    assert {out.outputs[0].finish_reason for out in outs} == {"length"}
+    with pytest.raises(InvalidParams, match="2 entries for 1 prompts"):
+        llm.generate(["a"], params)
+
+
+def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
+    whole = llm.generate("One, two, three,", GREEDY)[0].outputs[0]
+    cut = llm.generate("One, two, three,", SamplingParams(temperature=0.0, max_tokens=16, stop=[" five"]))[0].outputs[0]
+    kept = llm.generate(
+        "One, two, three,",
+        SamplingParams(temperature=0.0, max_tokens=16, stop=" five", include_stop_str_in_output=True),
+    )[0].outputs[0]
+    assert cut.text == whole.text.split(" five")[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", " five")
+    assert kept.text == cut.text + " five"
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+
+
+def test_a_stop_token_ends_the_answer_and_is_named(llm: LLM) -> None:
+    whole = llm.generate("One, two, three,", GREEDY)[0].outputs[0]
+    token = whole.token_ids[2]
+    cut = llm.generate("One, two, three,", SamplingParams(temperature=0.0, stop_token_ids=[token]))[0].outputs[0]
+    assert cut.token_ids == whole.token_ids[:3]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", token)
+    assert whole.text.startswith(cut.text)
+
+
+def test_min_tokens_and_ignore_eos(llm: LLM) -> None:
+    short = llm.chat(FRANCE, GREEDY)[0].outputs[0]
+    longer = llm.chat(FRANCE, SamplingParams(temperature=0.0, max_tokens=30, min_tokens=20))[0].outputs[0]
+    full = llm.chat(FRANCE, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))[0].outputs[0]
+    assert len(short.token_ids) < 20 <= len(longer.token_ids)
+    assert (len(full.token_ids), full.finish_reason) == (30, "length")
+
+
+def test_allowed_and_banned_words(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    yes_no = [tokenizer.encode(word)[0] for word in (" yes", " no")]
+    out = llm.generate("Is water wet? Answer:", SamplingParams(max_tokens=4, allowed_token_ids=yes_no, seed=1))[0]
+    assert set(out.outputs[0].token_ids) <= set(yes_no)
+    banned = SamplingParams(temperature=0.0, max_tokens=16, bad_words=["four", "five"])
+    text = llm.generate("One, two, three,", banned)[0].outputs[0].text
+    assert "four" not in text
+    assert "five" not in text
+
+
+def test_samples_differ_share_the_prompt_and_repeat_with_the_seed(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=7)
+    first, again = (llm.generate("My favourite animal is", params)[0] for _ in range(2))
+    texts = [answer.text for answer in first.outputs]
+    assert [answer.index for answer in first.outputs] == [0, 1, 2, 3]
+    assert len(set(texts)) > 1
+    assert texts == [answer.text for answer in again.outputs]
+    other = llm.generate("My favourite animal is", SamplingParams(n=4, max_tokens=12, seed=8))[0]
+    assert texts != [answer.text for answer in other.outputs]
+
+
+def test_without_a_seed_answers_differ_from_run_to_run(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=16)
+    assert len({llm.generate("Once upon a time", params)[0].outputs[0].text for _ in range(3)}) > 1
+
+
+def test_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, prompt_logprobs=2)
+    (out,) = llm.generate("The capital of France is", params)
+    answer = out.outputs[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == 5
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert entry[token].rank == 1
+        assert len(entry) == 3
+        ranked = sorted(entry.values(), key=lambda one: one.rank)
+        assert all(a.logprob >= b.logprob for a, b in pairwise(ranked))
+    assert answer.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True)))
+    assert out.prompt_logprobs is not None
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
+    assert out.prompt_logprobs[0] is None
+    assert all(token in entry for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True) if entry)
+
+
+def test_a_prompt_seen_before_comes_from_the_cache(llm: LLM) -> None:
+    prompt = "Quires are gatherings of pages, " * 8
+    first = llm.generate(prompt, GREEDY)[0]
+    again = llm.generate(prompt, GREEDY)[0]
+    assert again.num_cached_tokens == len(again.prompt_token_ids) - 1
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_streaming_grows_to_the_same_text(llm: LLM) -> None:
+    pieces = list(llm.stream("One, two, three,", GREEDY))
+    texts = [piece.outputs[0].text for piece in pieces]
+    assert len(pieces) > 5
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert texts[-1] == llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+    scheduler = llm._client.engine.scheduler
+    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert scheduler.has_work
+    stream.close()
+    assert not scheduler.has_work
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+
+
+def test_scores(llm: LLM) -> None:
+    good, bad = llm.score(["The capital of France is"] * 2, [" Paris.", " Banana."])
+    assert good.total > bad.total + 3
+    whole = llm.score(["The capital of France is Paris."])[0]
+    tokens = llm.get_tokenizer().encode("The capital of France is Paris.")
+    assert whole.token_ids == tokens[1:]
+    assert whole.logprobs[-2:] == pytest.approx(good.logprobs, abs=1e-3)
+
+
+def test_beam_search_finds_what_greedy_does_not(llm: LLM) -> None:
+    prompt = "The best thing about winter is"
+    (out,) = llm.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True))
+    assert len(out.sequences) == 4
+    totals = [beam.cum_logprob for beam in out.sequences]
+    assert totals == sorted(totals, reverse=True)
+    best = out.sequences[0]
+    text = llm.get_tokenizer().decode(best.tokens)
+    assert text == best.text
+    greedy = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))[0].outputs[0]
+    assert greedy.cumulative_logprob is not None
+    assert best.cum_logprob >= greedy.cumulative_logprob - 1e-3
+    scored = llm.score([prompt], [text])[0]
+    if scored.token_ids == best.tokens:
+        assert scored.total == pytest.approx(best.cum_logprob, abs=1e-2)
+
+
+# ── what is wrong with a request is said, and the next one works ──────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ("", GREEDY, EmptyPrompt, "at least one token"),
+        ({"prompt_token_ids": []}, GREEDY, EmptyPrompt, "at least one token"),
+        ("word " * 3000, GREEDY, PromptTooLong, "Shorten the prompt or raise max_len"),
+        ("hi", SamplingParams(max_tokens=5000), PromptTooLong, "Lower max_tokens to 2,047"),
+        ({"prompt_token_ids": [10**9]}, GREEDY, InvalidParams, "whole numbers from 0 to 49151"),
+        ({"prompt_token_ids": [-1]}, GREEDY, InvalidParams, "prompt_token_ids holds -1"),
+        ({"promt": "hi"}, GREEDY, UnknownField, "did you mean 'prompt'"),
+        (42, GREEDY, InvalidParams, "A prompt is a string"),
+        ("hi", SamplingParams(logit_bias={99999: 1.0}), InvalidParams, "logit_bias holds 99999"),
+        ("hi", SamplingParams(allowed_token_ids=[99999]), InvalidParams, "allowed_token_ids"),
+    ],
+)
+def test_bad_requests_are_refused_and_nothing_else_breaks(llm: LLM, prompt, params, error, words) -> None:
+    with pytest.raises(error) as caught:
+        llm.generate([prompt], params)
+    assert words in str(caught.value)
+    assert caught.value.status == 400
+    assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+def test_one_bad_prompt_among_many_is_refused_before_any_runs(llm: LLM) -> None:
+    with pytest.raises(EmptyPrompt):
+        llm.generate(["good", ""], GREEDY)
+    assert not llm._client.engine.scheduler.has_work
+
+
+def test_when_every_token_is_banned_only_that_request_ends_with_an_error(llm: LLM) -> None:
+    token = llm.get_tokenizer().encode(" yes")[0]
+    impossible = SamplingParams(max_tokens=4, allowed_token_ids=[token], bad_words=["yes"])
+    bad, good = llm.generate(["Is it?", "One, two, three,"], [impossible, GREEDY])
+    assert bad.outputs[0].finish_reason == "error"
+    assert "Loosen the restrictions" in (bad.outputs[0].error or "")
+    assert "four" in good.outputs[0].text
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch, caplog) -> None:
+    runner = llm._client.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", lambda plan: (_ for _ in ()).throw(RuntimeError("out of luck")))
+        (out,) = llm.generate("hi", GREEDY)
+    assert out.outputs[0].finish_reason == "error"
+    assert "out of luck" in (out.outputs[0].error or "")
+    assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch) -> None:
+    runner = llm._client.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], GREEDY)
+    scheduler = llm._client.engine.scheduler
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+def test_a_broken_template_is_an_error_of_its_own(llm: LLM) -> None:
+    with pytest.raises(TemplateError):
+        llm.chat(FRANCE, GREEDY, chat_template="{% for x in %}")
+
+
+def test_an_unknown_model_and_an_unknown_option() -> None:
+    with pytest.raises(ModelNotFound, match="smollm2:135m"):
+        LLM("smollm2:136m")
+    with pytest.raises(UnknownField, match="did you mean 'max_len'"):
+        LLM(max_length=10)
+
+
+def test_more_context_than_the_model_has_is_refused(default_model) -> None:
+    with pytest.raises(InvalidParams, match="made for 8,192 tokens"):
+        LLM(max_len=100_000)
+
+
+def test_after_closing_it_says_so(default_model) -> None:
+    llm = LLM(max_len=64, num_blocks=8)
+    assert math.isfinite(llm.score(["One, two"])[0].total)
+    llm.close()
+    with pytest.raises(EngineClosed):
+        llm.generate("hi", GREEDY)
