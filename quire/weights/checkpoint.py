@@ -83,8 +83,11 @@ class GGUFCheckpoint:
             return None
         data = torch.empty(info.rows, info.type.row_bytes(info.cols), dtype=torch.uint8, device=device)
         blocks = GGUFBlocks(info.type, data, info.cols, dtype)
-        for rows in self._slices(info.name):
+
+        def copy(rows: slice) -> None:
             data[rows] = self._read(info.name, rows)
+
+        spread(copy, self._slices(info.name))
         return blocks
 
     def _slices(self, name: str) -> list[slice]:

@@ -11,6 +11,7 @@ from quire.kernels.paging import LayerCache, Paging
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.weight import Dense, Stacked
+from quire.weights import checkpoint
 from quire.weights.loader import load_model, read_config
 from tests.tools.gguf_writer import Tensor, tensor, write_gguf
 from tests.tools.tiny_models import (
@@ -32,7 +33,7 @@ TOKENS = torch.arange(12) * 7 % 96
 
 
 def load(path, **options):
-    return load_model(path, **{"dtype": torch.float32, "device": CPU, "ops": cpu_ops()} | options)
+    return load_model(path, **{"dtype": torch.float32, "device": CPU, "ops": cpu_ops()} | options).model
 
 
 def logits(model, config, tokens=TOKENS):
@@ -121,6 +122,24 @@ def test_progress_ends_at_the_total(tmp_path, packed):
     load(path, packed=packed, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1]
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_slices_on_many_threads_make_the_same_weights(tmp_path, monkeypatch, packed):
+    path = tiny_gguf(tmp_path / "model.gguf", kind=GGMLType.Q8_0)
+    expected = load(path, packed=packed).embedding.weight.dense()
+    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 500)
+    torch.set_num_threads(3)
+    sliced = load(path, packed=packed).embedding.weight.dense()
+    assert torch.get_num_threads() == 3
+    assert torch.equal(sliced, expected)
+
+
+def test_bytes_of_weights_are_counted(tmp_path):
+    path = tiny_gguf(tmp_path / "model.gguf")
+    loaded = load_model(path, dtype=torch.float32, device=CPU, ops=cpu_ops())
+    assert loaded.weight_bytes == 4 * sum(weight.numel() for weight in tiny_weights("llama").values())
+    assert loaded.config == read_config(path)
 
 
 def test_max_len_shortens_the_tables(tmp_path):
