@@ -10,7 +10,6 @@ from quire.cli.options import JsonOption, ModelArgument
 from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound
 from quire.kernels import isa
-from quire.weights.config import read_config
 from quire.weights.store import resolve
 
 
@@ -46,6 +45,8 @@ def describe_model(name: str) -> dict[str, Any]:
         if name != DEFAULT_MODEL:
             raise
         return {"name": name, "status": str(error)}
+    from quire.weights.config import read_config  # loads numpy, which no other command needs this early
+
     config = read_config(files.path)
     windows = sorted({window for window in config.windows if window is not None})
     return {

@@ -26,7 +26,6 @@ from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.errors import InvalidParams
 from quire.kernels import select
 from quire.models.config import ModelConfig
-from quire.weights.config import read_config
 from quire.weights.loader import load_model
 
 log = logging.getLogger("quire.engine")
@@ -92,8 +91,7 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     ops = select(device)
-    max_len = choose_max_len(config, read_config(path))
-    loaded = load_model(path, dtype=dtype, device=device, ops=ops, max_len=max_len, progress=progress)
+    loaded = load_model(path, dtype=dtype, device=device, ops=ops, max_len=config.max_len, progress=progress)
     model = loaded.config
     layout = lay_out(model.windows)
     size = size_cache(
@@ -102,7 +100,7 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         num_groups=len(layout.windows),
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,
-        max_len=max_len,
+        max_len=model.max_len,
         max_len_wanted=config.max_len,
         max_requests=config.max_requests,
         device=device,
@@ -126,14 +124,6 @@ def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout) 
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
     )
-
-
-def choose_max_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_len is not None and config.max_len > model.max_len:
-        raise InvalidParams(
-            f"max_len is {config.max_len:,}, but {config.model} was made for {model.max_len:,} tokens; lower it."
-        )
-    return config.max_len or model.max_len
 
 
 def choose_device(device: str) -> torch.device:

@@ -7,7 +7,9 @@ what a model is built from. Whether the files and the model fit is `survey.py`'s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +25,7 @@ from quire.weights.safetensors import SafetensorsFiles
 SLICE_BYTES = 1 << 20  # of a file, that a thread holds in memory while it unpacks them
 
 Parts = Sequence[tuple[str, int]]
+Work = Callable[[], None]
 
 
 class Checkpoint(Protocol):
@@ -41,8 +44,8 @@ class Checkpoint(Protocol):
         """Bytes of the tensor in the file."""
         ...
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Write the tensor, dense, into `out` [rows, cols], in out's dtype and on its device."""
+    def fill(self, name: str, out: Tensor) -> list[Work]:
+        """What is to be done to write the tensor, dense, into `out` [rows, cols], in out's dtype and on its device."""
         ...
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
@@ -67,7 +70,7 @@ class GGUFCheckpoint:
     def nbytes(self, name: str) -> int:
         return self.file.tensors[self.own_name(name)].nbytes
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor) -> list[Work]:
         info = self.file.tensors[self.own_name(name)]
         check_supported(info.type)
 
@@ -75,20 +78,16 @@ class GGUFCheckpoint:
             data = self._read(info.name, rows)
             GGUFBlocks(info.type, data.to(out.device), info.cols).dense_into(out[rows])
 
-        spread(unpack, self._slices(info.name))
+        return [partial(unpack, rows) for rows in self._slices(info.name)]
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
         info = self.file.tensors[self.own_name(name)]
         if not info.type.quantized:
             return None
         data = torch.empty(info.rows, info.type.row_bytes(info.cols), dtype=torch.uint8, device=device)
-        blocks = GGUFBlocks(info.type, data, info.cols, dtype)
-
-        def copy(rows: slice) -> None:
+        for rows in self._slices(info.name):
             data[rows] = self._read(info.name, rows)
-
-        spread(copy, self._slices(info.name))
-        return blocks
+        return GGUFBlocks(info.type, data, info.cols, dtype)
 
     def _slices(self, name: str) -> list[slice]:
         info = self.file.tensors[name]
@@ -119,8 +118,11 @@ class SafetensorsCheckpoint:
     def nbytes(self, name: str) -> int:
         return self.files.tensors[self.own_name(name)].nbytes
 
-    def fill(self, name: str, out: Tensor) -> None:
-        out.copy_(self.files.read(self.own_name(name)).view(out.shape))
+    def fill(self, name: str, out: Tensor) -> list[Work]:
+        def copy() -> None:
+            out.copy_(self.files.read(self.own_name(name)).view(out.shape))
+
+        return [copy]
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
         return None
@@ -130,7 +132,11 @@ class CheckpointSource:
     """A `Source` over a checkpoint that has been found to fit (`survey.check`).
 
     With `packed`, tensors stored in quantized blocks stay in them; all others, and all of them without it, become dense
-    in `dtype`. `on_read` is told the bytes of each tensor once it is in place.
+    in `dtype`. A dense matrix is handed out before it is filled: threads do that while the model is being built, and
+    the source, a context manager, ends when all are. `on_read` is then told the bytes of each.
+
+    Torch itself stays on one thread meanwhile. Splitting each of thousands of small ops over its own threads would have
+    them wait for each other all the time, many times as long whenever another program keeps a core busy.
     """
 
     def __init__(
@@ -148,17 +154,39 @@ class CheckpointSource:
         self.keep_packed = packed
         self.on_read = on_read
         self.nbytes = 0  # of the weights handed out, as they lie in memory
+        self._filling: list[tuple[str, list[Future[None]]]] = []
+
+    def __enter__(self) -> CheckpointSource:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._pool = ThreadPoolExecutor(self._threads)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            for name, parts in self._filling if error is None else ():
+                for part in parts:
+                    part.result()
+                self._report(name)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(self._threads)
 
     def matrix(self, parts: Parts, cols: int) -> Weight:
-        weight = stack([self._stored(name, rows, cols) for name, rows in parts]) if self.keep_packed else None
-        weight = weight or self._dense(parts, cols)
+        if self.keep_packed:
+            weight = stack([self._stored(name, rows, cols) for name, rows in parts])
+        else:
+            weight = self._dense(parts, cols)
         self.nbytes += weight.nbytes
         return weight
 
     def vector(self, parts: Parts) -> Tensor:
+        """Filled at once: layers may compute with it while they are built."""
         out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [size for _, size in parts]), strict=True):
-            self._fill(name, part.unsqueeze(0))
+            for work in self.checkpoint.fill(name, part.unsqueeze(0)):
+                work()
+            self._report(name)
         self.nbytes += out.nbytes
         return out
 
@@ -166,7 +194,7 @@ class CheckpointSource:
         """Each tensor is written right into its rows of the fused one, so nothing is held twice."""
         out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [rows for _, rows in parts]), strict=True):
-            self._fill(name, part)
+            self._filling.append((name, [self._pool.submit(work) for work in self.checkpoint.fill(name, part)]))
         return Dense(out)
 
     def _stored(self, name: str, rows: int, cols: int) -> Weight:
@@ -176,32 +204,9 @@ class CheckpointSource:
         self._report(name)
         return blocks
 
-    def _fill(self, name: str, out: Tensor) -> None:
-        self.checkpoint.fill(name, out)
-        self._report(name)
-
     def _report(self, name: str) -> None:
         if self.on_read is not None:
             self.on_read(self.checkpoint.nbytes(name))
-
-
-def spread(work: Callable[[slice], None], slices: Sequence[slice]) -> None:
-    """Do the work for every slice, on as many threads as torch has, with torch itself on one in each.
-
-    Splitting every small op over torch's own threads instead would have them wait for each other a thousand times over,
-    which takes many times as long whenever another program keeps a core busy.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        if len(slices) == 1 or threads == 1:
-            for part in slices:
-                work(part)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, slices))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def stack(weights: Sequence[Weight]) -> Weight:

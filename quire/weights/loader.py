@@ -1,4 +1,4 @@
-"""From a path to a model that is ready to run. The engine calls `load_model`; `quire info` needs only `read_config`.
+"""From a path to a model that is ready to run. The engine calls `load_model`.
 
 A path is a `.gguf` file or a directory with a `config.json` and safetensors beside it. Finding, fetching and naming
 models is `store.py`'s.
@@ -13,18 +13,17 @@ from pathlib import Path
 
 import torch
 
+from quire.errors import InvalidParams
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint
-from quire.weights.config import read_config, read_directory_config, read_gguf_config
+from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.survey import Survey, check
-
-__all__ = ["load_model", "read_config"]
 
 Progress = Callable[[int, int], None]
 
@@ -51,16 +50,25 @@ def load_model(
     """Build the model that the files describe and fill it with their weights.
 
     `packed` keeps quantized matrices in their blocks instead of making them dense. `max_len` shortens the context (and
-    the tables made for it). `progress` is told how many bytes of how many have been read.
+    the tables made for it); one longer than the model's own is refused. `progress` is told how many bytes of how many
+    have been read.
     """
     with opened(path) as (config, checkpoint):
-        if max_len is not None:
-            config = replace(config, max_len=min(max_len, config.max_len))
+        config = shorten(config, max_len, path)
         expected = survey(config, checkpoint, ops)
         total = sum(checkpoint.nbytes(name) for name in expected)
-        source = CheckpointSource(checkpoint, dtype, device, packed=packed, on_read=counter(total, progress))
-        model = MODELS[config.family](config, source, ops)
+        on_read = counter(total, progress)
+        with CheckpointSource(checkpoint, dtype, device, packed=packed, on_read=on_read) as source:
+            model = MODELS[config.family](config, source, ops)
         return LoadedModel(model, config, source.nbytes)
+
+
+def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig:
+    if max_len is not None and max_len > config.max_len:
+        raise InvalidParams(
+            f"max_len is {max_len:,}, but {path.name} was made for {config.max_len:,} tokens; lower it."
+        )
+    return replace(config, max_len=max_len or config.max_len)
 
 
 @contextmanager
