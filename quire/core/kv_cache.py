@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from quire.core.block_pool import BlockPool
 from quire.core.prefix_tree import Match, Node, PrefixTree, first_block
-from quire.core.request import Request, State
+from quire.core.request import NEVER, Request, State
 
 Copies = list[tuple[int, int]]
 
@@ -77,7 +77,7 @@ class KVCache:
         self._start(request, tables, num_tokens)
         if self.prefix_cache:
             self._move_to(request, match.path[-1] if match.path else self.tree.root(request.salt))
-            request.num_published = len(match.path)
+            request.publish_at = (len(match.path) + 1) * self.block_size
 
     def fork(self, request: Request) -> bool:
         """Share the leader's blocks of the whole prompt but its last token, if the leader still has them."""
@@ -99,7 +99,7 @@ class KVCache:
         while node is not None and node.depth > num_shared // self.block_size:
             node = node.parent
         self._move_to(request, node)
-        request.num_published = node.depth if node else 0
+        request.publish_at = (node.depth + 1) * self.block_size if node else NEVER
         return True
 
     def grow(self, request: Request, end: int, copies: Copies) -> bool:
@@ -125,11 +125,11 @@ class KVCache:
         """Offer the blocks that have become full and confirmed to later requests."""
         assert request.node is not None
         node = request.node
-        for index in range(request.num_published, request.num_computed // self.block_size):
-            start = index * self.block_size
-            tokens = tuple(request.tokens[start : start + self.block_size])
+        for end in range(request.publish_at, request.num_computed + 1, self.block_size):
+            tokens = tuple(request.tokens[end - self.block_size : end])
+            index = end // self.block_size - 1
             node = self.tree.insert(node, tokens, [table[index] for table in request.tables])
-        request.num_published = request.num_computed // self.block_size
+        request.publish_at = (request.num_computed // self.block_size + 1) * self.block_size
         self._move_to(request, node)
 
     def trim(self, request: Request) -> None:
@@ -148,7 +148,8 @@ class KVCache:
                 if index < len(table) and (block := table[index]) is not None:
                     self._release(block)
         request.tables = []
-        request.capacity = request.num_computed = request.num_planned = request.num_published = 0
+        request.capacity = request.num_computed = request.num_planned = 0
+        request.publish_at = NEVER
         self._move_to(request, None)
 
     def _start(self, request: Request, tables: list[list[int | None]], num_tokens: int) -> None:

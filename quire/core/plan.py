@@ -66,7 +66,8 @@ class Detail:
     message: str = ""  # why, when the request ended with an error
 
 
-class Update(NamedTuple):
+@dataclass(slots=True)
+class Update:
     """News of one request. Each request gets exactly one with `finish` set, and none after it."""
 
     id: str

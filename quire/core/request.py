@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from quire.core.prefix_tree import Miss, Node
 
 
+NEVER = 1 << 62
+
+
 class Finish(StrEnum):
     """Why a request ended."""
 
@@ -76,7 +79,7 @@ class Request:
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
     node: Node | None = field(init=False, default=None)  # deepest published block
-    num_published: int = field(init=False, default=0)  # blocks
+    publish_at: int = field(init=False, default=NEVER)  # computed tokens at which the next block can be published
     num_scored: int = field(init=False, default=0)  # prompt tokens after the first whose logprobs are delivered
     num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
     num_preemptions: int = field(init=False, default=0)

@@ -121,14 +121,17 @@ class Scheduler:
             if num_yields:
                 request.num_expected -= 1
             if request.state is not _FINISHED:
-                finish = self._append(request, tokens) if tokens else None
+                finish = None
+                known = request.tokens
+                known += tokens
+                if len(known) >= request.max_len or not request.stop_ids.isdisjoint(tokens):
+                    finish = self._cut_off(request, tokens)
                 self._advance(request, start + count)
                 if finish:
                     details.setdefault(row, Detail()).num_cached = request.num_cached
-                if tokens or row in details:
-                    updates.append(Update(request.id, tokens, finish, details.get(row)))
-                if finish:
                     self._end(request)
+                if tokens or row in details:
+                    updates.append(Update(request.id, tokens, finish, details.get(row) if details else None))
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
         if self.counters.finished > num_finished:
@@ -268,30 +271,30 @@ class Scheduler:
 
     # ── changes of state ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _append(self, request: Request, tokens: list[int]) -> Finish | None:
-        """Append sampled tokens up to the one that ends the request; what comes after it is cut off."""
+    def _cut_off(self, request: Request, tokens: list[int]) -> Finish | None:
+        """Why the tokens just appended end the request, if they do; what comes after the last one is taken back."""
+        first = len(request.tokens) - len(tokens)
         for index, token in enumerate(tokens):
-            request.tokens.append(token)
-            if token in request.stop_ids and request.num_output > request.params.min_tokens:
-                del tokens[index + 1 :]
-                return Finish.STOP
-            if len(request.tokens) >= request.max_len:
-                del tokens[index + 1 :]
-                return Finish.LENGTH
+            length = first + index + 1
+            stopped = token in request.stop_ids and length - request.num_prompt > request.params.min_tokens
+            if stopped or length >= request.max_len:
+                del tokens[index + 1 :], request.tokens[length:]
+                return Finish.STOP if stopped else Finish.LENGTH
         return None
 
     def _advance(self, request: Request, end: int) -> None:
         """The cache has caught up to `end`, less the drafts that were refused: the last token has no k and v yet."""
         if request.drafts:
             request.drafts.clear()
-        num_computed = request.num_computed = min(end, len(request.tokens) - 1)
+        last = len(request.tokens) - 1
+        request.num_computed = end = end if end < last else last
         if not request.num_in_flight:
-            request.num_planned = num_computed
-        if self.kv.prefix_cache and num_computed >= (request.num_published + 1) * self.kv.block_size:
+            request.num_planned = end
+        if end >= request.publish_at:
             self.kv.publish(request)
         if self.kv.has_windows:
             self.kv.trim(request)
-        if request.forks and num_computed >= request.num_prompt - 1:
+        if request.forks and end >= request.num_prompt - 1:
             self._release_forks(request)
 
     def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
