@@ -49,11 +49,12 @@ class Conversation:
             print(" [stopped]", end="")
         except QuireError as error:
             say(f"error: {error} (/reset starts anew)")
-        print()
-        if shown:
-            self.messages.append({"role": "assistant", "content": shown})
-        else:
-            self.messages.pop()
+        finally:
+            print(flush=True)
+            if shown:
+                self.messages.append({"role": "assistant", "content": shown})
+            else:
+                self.messages.pop()
 
     def all_messages(self) -> list[dict[str, str]]:
         opening = [{"role": "system", "content": self.system}] if self.system else []
@@ -79,22 +80,22 @@ def chat(
 
 
 def talk(conversation: Conversation) -> None:
-    """Read lines until the end."""
+    """Read lines until the end. Wherever Ctrl-C strikes, the conversation goes on."""
     while True:
         try:
             text = read_line()
+            if text in ("/exit", "/quit"):
+                return
+            if text.startswith("/"):
+                obey(conversation, text)
+            elif text:
+                conversation.answer(text)
         except EOFError:
-            return print()
+            print()
+            return
         except KeyboardInterrupt:
             print()
             say("Ctrl-D or /exit leaves.")
-            continue
-        if text in ("/exit", "/quit"):
-            return None
-        if text.startswith("/"):
-            obey(conversation, text)
-        elif text:
-            conversation.answer(text)
 
 
 def read_line() -> str:

@@ -31,12 +31,7 @@ class KVCache:
         self.has_windows = any(window is not None for window in self.windows)
 
     def peak(self, length: int, max_count: int) -> int:
-        """The most blocks that a request of `length` tokens holds at once, when it computes `max_count` at a time."""
-        whole = ceil_div(length, self.block_size)
-        return sum(
-            whole if window is None else min(whole, ceil_div(window - 1 + max_count, self.block_size) + 1)
-            for window in self.windows
-        )
+        return peak_blocks(length, max_count, self.block_size, self.windows)
 
     def lookup(self, request: Request) -> Match:
         """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
@@ -203,6 +198,14 @@ class KVCache:
         if before is not None:
             before.pins -= 1
             self.tree.prune(before)
+
+
+def peak_blocks(length: int, max_count: int, block_size: int, windows: Sequence[int | None]) -> int:
+    """The most blocks that a request of `length` tokens holds at once, when it computes `max_count` at a time."""
+    whole = ceil_div(length, block_size)
+    return sum(
+        whole if window is None else min(whole, ceil_div(window - 1 + max_count, block_size) + 1) for window in windows
+    )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -97,7 +97,8 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     size = size_cache(
         block_bytes=block_bytes(layout, config.block_size, model.num_kv_heads, model.head_dim, dtype),
         block_size=config.block_size,
-        num_groups=len(layout.windows),
+        windows=layout.windows,
+        max_tokens_per_step=config.max_tokens_per_step,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,
         max_len=model.max_len,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
 
 CPU_SHARE = 0.25  # of what is free: a laptop has other things to do
@@ -17,17 +20,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The cache's size, and the longest request it can hold."""
+    """The cache's size, the longest request it can hold, and how many blocks that one needs."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
     max_len: int
-    num_groups: int = 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks // self.num_groups * self.block_size
+    blocks_per_request: int
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +44,8 @@ def size_cache(
     *,
     block_bytes: int,
     block_size: int,
-    num_groups: int,
+    windows: Sequence[int | None],
+    max_tokens_per_step: int,
     num_blocks: int | None,
     kv_memory: float | None,
     max_len: int,
@@ -54,28 +54,29 @@ def size_cache(
     device: torch.device,
 ) -> CacheSize:
     """Blocks as asked for, or as many as fit; never more than all requests together could use."""
-    per_request = num_groups * -(-max_len // block_size)
+
+    def needed(length: int) -> int:
+        return peak_blocks(length, max_tokens_per_step, block_size, windows)
+
     if num_blocks is None:
         share = CUDA_SHARE if device.type == "cuda" else CPU_SHARE
         room = int(kv_memory * GIB) if kv_memory is not None else int(share * free_bytes(device))
-        num_blocks = min(room // block_bytes, max_requests * per_request)
-    fitting = num_blocks // num_groups * block_size
-    if fitting < block_size or (max_len_wanted is not None and fitting < max_len_wanted):
-        wanted = max_len_wanted or block_size
+        num_blocks = min(room // block_bytes, max_requests * needed(max_len))
+    longest = bisect_right(range(1, max_len + 1), num_blocks, key=needed)
+    if longest < max(1, max_len_wanted or 1):
         raise NotEnoughMemory(
-            f"The cache has room for {fitting:,} tokens ({num_blocks} blocks, {readable(num_blocks * block_bytes)}), "
-            f"but a request may have {wanted:,}. Raise kv_memory or num_blocks, or lower max_len."
+            f"The cache has {num_blocks} blocks ({readable(num_blocks * block_bytes)}), enough for {longest:,} tokens, "
+            f"but a request may have {max_len_wanted or 1:,}. Raise kv_memory or num_blocks, or lower max_len."
         )
-    return CacheSize(num_blocks, block_size, block_bytes, min(max_len, fitting), num_groups)
+    return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
 
 
 def describe(model: str, family: str, dtype: torch.dtype, weight_bytes: int, cache: CacheSize, device: str) -> str:
     """One line: what is loaded, what the cache holds."""
-    most = cache.num_tokens // cache.max_len
     return (
         f"{model} ({family}, {str(dtype).removeprefix('torch.')}) on {device}: weights {readable(weight_bytes)}, "
-        f"cache up to {readable(cache.nbytes)} = {cache.num_blocks:,} blocks of {cache.block_size} = "
-        f"{cache.num_tokens:,} tokens; longest request {cache.max_len:,} tokens, {most} of those at once"
+        f"cache up to {readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
+        f"longest request {cache.max_len:,} tokens, {cache.num_blocks // cache.blocks_per_request} of those at once"
     )
 
 

@@ -13,7 +13,8 @@ CPU = torch.device("cpu")
 
 def size(**options) -> CacheSize:
     defaults = {
-        "block_bytes": 1000, "block_size": 16, "num_groups": 1, "num_blocks": None, "kv_memory": None, "max_len": 160,
+        "block_bytes": 1000, "block_size": 16, "windows": (None,), "max_tokens_per_step": 32, "num_blocks": None,
+        "kv_memory": None, "max_len": 160,
         "max_len_wanted": None, "max_requests": 4, "device": CPU,
     }  # fmt: skip
     return size_cache(**(defaults | options))
@@ -34,7 +35,7 @@ def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
 
 def test_layers_of_one_group_never_share_storage() -> None:
     windows = [8, 8, None, 8, 8, None, 8]
-    cache = CacheTensors(lay_out(windows), CacheSize(3, 4, 0, 12), 2, 8, torch.float32, CPU)
+    cache = CacheTensors(lay_out(windows), CacheSize(3, 4, 0, 12, 3), 2, 8, torch.float32, CPU)
     for a, first in enumerate(cache.layers):
         for second in cache.layers[a + 1 :]:
             assert first.group != second.group or first.k.data_ptr() != second.k.data_ptr()
@@ -43,7 +44,7 @@ def test_layers_of_one_group_never_share_storage() -> None:
 
 
 def test_blocks_are_copied_in_order() -> None:
-    cache = CacheTensors(lay_out([None]), CacheSize(3, 1, 0, 3), 1, 1, torch.float32, CPU)
+    cache = CacheTensors(lay_out([None]), CacheSize(3, 1, 0, 3, 3), 1, 1, torch.float32, CPU)
     cache.layers[0].k[1] = 5.0
     cache.copy_blocks([(1, 2), (2, 3)])
     assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
@@ -55,7 +56,7 @@ def test_block_bytes() -> None:
 
 def test_no_more_blocks_than_all_requests_could_use() -> None:
     assert size(kv_memory=1.0).num_blocks == 4 * 10
-    assert size(kv_memory=1.0, num_groups=2).num_blocks == 4 * 2 * 10
+    assert size(kv_memory=1.0, windows=(None, None)).num_blocks == 4 * 2 * 10
 
 
 def test_memory_bounds_the_blocks_and_with_them_the_longest_request() -> None:
@@ -63,16 +64,24 @@ def test_memory_bounds_the_blocks_and_with_them_the_longest_request() -> None:
     assert (small.num_blocks, small.max_len) == (5, 80)
 
 
+def test_windows_need_less_and_so_let_longer_requests_in() -> None:
+    assert size(num_blocks=5, windows=(17,)).max_len == 160
+    assert size(num_blocks=9, windows=(None, 17)).max_len == 80
+    assert size(num_blocks=9, windows=(None, None)).max_len == 64
+
+
 @pytest.mark.parametrize("options", [{"num_blocks": 5, "max_len_wanted": 100}, {"kv_memory": 1e-9}], ids=str)
 def test_too_little_memory_is_said_with_numbers(options) -> None:
-    with pytest.raises(NotEnoughMemory, match=r"room for \d+ tokens .* Raise kv_memory or num_blocks, or lower max_len"):
+    with pytest.raises(
+        NotEnoughMemory, match=r"enough for \d+ tokens.* Raise kv_memory or num_blocks, or lower max_len"
+    ):
         size(**options)
 
 
 def test_the_line_at_start() -> None:
     line = describe("m", "llama", torch.float32, 3 * 2**20, size(num_blocks=30), "cpu")
     assert line == (
-        "m (llama, float32) on cpu: weights 3.0 MiB, cache up to 29.3 KiB = 30 blocks of 16 = 480 tokens; "
+        "m (llama, float32) on cpu: weights 3.0 MiB, cache up to 29.3 KiB in 30 blocks of 16 tokens; "
         "longest request 160 tokens, 3 of those at once"
     )
     assert readable(5) == "5 B"

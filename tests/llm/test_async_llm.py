@@ -22,7 +22,9 @@ def async_llm(default_model) -> Iterator[AsyncLLM]:
     llm.shutdown()
 
 
-async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams = GREEDY, request_id: str | None = None) -> list[str]:
+async def collect(
+    llm: AsyncLLM, prompt: str, params: SamplingParams = GREEDY, request_id: str | None = None
+) -> list[str]:
     return [out.outputs[0].text async for out in llm.generate(prompt, params, request_id)]
 
 

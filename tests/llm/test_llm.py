@@ -119,11 +119,15 @@ def test_logprobs(llm: LLM) -> None:
         assert len(entry) == 3
         ranked = sorted(entry.values(), key=lambda one: one.rank)
         assert all(a.logprob >= b.logprob for a, b in pairwise(ranked))
-    assert answer.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True)))
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
     assert out.prompt_logprobs is not None
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
     assert out.prompt_logprobs[0] is None
-    assert all(token in entry for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True) if entry)
+    assert all(
+        token in entry for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True) if entry
+    )
 
 
 def test_a_prompt_seen_before_comes_from_the_cache(llm: LLM) -> None:
@@ -170,7 +174,9 @@ def test_beam_search_finds_what_greedy_does_not(llm: LLM) -> None:
     best = out.sequences[0]
     text = llm.get_tokenizer().decode(best.tokens)
     assert text == best.text
-    greedy = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))[0].outputs[0]
+    greedy = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))[
+        0
+    ].outputs[0]
     assert greedy.cumulative_logprob is not None
     assert best.cum_logprob >= greedy.cumulative_logprob - 1e-3
     scored = llm.score([prompt], [text])[0]

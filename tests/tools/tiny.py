@@ -75,7 +75,7 @@ class TinyEngine:
             windows=layout.windows,
             prefix_cache=prefix_cache,
         )
-        size = CacheSize(num_blocks, block_size, 0, config.max_len, len(layout.windows))
+        size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
         cache = CacheTensors(layout, size, config.num_kv_heads, config.head_dim, torch.float32, CPU)
         buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
         self.runner = ModelRunner(model or tiny_model(config), cache, buffers, select(CPU))
