@@ -147,31 +147,47 @@ class Terminal:
     def wait(self) -> int:
         return self.process.wait(30)
 
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
 
 def test_a_conversation(default_model) -> None:
-    terminal = Terminal(QUIRE, "chat", "--temperature", "0", *SMALL)
-    terminal.read_until("Ctrl-D leaves.")
-    terminal.read_until("> ")
-    terminal.type("/help\n")
-    assert "/reset" in terminal.read_until("Ctrl-C          stop the answer")
-    terminal.type("My name is Ada. Say hello.\n")
-    terminal.read_until("Say hello.")
-    answer = terminal.read_until("\n> ").removesuffix("\n> ").strip()
-    assert len(answer) > 10
-    terminal.type("/history\n")
-    assert f"assistant: {answer}" in terminal.read_until("\n> ")
-    terminal.type("Write a very long story about a dragon.\n")
-    terminal.read_until("dragon")
-    time.sleep(1.0)
-    terminal.interrupt()
-    terminal.read_until("[stopped]")
-    terminal.type("/nonsense\n")
-    terminal.read_until("There is no /nonsense")
-    terminal.type("/reset\n/history\nWhat is 2 + 2?\n")
-    terminal.read_until("4")
-    terminal.interrupt()
-    terminal.type("/exit\n")
-    assert terminal.wait() == 0
+    with Terminal(QUIRE, "chat", "--temperature", "0", *SMALL) as terminal:
+        terminal.read_until("Ctrl-D leaves.")
+        terminal.read_until("> ")
+        terminal.type("/help\n")
+        assert "/reset" in terminal.read_until("Ctrl-C          stop the answer")
+        terminal.read_until("> ")
+        terminal.type("My name is Ada. Say hello.\n")
+        terminal.read_until("Say hello.\r\n")
+        answer = terminal.read_until("\n> ").removesuffix("\n> ").strip()
+        assert len(answer) > 10
+        terminal.type("/history\n")
+        assert f"assistant: {answer}" in terminal.read_until("\n> ")
+        terminal.type("Write a very long story about a dragon.\n")
+        terminal.read_until("a dragon.\r\n")
+        terminal.read_until(" ")
+        terminal.interrupt()
+        terminal.read_until("[stopped]")
+        terminal.read_until("> ")
+        terminal.type("/nonsense\n")
+        terminal.read_until("There is no /nonsense")
+        terminal.read_until("> ")
+        terminal.type("/reset\n")
+        terminal.read_until("> ")
+        terminal.interrupt()
+        terminal.read_until("Ctrl-D or /exit leaves.")
+        terminal.read_until("> ")
+        terminal.type("What is 2 + 2?\n")
+        terminal.read_until("2 + 2?\r\n")
+        assert "4" in terminal.read_until("\n> ")
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
 
 
 def test_ctrl_c_ends_generate_quietly(default_model) -> None:

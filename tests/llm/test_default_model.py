@@ -96,7 +96,7 @@ def alone(default_model: Path) -> list[list[int]]:
         {"max_requests": 32},
         {"max_requests": 3, "max_tokens_per_step": 3},
         {"max_requests": 8, "max_tokens_per_step": 17, "block_size": 8},
-        {"max_requests": 32, "num_blocks": 20, "max_len": 128},
+        {"max_requests": 32, "num_blocks": 9, "max_len": 128},
         {"max_requests": 32, "batching": "static", "batch_size": 7},
     ],
     ids=["one batch", "chunks of 3", "chunks of 17", "preempted", "static"],

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.errors import BadModelFile, ModelNotFound, UnsupportedModel, WeightMismatch
+from quire.errors import BadModelFile, InvalidParams, ModelNotFound, UnsupportedModel, WeightMismatch
 from quire.kernels.paging import LayerCache, Paging
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.weight import Dense, Stacked
 from quire.weights import checkpoint
-from quire.weights.loader import load_model, read_config
+from quire.weights.config import read_config
+from quire.weights.loader import load_model
 from tests.tools.gguf_writer import Tensor, tensor, write_gguf
 from tests.tools.tiny_models import (
     FAMILIES,
@@ -145,7 +146,9 @@ def test_bytes_of_weights_are_counted(tmp_path):
 def test_max_len_shortens_the_tables(tmp_path):
     path = tiny_gguf(tmp_path / "model.gguf")
     assert len(load(path, max_len=40).layers[0].attention.rotary.table) == 40
-    assert len(load(path, max_len=4000).layers[0].attention.rotary.table) == 128
+    assert len(load(path).layers[0].attention.rotary.table) == 128
+    with pytest.raises(InvalidParams, match="made for 128 tokens"):
+        load(path, max_len=4000)
 
 
 def test_missing_left_over_and_reshaped_tensors_are_told_together(tmp_path):
