@@ -128,7 +128,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def read_until(self, words: str, timeout_s: float = 60.0) -> str:
+    def read_until(self, words: str, timeout_s: float = 20.0) -> str:
         """What appears from now on, up to and with `words`."""
         end = time.monotonic() + timeout_s
         while words not in self.seen:
@@ -180,6 +180,7 @@ def test_a_conversation(default_model) -> None:
         terminal.read_until("> ")
         terminal.type("/reset\n")
         terminal.read_until("> ")
+        time.sleep(0.5)  # a signal between showing the prompt and waiting for a key is seen only with the next key
         terminal.interrupt()
         terminal.read_until("Ctrl-D or /exit leaves.")
         terminal.read_until("> ")
