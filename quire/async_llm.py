@@ -8,7 +8,7 @@ from typing import Any
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
-from quire.engine.client import Threaded
+from quire.engine.client import Threaded, no_garbage_collection
 from quire.text.exchange import Intake, Prompt
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -21,8 +21,9 @@ class AsyncLLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.config = EngineConfig.of({"model": model, **options})
         files = resolve(self.config.model)
-        self._tokenizer = load_tokenizer(files.path)
-        self._client = Threaded(self.config, files.path)
+        with no_garbage_collection():
+            self._tokenizer = load_tokenizer(files.path)
+            self._client = Threaded(self.config, files.path)
         self.info = self._client.info
         self._intake = Intake(
             self._tokenizer,

@@ -17,10 +17,9 @@ from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput, Score
 from quire.core.params import SamplingParams
-from quire.engine.client import InProcess
+from quire.engine.client import InProcess, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
-from quire.text.chat_template import ChatTemplate
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -36,8 +35,8 @@ class LLM:
         self.config = EngineConfig.of({"model": model, **options})
         with bar("fetching") as report:
             files = resolve(self.config.model, progress=lambda what, done, total: report(done, total))
-        self._tokenizer = load_tokenizer(files.path)
-        with bar("loading") as report:
+        with no_garbage_collection(), bar("loading") as report:
+            self._tokenizer = load_tokenizer(files.path)
             self._client = InProcess(self.config, files.path, report)
         self.info = self._client.info
         self._intake = Intake(
@@ -109,6 +108,8 @@ class LLM:
         open_turn: bool = True,
     ) -> Prompt:
         """A conversation as the prompt that the model's chat template makes of it."""
+        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+
         source = template or self._tokenizer.chat_template
         if source is None:
             raise TemplateError(f"{self.config.model} has no chat template; pass chat_template, or use generate.")
