@@ -39,12 +39,9 @@ class LLM:
             self._tokenizer = load_tokenizer(files.path)
             self._client = InProcess(self.config, files.path, report)
         self.info = self._client.info
+        facts = self.info.config
         self._intake = Intake(
-            self._tokenizer,
-            self.info.config.vocab_size,
-            self.info.max_len,
-            self._tokenizer.end_token_ids | frozenset(self.info.config.eos_token_ids),
-            self.config.seed,
+            self._tokenizer, facts.vocab_size, self.info.max_len, facts.eos_token_ids, self.config.seed
         )
 
     # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
@@ -125,14 +125,18 @@ class Exchange:
 
 @dataclass(slots=True)
 class Intake:
-    """Opens exchanges for one model."""
+    """Opens exchanges for one model. What ends an answer is what the tokenizer or the model's configuration names."""
 
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
-    end_token_ids: frozenset[int]
+    eos_token_ids: Sequence[int] = ()
     seed: int | None = None
     num_opened: int = 0
+    end_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end_token_ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
 
     def open(
         self,
