@@ -60,7 +60,7 @@ class LLM:
         priorities = spread("priority", 0 if priority is None else priority, len(many))
         exchanges = [
             self._intake.open(prompt, one, priority=level)
-            for prompt, one, level in zip(many, params, priorities, strict=True)
+            for prompt, one, level in zip(self._intake.encode_texts(many), params, priorities, strict=True)
         ]
         with bar("generating", unit="requests", enabled=use_tqdm and len(many) > 1) as report:
             num_done = 0

@@ -6,6 +6,7 @@ policies too: they let nobody in until the running batch has ended.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -18,8 +19,8 @@ class Batching(Protocol):
         """Whether a batch is formed at once, even if the step has tokens for its first requests only."""
         ...
 
-    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
-        """How many waiting requests may join now."""
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
+        """How many waiting requests may join now. Finding out how long the oldest has waited takes a look at all."""
         ...
 
 
@@ -29,7 +30,7 @@ class Continuous:
 
     whole: ClassVar[bool] = False
 
-    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         return num_waiting
 
 
@@ -40,7 +41,7 @@ class Static:
     whole: ClassVar[bool] = True
     batch_size: int
 
-    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         return 0 if num_running else self.batch_size
 
 
@@ -52,8 +53,8 @@ class Dynamic:
     batch_size: int
     max_wait_s: float
 
-    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: float) -> int:
-        if num_running or (num_waiting < self.batch_size and oldest_wait_s < self.max_wait_s):
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
+        if num_running or (num_waiting < self.batch_size and oldest_wait_s() < self.max_wait_s):
             return 0
         return self.batch_size
 

@@ -203,12 +203,12 @@ class Scheduler:
         if not self._num_waiting:
             return
         batching = self.policy.batching
-        quota = batching.quota(self._num_waiting, len(self.running), self._oldest_wait(now_s))
+        quota = batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
         quota = min(quota, self.max_requests - len(self.running))
         budget = self.max_tokens_per_step - plan.num_tokens
         promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
         while quota > 0 and (budget or batching.whole) and (request := self._head()) is not None:
-            if not self._place(request, plan, promised):
+            if not self._place(request, plan, promised, may_fork=budget > 0):
                 return
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
@@ -221,11 +221,15 @@ class Scheduler:
                 budget -= count
             promised += self.kv.missing(request, self.max_tokens_per_step)
 
-    def _place(self, request: Request, plan: Plan, promised: int) -> bool:
-        """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit."""
+    def _place(self, request: Request, plan: Plan, promised: int, *, may_fork: bool) -> bool:
+        """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit.
+
+        Who shares its leader's last block must compute in this very step, and so copy it: the leader writes to it.
+        """
         headroom = 1 if self.running else 0
         available = self.kv.pool.num_free - promised - headroom
-        if len(self.kv.windows) <= available and not request.num_output and self.kv.fork(request):
+        may_fork = may_fork and not request.num_output and len(self.kv.windows) <= available
+        if may_fork and self.kv.fork(request):
             self._count_hit(request, Match())
             return True
         match = self.kv.lookup(request)
@@ -319,6 +323,12 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
+    def _drop_ended_waiters(self) -> None:
+        """Requests that end while they wait stay in the heap until it is mostly made of them."""
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
+            heapq.heapify(self._waiting)
+
     def _oldest_wait(self, now_s: float) -> float:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
@@ -333,9 +343,11 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """The request's last update is out; nothing more will be heard of it."""
-        if request.state is State.WAITING:
-            self._num_waiting -= 1
+        was_waiting = request.state is State.WAITING
         request.state = State.FINISHED
+        if was_waiting:
+            self._num_waiting -= 1
+            self._drop_ended_waiters()
         self.counters.finished += 1
         del self.requests[request.id]
         self._release_forks(request)

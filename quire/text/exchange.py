@@ -174,6 +174,15 @@ class Intake:
             )
         return Exchange(requests, text, self.tokenizer)
 
+    def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that are strings with their tokens beside them: together they are encoded on all cores."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        tokens = iter(self.tokenizer.encode_batch(texts))
+        return [
+            {"prompt": prompt, "prompt_token_ids": next(tokens)} if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, where it has one, and its tokens."""
         if isinstance(prompt, str):

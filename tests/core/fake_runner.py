@@ -13,7 +13,7 @@ from quire.core.kv_cache import KVCache
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 
-VOCABULARY = 7  # small, so that prompts and answers collide often
+VOCABULARY = 40  # small, so that an answer ends after some forty tokens
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:

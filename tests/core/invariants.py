@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from quire.core.prefix_tree import Node
 from quire.core.request import Request, State
@@ -35,7 +36,7 @@ def check_tree(scheduler: Scheduler, holders: list[Request]) -> None:
     pins = Counter(id(request.node) for request in holders if request.node is not None)
 
     def visit(node: Node) -> None:
-        assert [c.tokens for c in node.children] == sorted(c.tokens for c in node.children)
+        assert all(a.tokens < b.tokens for a, b in pairwise(node.children))
         for group, block in enumerate(node.blocks):
             if block is not None:
                 seen[block] = (node, group)
@@ -59,11 +60,11 @@ def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
     assert [r.rank for r in running] == sorted(r.rank for r in running)
     waiting = [request for _, request in scheduler._waiting if not request.finished]
     assert len(waiting) == scheduler.num_waiting
-    assert Counter(r.state for r in live)[State.RUNNING] == len(running)
-    assert Counter(r.state for r in live)[State.WAITING] == len(waiting)
+    assert sum(request.state is State.RUNNING for request in live) == len(running)
+    assert sum(request.state is State.WAITING for request in live) == len(waiting)
     for request in live:
-        assert request.num_computed <= request.num_planned <= len(request.tokens) + request.num_expected + 8
-        held = [len(table) for table in request.tables]
-        assert len(set(held)) <= 1
         if request.state in (State.WAITING, State.HELD):
             assert not request.tables
+            continue
+        assert request.num_computed <= request.num_planned <= len(request.tokens) + request.num_expected + 8
+        assert len({len(table) for table in request.tables}) <= 1

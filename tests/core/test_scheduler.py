@@ -307,6 +307,20 @@ def test_what_comes_after_the_end_is_cut_off() -> None:
     assert (update.tokens, update.finish) == ([1, 2], Finish.STOP)
 
 
+def test_requests_that_leave_while_they_wait_do_not_pile_up() -> None:
+    scheduler = make(max_requests=1)
+    scheduler.add(ask("running", 4, max_tokens=50))
+    step(scheduler)
+    for index in range(1000):
+        scheduler.add(ask(str(index), 4))
+        scheduler.abort(str(index))
+    scheduler.add(ask("last", 4, max_tokens=1))
+    assert len(scheduler._waiting) < 100
+    assert scheduler.num_waiting == 1
+    while scheduler.has_work:
+        step(scheduler)
+
+
 def test_a_request_ends_once() -> None:
     scheduler = make()
     scheduler.add(ask("a", 5, max_tokens=1))

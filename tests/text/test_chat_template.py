@@ -9,7 +9,7 @@ import pytest
 from quire.errors import InvalidParams, TemplateError
 from quire.text.chat_template import ChatTemplate
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -11,7 +11,7 @@ from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 TOKENIZERS = [Tokenizer.from_gguf(byte_level()), Tokenizer.from_gguf(sentencepiece())]
 TOKENIZERS.append(Tokenizer.from_gguf(sentencepiece(add_space_prefix=False)))

@@ -14,7 +14,7 @@ from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(params=[byte_level, sentencepiece])

@@ -12,7 +12,7 @@ from quire.text.pretokenizers import WORD_SPLITS
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import CONTROL, NORMAL, USER_DEFINED, byte_level, merge_slowly, sentencepiece
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 ANY_TEXT = Tokenizer.from_gguf(byte_level(pre="deepseek-llm"))
 

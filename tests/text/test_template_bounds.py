@@ -7,7 +7,7 @@ import pytest
 from quire.errors import TemplateError
 from quire.text.chat_template import MAX_SOURCE_CHARS, ChatTemplate
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 USER = [{"role": "user", "content": "Hi"}]
 

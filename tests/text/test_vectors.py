@@ -12,7 +12,7 @@ from quire.text.tokenizer import Tokenizer
 VECTORS = Path(__file__).parents[2] / "../shared/data/tokenizers"
 
 pytestmark = [
-    pytest.mark.core,
+    pytest.mark.cpu,
     pytest.mark.skipif(not VECTORS.is_dir(), reason="the test vectors are not beside this checkout (../shared/data)"),
 ]
 

@@ -22,7 +22,7 @@ from quire.weights.download import Artifact
 from quire.weights.store import ALIASES, Alias, ModelFiles, list_models, pull, resolve, verify
 from tests.weights.file_server import FileServer, serving
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.cpu
 
 CONTENT = bytes(range(256)) * 4000  # 1 MB: several chunks
 TINY = Alias("tiny-model", "1.0", "*.gguf", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "MIT")
