@@ -9,7 +9,7 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
-from quire.text.exchange import Intake, Prompt
+from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.store import resolve
@@ -24,6 +24,7 @@ class AsyncLLM:
         with no_garbage_collection():
             self._tokenizer = load_tokenizer(files.path)
             self._client = Threaded(self.config, files.path)
+        self._open: dict[str, Exchange] = {}
         self.info = self._client.info
         facts = self.info.config
         self._intake = Intake(
@@ -41,6 +42,7 @@ class AsyncLLM:
         """Yields the growing output. Leaving the iteration ends the request and frees its blocks."""
         exchange = self._intake.open(prompt, sampling_params or SamplingParams(), request_id, priority=priority)
         updates = self._client.submit(exchange.requests)
+        mine = self._open.setdefault(exchange.output.request_id, exchange) is exchange
         try:
             async for bundle in updates:
                 for update in bundle:
@@ -50,11 +52,15 @@ class AsyncLLM:
                 if exchange.finished:
                     return
         finally:
+            if mine:
+                del self._open[exchange.output.request_id]
             await updates.aclose()  # type: ignore[attr-defined]
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator ends with finish_reason "abort"."""
-        self._client.abort(request_id)
+        """End a request with all its samples; its iterator ends with finish_reason "abort"."""
+        if exchange := self._open.get(request_id):
+            for one_id in exchange.open_ids:
+                self._client.abort(one_id)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

@@ -84,10 +84,7 @@ class EngineConfig:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Make a config from keyword arguments, naming the first one that does not exist."""
-        known = {f.name for f in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise UnknownField.of("EngineConfig", name, known)
+        UnknownField.check("EngineConfig", options, [field.name for field in fields(cls)])
         return cls(**options)
 
     def _at_least(self, name: str, least: int) -> None:

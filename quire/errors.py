@@ -71,12 +71,14 @@ class UnknownField(InvalidRequest, TypeError):
     """A field that quire does not know. Accepting it would change nothing, so it is refused."""
 
     @classmethod
-    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownField:
-        """Name the stranger, and the field that was probably meant."""
+    def check(cls, what: str, given: Iterable[str], known: Iterable[str]) -> None:
+        """Raise for the first name that is not known, with the one that was probably meant."""
         choices = sorted(known)
-        close = difflib.get_close_matches(name, choices, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(choices)}."
-        return cls(f"{what} has no field {name!r}: {hint}")
+        for name in given:
+            if name not in choices:
+                close = difflib.get_close_matches(name, choices, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(choices)}."
+                raise cls(f"{what} has no field {name!r}: {hint}")
 
 
 class EmptyPrompt(InvalidRequest, ValueError):

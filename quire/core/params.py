@@ -102,10 +102,7 @@ class SamplingParams:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Make params from keyword arguments, naming the first one that does not exist."""
-        known = {f.name for f in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise UnknownField.of("SamplingParams", name, known)
+        UnknownField.check("SamplingParams", options, [field.name for field in fields(cls)])
         return cls(**options)
 
     @property

@@ -26,13 +26,10 @@ GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 
 class Exchange:
     """The requests of one prompt (n of them) and the output they fill."""
 
-    def __init__(self, requests: Sequence[Request], text: str | None, tokenizer: Tokenizer) -> None:
-        first = requests[0]
-        params = first.params
+    def __init__(self, request_id: str, requests: Sequence[Request], text: str | None, tokenizer: Tokenizer) -> None:
+        params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
-        self.output = RequestOutput(
-            first.id.partition("#")[0], text, list(first.prompt), [CompletionOutput(i) for i in range(len(requests))]
-        )
+        self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(len(requests))])
         self._tokenizer = tokenizer
         self._places = {request.id: index for index, request in enumerate(requests)}
         self._detokenizers = [
@@ -172,7 +169,7 @@ class Intake:
                     leader=requests[0] if requests else None,
                 )
             )
-        return Exchange(requests, text, self.tokenizer)
+        return Exchange(request_id, requests, text, self.tokenizer)
 
     def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that are strings with their tokens beside them: together they are encoded on all cores."""
@@ -189,9 +186,7 @@ class Intake:
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
             raise InvalidParams(f"A prompt is a string or a dict with 'prompt_token_ids', not {type(prompt).__name__}.")
-        for name in prompt:
-            if name not in ("prompt", "prompt_token_ids"):
-                raise UnknownField.of("A prompt", name, ("prompt", "prompt_token_ids"))
+        UnknownField.check("A prompt", prompt, ("prompt", "prompt_token_ids"))
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), list(prompt["prompt_token_ids"])
         return self.encode(prompt.get("prompt", ""))

@@ -93,6 +93,18 @@ def test_abort_by_id(async_llm: AsyncLLM) -> None:
     assert asyncio.run(run()) == "abort"
 
 
+def test_abort_ends_all_samples_of_a_request(async_llm: AsyncLLM) -> None:
+    async def run() -> set[str | None]:
+        params = SamplingParams(n=3, max_tokens=300, ignore_eos=True)
+        async for out in async_llm.generate("Once", params, "a#b"):
+            last = out
+            await async_llm.abort("a#b")
+        assert last.request_id == "a#b"
+        return {answer.finish_reason for answer in last.outputs}
+
+    assert asyncio.run(run()) == {"abort"}
+
+
 def test_a_stop_string(async_llm: AsyncLLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, stop=[" six"])
     texts = asyncio.run(collect(async_llm, "One, two, three,", params))
