@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from quire.cli.options import JsonOption, takes_engine_options
-from quire.config import EngineConfig
+from quire.cli.options import add_engine_options, add_json, engine_config
 from quire.errors import InvalidParams
 from quire.progress import bar
 from quire.weights.store import resolve
 
-app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 COLUMNS = ("batch", "prefill_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "total_s")
 
 
-@app.callback()
-def group() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    about = "Time prefill and decode of the engine alone: random prompts, greedy, no prefix cache."
+    offline = kinds.add_parser("offline", help=about, description=about, allow_abbrev=False)
+    offline.add_argument("--batch", default="1,8,16,32", metavar="N,N,...", help="batch sizes; default %(default)s")
+    for flag, default, text in (
+        ("--prompt-tokens", 128, "tokens in each prompt"),
+        ("--output-tokens", 64, "new tokens for each prompt"),
+        ("--repeats", 3, "runs of each size, of which the median is reported"),
+    ):
+        offline.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
+    add_json(offline)
+    add_engine_options(offline)
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Measure speed."""
-
-
-@app.command("offline")
-@takes_engine_options
-def offline(
-    config: EngineConfig,
-    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,8,16,32",
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each size; the median is reported.")] = 3,
-    as_json: JsonOption = False,
-) -> None:
-    """Time prefill and decode of the engine alone: random prompts, greedy, no prefix cache."""
-    batches = parse_batches(batch)
-    from quire.bench.offline import run
+    batches = parse_batches(arguments.batch)
+    config = engine_config(arguments)
+    from quire.bench.offline import run as measure
 
     files = resolve(config.model)
     with bar("measuring", unit="batches") as report:
-        document = run(
+        document = measure(
             config,
             files.path,
             batches=batches,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            repeats=repeats,
+            prompt_tokens=arguments.prompt_tokens,
+            output_tokens=arguments.output_tokens,
+            repeats=arguments.repeats,
             report=report,
         )
-    if as_json:
+    if arguments.json:
         print(json.dumps(document))
     else:
         show(document)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from quire.cli.options import say, takes_engine_options
-from quire.config import EngineConfig
+from quire.cli.generate import add_sampling, sampling_params
+from quire.cli.options import add_engine_options, engine_config, say
 from quire.core.params import SamplingParams
 from quire.errors import QuireError
 
@@ -61,22 +60,22 @@ class Conversation:
         return opening + self.messages
 
 
-@takes_engine_options
-def chat(
-    config: EngineConfig,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this.")] = 0.95,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; as long as fits if not set.")] = None,
-    system: Annotated[str | None, typer.Option(help="The model's role.")] = None,
-) -> None:
-    """Talk with a model. /help inside."""
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=config.seed)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the model's role")
+    add_sampling(parser, max_tokens=None)
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Talk with a model; /help inside."""
+    params = sampling_params(arguments)
+    config = engine_config(arguments)
     from quire.llm import LLM
 
     llm = LLM(**asdict(config))
     say(llm.info.summary)
     say("Type a message; /help shows what else, Ctrl-D leaves.")
-    talk(Conversation(llm, params, system))
+    talk(Conversation(llm, params, arguments.system))
 
 
 def talk(conversation: Conversation) -> None:

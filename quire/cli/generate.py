@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from quire.cli.options import JsonOption, say, takes_engine_options
-from quire.config import EngineConfig
+from quire.cli.options import add_engine_options, add_json, engine_config, say
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.errors import EmptyPrompt
@@ -18,43 +16,60 @@ from quire.errors import EmptyPrompt
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-SAMPLING = "Sampling"
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; give it again for more")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add_json(parser)
+    add_sampling(parser, max_tokens=128)
+    group = parser.add_argument_group("answers")
+    group.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt; default %(default)s")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer")
+    add_engine_options(parser)
 
 
-@takes_engine_options
-def generate(
-    config: EngineConfig,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; give it again for more.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens up to this.", rich_help_panel=SAMPLING)
-    ] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Keep that many tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = 0,
-    samples: Annotated[int, typer.Option("-n", help="Answers to each prompt.", rich_help_panel=SAMPLING)] = 1,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the answer.", rich_help_panel=SAMPLING)
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    longest = "longest answer, in tokens; " + ("default %(default)s" if max_tokens else "as long as fits if not given")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=longest)
+    group.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy; default %(default)s")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="keep the likeliest tokens up to this; default %(default)s",
+    )
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep that many tokens; 0, the default, keeps all"
+    )
+
+
+def sampling_params(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        **more,
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Answer prompts and exit. Without -p the prompt is read from standard input."""
-    params = SamplingParams(
-        n=samples, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop or (),
-        seed=config.seed,
-    )  # fmt: skip
-    prompts = prompt or [read_prompt()]
+    params = sampling_params(arguments, n=arguments.n, stop=arguments.stop)
+    config = engine_config(arguments)
+    prompts = arguments.prompt or [read_prompt()]
     from quire.llm import LLM
 
     llm = LLM(**asdict(config))
     say(llm.info.summary)
-    asked = [llm.render([{"role": "user", "content": text}]) if chat else text for text in prompts]
-    if as_json:
+    asked = [llm.render([{"role": "user", "content": text}]) if arguments.chat else text for text in prompts]
+    if arguments.json:
         outputs = llm.generate(asked, params)
         print(json.dumps({"model": config.model, "outputs": [document(output) for output in outputs]}))
-    elif len(asked) == 1 and samples == 1:
+    elif len(asked) == 1 and params.n == 1:
         stream(llm, asked[0], params)
     else:
         show(prompts, llm.generate(asked, params))

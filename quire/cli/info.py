@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from typing import Any
 
-from quire.cli.options import JsonOption, ModelArgument
+from quire.cli.options import add_json, add_model
 from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound
 from quire.kernels import isa
 from quire.weights.store import resolve
 
 
-def info(model: ModelArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Describe this machine and a model, without loading it."""
-    document = {"machine": machine(), "model": describe_model(model)}
-    if as_json:
+    document = {"machine": machine(), "model": describe_model(arguments.model)}
+    if arguments.json:
         print(json.dumps(document))
         return
     for title, facts in document.items():

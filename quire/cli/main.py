@@ -1,46 +1,38 @@
-"""The `quire` command. Each subcommand is a file of its own; this one only puts them together."""
+"""The `quire` command. A subcommand is a file with `add_arguments` and `run`; this one puts them together."""
 
 from __future__ import annotations
 
-import typer
+import argparse
+import sys
 
 from quire import __version__
 from quire.cli import bench, chat, generate, info, models, pull
 from quire.cli.options import readable_errors
 
-app = typer.Typer(
-    name="quire",
-    help="An LLM inference engine: runs a model on this machine, alone or many requests at a time.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("info")(info.info)
-app.command("pull")(pull.pull)
-app.command("models")(models.models)
-app.add_typer(bench.app, name="bench")
+COMMANDS = {"generate": generate, "chat": chat, "bench": bench, "info": info, "models": models, "pull": pull}
+ABOUT = "An LLM inference engine: runs a model on this machine, alone or many requests at a time."
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Print the version."),
-) -> None:
-    """An LLM inference engine: runs a model on this machine, alone or many requests at a time."""
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("quire", description=ABOUT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        about = (module.run.__doc__ or "").strip()
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
 
 
 def main() -> None:
     with readable_errors():
-        app()
+        parser = make_parser()
+        if len(sys.argv) == 1:
+            parser.print_help(sys.stderr)
+            raise SystemExit(2)
+        arguments = parser.parse_args()
+        arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
-from quire.cli.options import JsonOption
+from quire.cli.options import add_json
 from quire.config import DEFAULT_MODEL
 from quire.weights.store import ModelFiles, list_models
 
 
-def models(as_json: JsonOption = False) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
     """List the models that have a short name."""
     rows = [document(files) for files in list_models()]
-    if as_json:
+    if arguments.json:
         print(json.dumps({"models": rows}))
         return
     for row in rows:

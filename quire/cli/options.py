@@ -1,52 +1,57 @@
-"""Command line flags made from EngineConfig's fields, so that the two never drift apart, and what commands share."""
+"""What commands share: engine flags made from EngineConfig's fields, so that the two never drift apart, and errors."""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Annotated, Any, get_type_hints
-
-import typer
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.errors import QuireError
 
-MODEL_HELP = "An alias (see `quire models`), a directory, a .gguf file, or a hub name."
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=True)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-PANEL = "Engine"
+MODEL_HELP = "an alias (see `quire models`), a directory, a .gguf file, or a hub name; %(default)s if not given"
 
 
-def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command `model` and all engine flags; it receives them as one `config`."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
-    flags = [_flag(name, hint) for name, hint in get_type_hints(EngineConfig).items() if name != "model"]
-    model = inspect.Parameter(
-        "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULT_MODEL, annotation=ModelArgument
-    )
-    names = ["model", *(flag.name for flag in flags)]
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        config = EngineConfig.of({name: values.pop(name) for name in names})
-        command(config=config, **values)
-
-    parameters = [model, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *flags]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
 
 
-def _flag(name: str, hint: Any) -> inspect.Parameter:
-    spec = next(f for f in fields(EngineConfig) if f.name == name)
-    option = typer.Option(help=spec.metadata["help"], rich_help_panel=PANEL)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=spec.default, annotation=Annotated[hint, option]
-    )
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL and a flag for every other field of EngineConfig."""
+    add_model(parser)
+    group = parser.add_argument_group("engine")
+    hints = get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        if field.name == "model":
+            continue
+        text = field.metadata["help"].replace("%", "%%")
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}", default=field.default, **_shape(hints[field.name], text)
+        )
+
+
+def _shape(hint: Any, text: str) -> dict[str, Any]:
+    """How a field of that type is written on the command line."""
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": f"{text} Default: on."}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint), "help": f"{text} Default: %(default)s."}
+    if get_origin(hint) is UnionType:
+        (kind,) = (one for one in get_args(hint) if one is not NoneType)
+        return {"type": kind, "metavar": "N", "help": text}
+    return {"type": hint, "metavar": "N", "help": f"{text} Default: %(default)s."}
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    return EngineConfig.of({field.name: getattr(arguments, field.name) for field in fields(EngineConfig)})
 
 
 def say(text: str) -> None:

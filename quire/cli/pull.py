@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import argparse
 
-import typer
-
-from quire.cli.options import say
-from quire.config import DEFAULT_MODEL
+from quire.cli.options import add_model, say
 from quire.progress import bar
 from quire.weights import store
 
 
-def pull(
-    name: Annotated[str, typer.Argument(help="An alias (see `quire models`) or a hub name.")] = DEFAULT_MODEL,
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Fetch a model. A download that was cut off goes on where it stopped."""
+    name = arguments.model
     with bar(f"pulling {name}") as report:
         files = store.pull(name, lambda what, done, total: report(done, total))
     say(f"{name} is here: {files.path} ({files.size_bytes / 2**20:.1f} MiB)")
