@@ -41,7 +41,12 @@ class LLM:
         self.info = self._client.info
         facts = self.info.config
         self._intake = Intake(
-            self._tokenizer, facts.vocab_size, self.info.max_len, facts.eos_token_ids, self.config.seed
+            self._tokenizer,
+            facts.vocab_size,
+            self.info.max_len,
+            facts.eos_token_ids,
+            self.config.seed,
+            by_priority=self.config.order == "priority",
         )
 
     # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,11 @@ def run(
     repeats: int = 3,
     report: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure every batch size; each figure is the median of `repeats` runs."""
-    if min(batches) < 1 or prompt_tokens < 1 or output_tokens < 2 or repeats < 1:
-        raise InvalidParams("Give batches and prompt tokens from 1, output tokens from 2, and repeats from 1.")
-    most = max(batches)
-    config = replace(
-        config,
-        prefix_cache=False,
-        max_requests=max(config.max_requests, most),
-        max_tokens_per_step=max(config.max_tokens_per_step, most),
-    )
+    """Measure every batch size; each figure is the median of `repeats` runs. `config` has no prefix cache."""
+    if prompt_tokens < 1 or output_tokens < 2 or repeats < 1:
+        raise InvalidParams("Give prompt tokens from 1, output tokens from 2, and repeats from 1.")
+    assert not config.prefix_cache
+    assert config.max_requests >= max(batches)
     begin = time.perf_counter()
     client = InProcess(config, path)
     start_s = time.perf_counter() - begin

@@ -26,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         offline.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
     add_json(offline)
-    add_engine_options(offline)
+    add_engine_options(offline, without=["prefix_cache", "max_requests", "order", "seed"])
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure speed."""
     batches = parse_batches(arguments.batch)
-    config = engine_config(arguments)
+    config = engine_config(arguments, max_requests=max(batches), prefix_cache=False)
     from quire.bench.offline import run as measure
 
     files = resolve(config.model)
@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def parse_batches(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InvalidParams(f"--batch is {text!r}; give whole numbers with commas, such as 1,8,16.") from None
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise InvalidParams(f"--batch is {text!r}; give whole numbers from 1 with commas, such as 1,8,16.")
+    return [int(size) for size in sizes]
 
 
 def show(document: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Conversation:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the model's role")
     add_sampling(parser, max_tokens=None)
-    add_engine_options(parser)
+    add_engine_options(parser, without=["order", "batching", "batch_size", "batch_wait", "max_requests"])
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
     group.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt; default %(default)s")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer")
-    add_engine_options(parser)
+    add_engine_options(parser, without=["order"])  # prompts on the command line have no priorities
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -24,13 +24,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL and a flag for every other field of EngineConfig."""
+def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """MODEL and a flag for every other field of EngineConfig, but for those that would change nothing there."""
     add_model(parser)
     group = parser.add_argument_group("engine")
     hints = get_type_hints(EngineConfig)
     for field in fields(EngineConfig):
-        if field.name == "model":
+        if field.name == "model" or field.name in without:
             continue
         text = field.metadata["help"].replace("%", "%%")
         group.add_argument(
@@ -50,8 +50,9 @@ def _shape(hint: Any, text: str) -> dict[str, Any]:
     return {"type": hint, "metavar": "N", "help": f"{text} Default: %(default)s."}
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    return EngineConfig.of({field.name: getattr(arguments, field.name) for field in fields(EngineConfig)})
+def engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:
+    given = {name: value for name, value in vars(arguments).items() if name in EngineConfig.__slots__}
+    return EngineConfig.of(given | more)
 
 
 def say(text: str) -> None:

@@ -90,6 +90,8 @@ class Exchange:
             del answer.token_ids[detokenizer.num_tokens_used :]
             if answer.logprobs is not None:
                 del answer.logprobs[detokenizer.num_tokens_used :]
+                kept = zip(answer.token_ids, answer.logprobs, strict=True)
+                answer.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
             answer.finish_reason, answer.stop_reason = Finish.STOP.value, detokenizer.stop_hit
         elif update.finish:
             answer.finish_reason = update.finish.value
@@ -103,9 +105,9 @@ class Exchange:
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
         answer.error = detail.message or None
-        for scored in detail.prompt_logprobs or ():
-            assert self.output.prompt_logprobs is not None
-            if len(self.output.prompt_logprobs) < len(self.output.prompt_token_ids):  # each sample computes them
+        if answer.index == 0:  # other samples may have computed the prompt as well
+            for scored in detail.prompt_logprobs or ():
+                assert self.output.prompt_logprobs is not None
                 self.output.prompt_logprobs.append(self._words(scored))
         for scored in detail.logprobs or ():
             assert answer.logprobs is not None
@@ -129,6 +131,7 @@ class Intake:
     max_len: int
     eos_token_ids: Sequence[int] = ()
     seed: int | None = None
+    by_priority: bool = False  # whether the scheduler heeds priorities
     num_opened: int = 0
     end_token_ids: frozenset[int] = field(init=False)
 
@@ -147,6 +150,10 @@ class Intake:
         """Check a prompt and its parameters, and make the requests for it."""
         text, tokens = self.encode(prompt)
         self._check(tokens, params)
+        if priority and not self.by_priority:
+            raise InvalidParams(
+                f"priority is {priority}, but this engine serves in order of arrival; set order='priority'."
+            )
         number = self.num_opened
         self.num_opened += 1
         request_id = str(number) if request_id is None else request_id

@@ -210,6 +210,11 @@ def test_bad_requests_are_refused_and_nothing_else_breaks(llm: LLM, prompt, para
     assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
 
 
+def test_a_priority_that_nobody_would_heed_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidParams, match="set order='priority'"):
+        llm.generate(["hi"], GREEDY, priority=[3])
+
+
 def test_one_bad_prompt_among_many_is_refused_before_any_runs(llm: LLM) -> None:
     with pytest.raises(EmptyPrompt):
         llm.generate(["good", ""], GREEDY)
