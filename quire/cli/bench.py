@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 def parse_batches(text: str) -> list[int]:
     sizes = text.split(",")
     if not all(size.isdecimal() and int(size) for size in sizes):
-        raise InvalidParams(f"--batch is {text!r}; give whole numbers from 1 with commas, such as 1,8,16.")
+        raise InvalidParams(f"--batch is {text!r}; give whole numbers with commas, each from 1, such as 1,8,16.")
     return [int(size) for size in sizes]
 
 
