@@ -7,27 +7,67 @@ PROMPT ?= Why is the sky blue? Answer in two sentences.
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The build's own tools go into .venv, at their pinned versions, so that `make native` can build on where pip stopped.
+INSTALL := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmake ninja && \
+	$(PIP) install -qq -c constraints.txt --no-build-isolation
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
+# The C++ kernels. pip configures $(NATIVE) when it installs; without pip, the first `make native` does.
+# (A build directory keeps the generator that it began with, so there is one for each.)
+NATIVE = build/native$(if $(NINJA),,-make)
+SANITIZED := build/sanitized
+SANITIZED_TESTS ?= tests/kernels/native
+CMAKE = $(or $(wildcard $(BIN)/cmake),cmake)
+NINJA = $(or $(wildcard $(BIN)/ninja),$(shell command -v ninja))
+CONFIGURE = $(CMAKE) -S csrc $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NINJA))) \
+	-DPython_EXECUTABLE="$(or $(abspath $(wildcard $(BIN)/python)),$(shell command -v $(PYTHON)))"
+BUILD = MAKEFLAGS= $(CMAKE) --build
+JOBS := --parallel $(shell getconf _NPROCESSORS_ONLN)
+BUILD_NATIVE = { { [ -f $(NATIVE)/CMakeCache.txt ] && [ ! -f quire/kernels/cpu/native_missing.txt ]; } \
+	|| $(CONFIGURE) -B $(NATIVE); } && $(BUILD) $(NATIVE) $(JOBS)
+BUILD_NATIVE_QUIETLY = mkdir -p build && { { $(BUILD_NATIVE); } > $(NATIVE).log 2>&1 || { cat $(NATIVE).log >&2; exit 1; }; }
+
 .DEFAULT_GOAL := help
-.PHONY: help run install test test-core lint format clean
+.PHONY: help run install native test test-core test-sanitized lint format clean
 
 help: ## Show the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(INSTALLED) ## Install, fetch the default model, answer a question, and chat if this is a terminal.
+	@$(BUILD_NATIVE_QUIETLY)
 	@$(BIN)/quire pull "$(MODEL)"
 	@$(BIN)/quire generate "$(MODEL)" --chat -p "$(PROMPT)" --max-tokens 80
 	@if [ -t 0 ] && [ -t 1 ]; then $(BIN)/quire chat "$(MODEL)"; fi
 
 install: $(INSTALLED) ## Install quire into .venv.
+	@$(BUILD_NATIVE_QUIETLY)
+
+native: ## Build the C++ kernels into quire/kernels/cpu/; needs no .venv, but cmake, a C++ compiler and nanobind.
+	@$(BUILD_NATIVE)
 
 test: $(INSTALLED_DEV) ## Run every test that this machine can run.
+	@$(BUILD_NATIVE_QUIETLY)
 	@$(BIN)/pytest
 
 test-core: $(INSTALLED_DEV) ## Run the tests that need no torch (seconds).
 	@$(BIN)/pytest -m core
+
+# The tests run in a copy of the package that holds the sanitized kernels, so no other build of them can be meant.
+test-sanitized: $(INSTALLED_DEV) ## Run the C++ kernels' tests under AddressSanitizer and UBSan.
+	@rm -rf $(SANITIZED)/tree && mkdir -p $(SANITIZED)/tree
+	@cp -r quire tests pyproject.toml $(SANITIZED)/tree && rm -f $(SANITIZED)/tree/quire/kernels/cpu/_native*.so
+	@$(CONFIGURE) -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DQUIRE_SANITIZE=ON \
+		-DQUIRE_PACKAGE_DIR="$(CURDIR)/$(SANITIZED)/tree/quire" > $(SANITIZED)/configure.log || { cat $(SANITIZED)/configure.log; exit 1; }
+	@$(BUILD) $(SANITIZED)/cmake $(JOBS)
+	@grep -q __asan_report $(SANITIZED)/tree/quire/kernels/cpu/_native*.so
+	@cd $(SANITIZED)/tree && export LD_PRELOAD="$$(cat ../cmake/preload.txt)" \
+		ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:log_path="$$PWD/report" \
+		UBSAN_OPTIONS=print_stacktrace=1:log_path="$$PWD/report" && \
+		"$(CURDIR)/$(BIN)/python" -c 'import os, quire.kernels.cpu._native as n; \
+			assert n.__file__.startswith(os.getcwd() + os.sep), n.__file__; print("Sanitized:", n.__file__)' && \
+		"$(CURDIR)/$(BIN)/python" -m pytest -p no:cacheprovider --capture=sys $(SANITIZED_TESTS) || touch report.failed
+	@! cat $(SANITIZED)/tree/report.* 2> /dev/null
 
 lint: $(INSTALLED_DEV) ## Check style and types.
 	@$(BIN)/ruff check .
@@ -40,6 +80,7 @@ format: $(INSTALLED_DEV) ## Format the code and repair what ruff can.
 
 clean: ## Remove caches and build outputs; .venv and fetched models stay.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage *.egg-info
+	@rm -f quire/kernels/cpu/_native*.so quire/kernels/cpu/native_missing.txt
 	@find quire tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -50,10 +91,10 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing quire and what it needs into $(VENV) (a minute or two the first time)."
-	@$(PIP) install -qq -c constraints.txt -e .
+	@$(INSTALL) -e .
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing quire with its development tools into $(VENV) (a minute or two the first time)."
-	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(INSTALLED)

@@ -43,6 +43,15 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "What weights and activations are computed in; auto is float32 on a CPU."
     )
+    kernels: Literal["auto", "native", "torch"] = option(
+        "auto", "Whose ops compute on a CPU: quire's own, torch's, or the former wherever they can (auto)."
+    )
+    quantize: Literal["none", "int8", "int4"] = option(
+        "none", "Round weights that are stored in full precision while they are loaded (own kernels only)."
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = option(
+        "auto", "What the cache holds; auto is bfloat16 with quire's own kernels and the model's dtype otherwise."
+    )
     max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
     max_requests: int = option(64, "How many requests run at once.")
     max_tokens_per_step: int = option(512, "How many tokens one step computes; longer prompts are split into chunks.")
@@ -78,6 +87,9 @@ class EngineConfig:
             raise InvalidParams(f"batch_wait is {self.batch_wait}; give a number of seconds, 0 or more.")
         self._one_of("device", ("auto", "cpu", "cuda"))
         self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._one_of("kernels", ("auto", "native", "torch"))
+        self._one_of("quantize", ("none", "int8", "int4"))
+        self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "int8"))
         self._one_of("batching", ("continuous", "static", "dynamic"))
         self._one_of("order", ("fcfs", "priority"))
 

@@ -57,6 +57,7 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "quire.config": ("torch", "numpy"),
     "quire.core": ("torch", "numpy"),
     "quire.kernels.isa": ("torch", "numpy"),
+    "quire.kernels.cpu.native": ("torch", "numpy"),
     "quire.weights.store": ("torch", "numpy", "huggingface_hub"),
     "quire.weights.gguf": ("torch",),
     "quire.text": ("torch",),

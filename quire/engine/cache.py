@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,21 +44,23 @@ def lay_out(windows: Sequence[int | None]) -> CacheLayout:
     return CacheLayout(tuple(groups), tuple(places), num_slots)
 
 
+class BlockShape(NamedTuple):
+    """What one layer keeps for a block of tokens: the answer of the `cache_shapes` op."""
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class CacheTensors:
     """Keys and values of all blocks. Number 0 exists too: padded table entries point at it and nobody reads it."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        size: CacheSize,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (size.num_blocks + 1, size.block_size, num_kv_heads, head_dim)
-        self._slots = [(zeros(shape, dtype, device), zeros(shape, dtype, device)) for _ in range(layout.num_slots)]
-        self.layers = [LayerCache(*self._slots[slot], group) for group, slot in layout.places]
+    def __init__(self, layout: CacheLayout, size: CacheSize, block: BlockShape, device: torch.device) -> None:
+        self._slots = [
+            tuple(zeros((size.num_blocks + 1, *shape), block.dtype, device) for shape in (block.k, block.v))
+            for _ in range(layout.num_slots)
+        ]
+        self.layers = [LayerCache(*self._slots[slot], group, size.block_size) for group, slot in layout.places]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, in order: a source may be an earlier target."""
@@ -75,6 +78,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def block_bytes(layout: CacheLayout, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """What one block takes in memory."""
-    return 2 * layout.num_slots * block_size * num_kv_heads * head_dim * dtype.itemsize
+def block_bytes(layout: CacheLayout, block: BlockShape) -> int:
+    """What one block takes in memory, over all layers of a group."""
+    return layout.num_slots * (math.prod(block.k) + math.prod(block.v)) * block.dtype.itemsize

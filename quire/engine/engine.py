@@ -11,22 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from quire.config import EngineConfig
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
+from quire.engine.backend import choose_device, choose_dtype, choose_kv_dtype, choose_ops, choose_quantize, describe_ops
 from quire.engine.batch import BatchBuffers
-from quire.engine.cache import CacheLayout, CacheTensors, block_bytes, lay_out
+from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
 from quire.engine.memory import CacheSize, describe, size_cache
 from quire.engine.runner import ModelRunner, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
-from quire.errors import InvalidParams
-from quire.kernels import select
 from quire.models.config import ModelConfig
-from quire.weights.loader import load_model
+from quire.weights.loader import build_model, opened, shorten
 
 log = logging.getLogger("quire.engine")
 
@@ -86,16 +83,20 @@ class Engine:
 
 def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int], None] | None = None) -> Engine:
     """Load the model at `path` and put an engine around it."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    ops = select(device)
-    loaded = load_model(path, dtype=dtype, device=device, ops=ops, max_len=config.max_len, progress=progress)
-    model = loaded.config
+    with opened(path) as (described, checkpoint):
+        model = shorten(described, config.max_len, path)
+        ops = choose_ops(config, model, dtype, device)
+        quantize = choose_quantize(config.quantize, checkpoint)
+        loaded = build_model(
+            model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
+        )
     layout = lay_out(model.windows)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
+    block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
     size = size_cache(
-        block_bytes=block_bytes(layout, config.block_size, model.num_kv_heads, model.head_dim, dtype),
+        block_bytes=block_bytes(layout, block),
         block_size=config.block_size,
         windows=layout.windows,
         max_tokens_per_step=config.max_tokens_per_step,
@@ -106,13 +107,14 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         max_requests=config.max_requests,
         device=device,
     )
-    summary = describe(config.model, model.family, dtype, loaded.weight_bytes, size, device.type)
+    summary = describe(config.model, model.family, describe_ops(ops, dtype), loaded.weight_bytes, size, kv_dtype)
     info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
-    cache = CacheTensors(layout, size, model.num_kv_heads, model.head_dim, dtype, device)
+    cache = CacheTensors(layout, size, block, device)
     buffers = BatchBuffers(
         config.max_tokens_per_step, config.max_requests, size.max_len, len(layout.windows), config.block_size, device
     )
-    return Engine(build_scheduler(config, size, layout), ModelRunner(loaded.model, cache, buffers, ops), info)
+    runner = ModelRunner(ops.record(loaded.model, cache.layers, config.max_tokens_per_step), cache, buffers, ops)
+    return Engine(build_scheduler(config, size, layout), runner, info)
 
 
 def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout) -> Scheduler:
@@ -125,20 +127,6 @@ def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout) 
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
     )
-
-
-def choose_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParams("device is 'cuda', but torch sees no GPU; use 'cpu' or 'auto'.")
-    return torch.device(device)
-
-
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 
 
 def choose_batching(config: EngineConfig) -> Batching:

@@ -71,11 +71,11 @@ def size_cache(
     return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
 
 
-def describe(model: str, family: str, dtype: torch.dtype, weight_bytes: int, cache: CacheSize, device: str) -> str:
-    """One line: what is loaded, what the cache holds."""
+def describe(model: str, family: str, ops: str, weight_bytes: int, cache: CacheSize, kv_dtype: str) -> str:
+    """One line: what is loaded, what computes it, what the cache holds."""
     return (
-        f"{model} ({family}, {str(dtype).removeprefix('torch.')}) on {device}: weights {readable(weight_bytes)}, "
-        f"cache up to {readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
+        f"{model} ({family}), {ops}: weights {readable(weight_bytes)}, {kv_dtype} cache up to "
+        f"{readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
         f"longest request {cache.max_len:,} tokens, {cache.num_blocks // cache.blocks_per_request} of those at once"
     )
 

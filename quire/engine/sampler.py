@@ -12,6 +12,7 @@ For each position, in this order:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,10 +52,11 @@ def sample(
     for index, position in enumerate(positions):
         restrict(logits[index], position)
         penalize(logits[index], position)
-    tokens: list[int | None] = choose(logits, positions, ops)
-    best = logits.max(dim=-1).values
-    for index in (~torch.isfinite(best)).nonzero().flatten().tolist():
-        tokens[index] = None
+    largest, best = ops.argmax(logits)
+    tokens: list[int | None] = choose(logits, largest, positions, ops)
+    for index, value in enumerate(best.tolist()):
+        if not math.isfinite(value):
+            tokens[index] = None
     logprobs: list[TokenLogprobs | None] = [None] * len(positions)
     for index, values in raw.items():
         if (token := tokens[index]) is not None:
@@ -100,9 +102,9 @@ def penalize(logits: Tensor, position: Position) -> None:
         logits[index] -= params.frequency_penalty * times + params.presence_penalty
 
 
-def choose(logits: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
+def choose(logits: Tensor, largest: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
     """Greedy positions take the largest logit, the others draw."""
-    tokens: list[int | None] = logits.argmax(dim=-1).tolist()
+    tokens: list[int | None] = largest.tolist()
     drawn = [index for index, position in enumerate(positions) if not position.request.params.greedy]
     if not drawn:
         return tokens

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
     from torch import Tensor
+
+    from quire.kernels.cpu.native import Native
 
 __all__ = ["Kernels", "select"]
 
@@ -31,21 +31,30 @@ class Kernels:
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
     philox_uniform: Callable[..., Tensor]
+    argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    cache_shapes: Callable[[str, int, int, int], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    record: Callable[..., Any]
+    native: Native | None = None  # set where weights must be packed for our own kernels
 
 
-def select(device: str | torch.device) -> Kernels:
-    """The fastest ops there are for a device."""
+def select(device: str | torch.device, native: Native | None = None) -> Kernels:
+    """The ops for a device: on a CPU those of our own, where `native` found them, or torch's."""
     import torch
 
     from quire.kernels import reference
 
     device = torch.device(device)
-    backend = _backend(device.type)
-    names = [field.name for field in fields(Kernels) if field.name != "device"]
-    return Kernels(device, **{name: getattr(backend, name, getattr(reference, name)) for name in names})
+    backend = _backend(device.type, native)
+    names = [field.name for field in fields(Kernels) if field.name not in ("device", "native")]
+    return Kernels(device, **{name: getattr(backend, name, getattr(reference, name)) for name in names}, native=native)
 
 
-def _backend(kind: str) -> ModuleType:
+def _backend(kind: str, native: Native | None) -> Any:
+    if native is not None:
+        assert kind == "cpu", kind
+        from quire.kernels.cpu.native_ops import NativeOps
+
+        return NativeOps(native)
     if kind == "cpu":
         from quire.kernels.cpu import ops
 

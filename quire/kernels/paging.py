@@ -41,6 +41,7 @@ class Paging:
 class LayerCache:
     """One layer's part of the cache. Layers of different groups may share storage: their block ids never meet."""
 
-    k: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may lay a block out its own way
     v: Tensor
     group: int  # which of Paging.block_tables and Paging.slots is this layer's
+    block_size: int

@@ -6,7 +6,9 @@ rounded once at the end. `select` in the package hands these out, overridden by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,20 @@ from torch.nn import functional
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.philox import philox_uniform
 
-__all__ = ["attention", "gelu_mul", "philox_uniform", "rms_norm", "rope", "silu_mul", "store_kv"]
+__all__ = [
+    "argmax",
+    "attention",
+    "cache_shapes",
+    "gelu_mul",
+    "philox_uniform",
+    "record",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+    "store_kv",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -56,8 +71,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Put k and v [tokens, kv_heads, head_dim] into the cache at slots [tokens] int64: block * block_size + offset."""
-    block_size = cache.k.shape[1]
-    block, offset = slots // block_size, slots % block_size
+    block, offset = slots // cache.block_size, slots % cache.block_size
     cache.k[block, offset] = k.to(cache.k.dtype)
     cache.v[block, offset] = v.to(cache.v.dtype)
 
@@ -139,6 +153,28 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     if window is not None:
         visible = visible & (keys_at > at[:, None] - window)
     return at, keys_at, visible
+
+
+def cache_shapes(
+    dtype: str, block_size: int, kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shapes of one block of keys and one of values, and their dtype, for a cache of that kind."""
+    shape = (block_size, kv_heads, head_dim)
+    return shape, shape, DTYPES[dtype]
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, cols] float32 -> where the first largest of each row is, [rows] int64, and what it is, [rows]."""
+    value, index = x.max(dim=-1)
+    return index, value
+
+
+def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:
+    """A model that is called like `model`, always with the caches `kv` and up to `max_tokens` tokens, and is faster.
+
+    A backend may write the model's ops down once and run them in one go; the reference calls it as it is.
+    """
+    return model
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

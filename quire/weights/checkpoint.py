@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import DENSE_FORMATS
 from quire.quant.gguf_blocks import GGUFBlocks, check_supported
+from quire.quant.panels import FORMATS, PANEL_BLOCK, ROWS_IN_PANEL, PanelWeight, join
 from quire.quant.weight import Dense, Stacked, Weight
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import gguf_name, text_name
@@ -50,6 +53,14 @@ class Checkpoint(Protocol):
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
         """The tensor in the blocks that it is stored in, or None if it is stored plainly."""
+        ...
+
+    def panel_format(self, name: str) -> str:
+        """The format of panels that holds the tensor without loss."""
+        ...
+
+    def pack(self, name: str, panels: Any, first: int) -> list[Work]:
+        """What is to be done to write the tensor into rows `first` on of panels."""
         ...
 
 
@@ -89,9 +100,32 @@ class GGUFCheckpoint:
             data[rows] = self._read(info.name, rows)
         return GGUFBlocks(info.type, data, info.cols, dtype)
 
-    def _slices(self, name: str) -> list[slice]:
+    def panel_format(self, name: str) -> str:
+        return FORMATS.get(self.file.tensors[self.own_name(name)].type, "f32")
+
+    def pack(self, name: str, panels: Any, first: int) -> list[Work]:
+        info = self.file.tensors[self.own_name(name)]
+        check_supported(info.type)
+
+        def pack_rows(rows: slice) -> None:
+            place = (first + rows.start, rows.stop - rows.start)
+            if info.type.quantized and panels.format == FORMATS.get(info.type):
+                raw = self.file.raw(info.name)[rows]
+                panels.pack_gguf(info.type.number, raw.ctypes.data, *place)
+            elif info.type.quantized:
+                values = GGUFBlocks(info.type, self._read(info.name, rows), info.cols).dense()
+                panels.pack_dense("f32", values.data_ptr(), info.cols, *place)
+            else:
+                raw = self.file.raw(info.name)[rows]
+                panels.pack_dense(FORMATS[info.type], raw.ctypes.data, info.cols, *place)
+            self.file.release(info.name, rows.start, rows.stop)
+
+        return [partial(pack_rows, rows) for rows in self._slices(info.name, ROWS_IN_PANEL)]
+
+    def _slices(self, name: str, unit: int = 1) -> list[slice]:
+        """Rows of about SLICE_BYTES each, a multiple of `unit` but for the last."""
         info = self.file.tensors[name]
-        step = max(1, SLICE_BYTES * info.rows // info.nbytes)
+        step = max(1, SLICE_BYTES * info.rows // info.nbytes // unit) * unit
         return [slice(start, min(start + step, info.rows)) for start in range(0, info.rows, step)]
 
     def _read(self, name: str, rows: slice) -> Tensor:
@@ -127,13 +161,27 @@ class SafetensorsCheckpoint:
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> GGUFBlocks | None:
         return None
 
+    def panel_format(self, name: str) -> str:
+        return {"F16": "f16", "BF16": "bf16"}.get(self.files.tensors[self.own_name(name)].dtype, "f32")
+
+    def pack(self, name: str, panels: Any, first: int) -> list[Work]:
+        def pack_all() -> None:
+            values = self.files.read(self.own_name(name)).contiguous()
+            values = values.float() if values.dtype == torch.float64 else values
+            kind = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[values.dtype]
+            panels.pack_dense(kind, values.data_ptr(), values.shape[1], first, len(values))
+
+        return [pack_all]
+
 
 class CheckpointSource:
     """A `Source` over a checkpoint that has been found to fit (`survey.check`).
 
     With `packed`, tensors stored in quantized blocks stay in them; all others, and all of them without it, become dense
-    in `dtype`. A dense matrix is handed out before it is filled: threads do that while the model is being built, and
-    the source, a context manager, ends when all are. `on_read` is then told the bytes of each.
+    in `dtype`. With `native` matrices are packed into panels for our own kernels, as they are stored or, if they are
+    plain and `quantize` says "int8" or "int4", rounded to that. A dense or packed matrix is handed out before it is
+    filled: threads do that while the model is being built, and the source, a context manager, ends when all are.
+    `on_read` is then told the bytes of each.
 
     Torch itself stays on one thread meanwhile. Splitting each of thousands of small ops over its own threads would have
     them wait for each other all the time, many times as long whenever another program keeps a core busy.
@@ -146,12 +194,16 @@ class CheckpointSource:
         device: torch.device,
         *,
         packed: bool = False,
+        native: Native | None = None,
+        quantize: str | None = None,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.keep_packed = packed
+        self.native = native
+        self.quantize = quantize
         self.on_read = on_read
         self.nbytes = 0  # of the weights handed out, as they lie in memory
         self._filling: list[tuple[str, list[Future[None]]]] = []
@@ -159,7 +211,7 @@ class CheckpointSource:
     def __enter__(self) -> CheckpointSource:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        self._pool = ThreadPoolExecutor(self._threads)
+        self._pool = ThreadPoolExecutor(self.native.threads if self.native else self._threads)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -173,7 +225,10 @@ class CheckpointSource:
             torch.set_num_threads(self._threads)
 
     def matrix(self, parts: Parts, cols: int) -> Weight:
-        if self.keep_packed:
+        weight: Weight
+        if self.native is not None:
+            weight = self._panels(self.native, parts, cols)
+        elif self.keep_packed:
             weight = stack([self._stored(name, rows, cols) for name, rows in parts])
         else:
             weight = self._dense(parts, cols)
@@ -189,6 +244,23 @@ class CheckpointSource:
             self._report(name)
         self.nbytes += out.nbytes
         return out
+
+    def _panels(self, native: Native, parts: Parts, cols: int) -> PanelWeight:
+        joined = join(parts, [self._format(name, cols) for name, _ in parts])
+        weight = PanelWeight([native.module.Panels(kind, count_rows(own), cols) for kind, own in joined], native)
+        for (_, own), panels in zip(joined, weight.parts, strict=True):
+            first = 0
+            for name, rows in own:
+                self._filling.append((name, [self._pool.submit(w) for w in self.checkpoint.pack(name, panels, first)]))
+                first += rows
+        return weight
+
+    def _format(self, name: str, cols: int) -> str:
+        """As it is stored, or rounded to our own int8 or int4; the two ends of a model keep 8 bits."""
+        stored = self.checkpoint.panel_format(name)
+        if self.quantize is None or stored not in DENSE_FORMATS or cols % PANEL_BLOCK:
+            return stored
+        return "q4_1" if self.quantize == "int4" and ".layers." in name else "q8_0"
 
     def _dense(self, parts: Parts, cols: int) -> Dense:
         """Each tensor is written right into its rows of the fused one, so nothing is held twice."""
@@ -207,6 +279,10 @@ class CheckpointSource:
     def _report(self, name: str) -> None:
         if self.on_read is not None:
             self.on_read(self.checkpoint.nbytes(name))
+
+
+def count_rows(parts: Parts) -> int:
+    return sum(rows for _, rows in parts)
 
 
 def stack(weights: Sequence[Weight]) -> Weight:

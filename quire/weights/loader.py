@@ -44,23 +44,48 @@ def load_model(
     device: torch.device,
     ops: Kernels,
     packed: bool = False,
+    quantize: str | None = None,
     max_len: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Build the model that the files describe and fill it with their weights.
-
-    `packed` keeps quantized matrices in their blocks instead of making them dense. `max_len` shortens the context (and
-    the tables made for it); one longer than the model's own is refused. `progress` is told how many bytes of how many
-    have been read.
-    """
+    """Open the files, and build the model that they describe: see `build_model`."""
     with opened(path) as (config, checkpoint):
         config = shorten(config, max_len, path)
-        expected = survey(config, checkpoint, ops)
-        total = sum(checkpoint.nbytes(name) for name in expected)
-        on_read = counter(total, progress)
-        with CheckpointSource(checkpoint, dtype, device, packed=packed, on_read=on_read) as source:
-            model = MODELS[config.family](config, source, ops)
-        return LoadedModel(model, config, source.nbytes)
+        return build_model(
+            config,
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            packed=packed,
+            quantize=quantize,
+            progress=progress,
+        )
+
+
+def build_model(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Kernels,
+    packed: bool = False,
+    quantize: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Build the model and fill it with the checkpoint's weights.
+
+    Matrices are packed for our own kernels if `ops` are those, and plain ones rounded if `quantize` says so. Otherwise
+    they become dense, or with `packed` stay in the blocks they are stored in. `progress` is told how many bytes of how
+    many have been read.
+    """
+    expected = survey(config, checkpoint, ops)
+    total = sum(checkpoint.nbytes(name) for name in expected)
+    options = {"packed": packed, "native": ops.native, "quantize": quantize, "on_read": counter(total, progress)}
+    with CheckpointSource(checkpoint, dtype, device, **options) as source:
+        model = MODELS[config.family](config, source, ops)
+    return LoadedModel(model, config, source.nbytes)
 
 
 def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig:

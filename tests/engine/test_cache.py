@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.engine.cache import CacheTensors, block_bytes, lay_out
+from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
 from quire.engine.memory import CacheSize, describe, readable, size_cache
 from quire.errors import NotEnoughMemory
 
@@ -35,7 +35,9 @@ def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
 
 def test_layers_of_one_group_never_share_storage() -> None:
     windows = [8, 8, None, 8, 8, None, 8]
-    cache = CacheTensors(lay_out(windows), CacheSize(3, 4, 0, 12, 3), 2, 8, torch.float32, CPU)
+    cache = CacheTensors(
+        lay_out(windows), CacheSize(3, 4, 0, 12, 3), BlockShape((4, 2, 8), (4, 2, 8), torch.float32), CPU
+    )
     for a, first in enumerate(cache.layers):
         for second in cache.layers[a + 1 :]:
             assert first.group != second.group or first.k.data_ptr() != second.k.data_ptr()
@@ -44,14 +46,19 @@ def test_layers_of_one_group_never_share_storage() -> None:
 
 
 def test_blocks_are_copied_in_order() -> None:
-    cache = CacheTensors(lay_out([None]), CacheSize(3, 1, 0, 3, 3), 1, 1, torch.float32, CPU)
+    cache = CacheTensors(
+        lay_out([None]), CacheSize(3, 1, 0, 3, 3), BlockShape((1, 1, 1), (1, 1, 1), torch.float32), CPU
+    )
     cache.layers[0].k[1] = 5.0
     cache.copy_blocks([(1, 2), (2, 3)])
     assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
 
 
 def test_block_bytes() -> None:
-    assert block_bytes(lay_out([None] * 3), 16, 2, 64, torch.bfloat16) == 2 * 3 * 16 * 2 * 64 * 2
+    assert (
+        block_bytes(lay_out([None] * 3), BlockShape((16, 2, 64), (16, 2, 64), torch.bfloat16))
+        == 2 * 3 * 16 * 2 * 64 * 2
+    )
 
 
 def test_no_more_blocks_than_all_requests_could_use() -> None:
@@ -79,9 +86,9 @@ def test_too_little_memory_is_said_with_numbers(options) -> None:
 
 
 def test_the_line_at_start() -> None:
-    line = describe("m", "llama", torch.float32, 3 * 2**20, size(num_blocks=30), "cpu")
+    line = describe("m", "llama", "torch in float32 on cpu", 3 * 2**20, size(num_blocks=30), "float32")
     assert line == (
-        "m (llama, float32) on cpu: weights 3.0 MiB, cache up to 29.3 KiB in 30 blocks of 16 tokens; "
+        "m (llama), torch in float32 on cpu: weights 3.0 MiB, float32 cache up to 29.3 KiB in 30 blocks of 16 tokens; "
         "longest request 160 tokens, 3 of those at once"
     )
     assert readable(5) == "5 B"

@@ -87,7 +87,7 @@ def test_rope(ops, dtype, interleaved: bool, dim: int) -> None:
 @BACKENDS
 @DTYPES
 def test_store_kv(ops, dtype) -> None:
-    cache = LayerCache(torch.zeros(4, 3, 2, 5, dtype=dtype), torch.zeros(4, 3, 2, 5, dtype=dtype), 0)
+    cache = LayerCache(torch.zeros(4, 3, 2, 5, dtype=dtype), torch.zeros(4, 3, 2, 5, dtype=dtype), 0, 3)
     qkv = torch.randn(4, 6, 5)
     k, v = qkv[:, 2:4], qkv[:, 4:]
     slots = torch.tensor([7, 0, 11, 4])
@@ -101,7 +101,7 @@ def test_store_kv(ops, dtype) -> None:
 
 def test_reference_store_kv_writes_into_interleaved_caches() -> None:
     both = torch.zeros(2, 2, 3, 1, 4)
-    cache = LayerCache(both[:, 0], both[:, 1], 0)
+    cache = LayerCache(both[:, 0], both[:, 1], 0, 3)
     reference.store_kv(torch.ones(1, 1, 4), 2 * torch.ones(1, 1, 4), cache, torch.tensor([4]))
     assert both[1, 0, 1].eq(1).all()
     assert both[1, 1, 1].eq(2).all()
@@ -111,7 +111,9 @@ def test_reference_store_kv_writes_into_interleaved_caches() -> None:
 def test_cpu_store_kv_refuses_a_cache_it_would_copy() -> None:
     both = torch.zeros(2, 2, 3, 1, 4)
     with pytest.raises(RuntimeError):
-        cpu.store_kv(torch.ones(1, 1, 4), torch.ones(1, 1, 4), LayerCache(both[:, 0], both[:, 1], 0), torch.tensor([4]))
+        cpu.store_kv(
+            torch.ones(1, 1, 4), torch.ones(1, 1, 4), LayerCache(both[:, 0], both[:, 1], 0, 3), torch.tensor([4])
+        )
 
 
 @BACKENDS
@@ -136,7 +138,7 @@ def test_select_takes_the_backend_first_and_the_reference_for_the_rest() -> None
 
 
 def test_kernels_are_the_ops_of_the_reference() -> None:
-    names = {name for name in Kernels.__slots__ if name != "device"}
+    names = {name for name in Kernels.__slots__ if name not in ("device", "native")}
     assert names == set(reference.__all__)
 
 

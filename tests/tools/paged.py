@@ -31,7 +31,7 @@ class PagedCache:
         seed: int = 0,
     ) -> None:
         shape = (num_blocks, block_size, kv_heads, head_dim)
-        self.layers = [LayerCache(poison(shape, dtype), poison(shape, dtype), group) for group in groups]
+        self.layers = [LayerCache(poison(shape, dtype), poison(shape, dtype), group, block_size) for group in groups]
         self.windows = windows
         self.block_size = block_size
         self.lengths: dict[int, int] = {}

@@ -11,10 +11,10 @@ from quire.core.policy import Policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.engine.batch import BatchBuffers
-from quire.engine.cache import CacheTensors, lay_out
+from quire.engine.cache import BlockShape, CacheTensors, lay_out
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
-from quire.kernels import select
+from quire.kernels import Kernels, select
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
@@ -64,6 +64,8 @@ class TinyEngine:
         max_requests: int = 32,
         policy: Policy | None = None,
         prefix_cache: bool = True,
+        ops: Kernels | None = None,
+        kv_dtype: str = "float32",
     ) -> None:
         layout = lay_out(config.windows)
         self.scheduler = Scheduler(
@@ -76,9 +78,12 @@ class TinyEngine:
             prefix_cache=prefix_cache,
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+        ops = ops or select(CPU)
+        block = BlockShape(*ops.cache_shapes(kv_dtype, block_size, config.num_kv_heads, config.head_dim))
+        cache = CacheTensors(layout, size, block, CPU)
         buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
-        self.runner = ModelRunner(model or tiny_model(config), cache, buffers, select(CPU))
+        recorded = ops.record(model or tiny_model(config), cache.layers, max_tokens)
+        self.runner = ModelRunner(recorded, cache, buffers, ops)
 
     def step(self) -> None:
         if plan := self.scheduler.schedule():

@@ -50,7 +50,7 @@ def logits(model, config, tokens=TOKENS):
         host_seq_lens=[n],
     )
     shape = (1, 16, config.num_kv_heads, config.head_dim)
-    kv = [LayerCache(torch.zeros(shape), torch.zeros(shape), 0) for _ in range(config.num_layers)]
+    kv = [LayerCache(torch.zeros(shape), torch.zeros(shape), 0, 16) for _ in range(config.num_layers)]
     return model.logits(model(tokens, torch.arange(n), paging, kv))
 
 

@@ -1,0 +1,145 @@
+"""From the document of a run to what people read: markdown tables and ratios. Plain dictionaries in, text out.
+
+The document is what benchmarks/cpu_peers.py writes with --json. quire appears in `results` once for each time it ran;
+its ratio to the best peer takes the mean of those runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+OWN = "quire"
+NONE = "-"
+
+Document = dict[str, Any]
+Value = Callable[[Document], float | None]  # from one engine's result to a figure
+
+
+def render(document: Document) -> str:
+    """The whole report."""
+    parts = [machine_lines(document)]
+    parts += [model_section(model) for model in document["models"]]
+    if document["missing"]:
+        lines = [f"- {name}: {needs}" for name, needs in document["missing"].items()]
+        parts.append("\n".join(["Not installed, so not measured:", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def machine_lines(document: Document) -> str:
+    machine, settings = document["machine"], document["settings"]
+    return "\n".join(
+        [
+            f"- Machine: {machine['cpu']}, {machine['cores']} cores; {', '.join(machine['instructions'])}; "
+            f"AMX {machine['amx']}; oneDNN limited to {machine['onednn_limit'] or 'nothing'}",
+            f"- Work: {settings['threads']} threads, {settings['output_tokens']} new tokens, greedy, random prompts, "
+            f"medians of {settings['repeats']}; a column `8 x 128` is a batch of 8 prompts of 128 tokens",
+            f"- Run at {document['time']}; the machine read and computed {show_pulse(document['pulse_after'])} "
+            "(GB/s, GFLOP/s) at the end",
+        ]
+    )
+
+
+def model_section(model: Document) -> str:
+    results = model["results"]
+    labels = [row["label"] for row in results[0]["rows"]] if results else []
+    tables = [
+        rate_table("prefill, tokens/s", "prefill_tokens_per_s", labels, results),
+        rate_table("decode, tokens/s", "decode_tokens_per_s", labels, results),
+        state_table(results),
+    ]
+    title = f"### {model['model']} ({model['file']}, {model['file_bytes'] / 2**20:.0f} MiB)"
+    return "\n\n".join([title, *tables, *filter(None, [reasons(results)])])
+
+
+def rate_table(title: str, figure: str, labels: list[str], results: list[Document]) -> str:
+    """Engines down, cells across; the last line is quire against the best peer of each cell."""
+    values: list[Value] = [rate(figure, label) for label in labels]
+    rows = [[result["engine"], result["weights"], *(show(value(result)) for value in values)] for result in results]
+    rows.append(["**quire / best peer**", "", *(show_ratio(results, value, max) for value in values)])
+    return table([title, "weights", *labels], rows)
+
+
+def state_table(results: list[Document]) -> str:
+    """Start and memory, where less is better, and the machine's pulse just before each engine ran."""
+    values: list[Value] = [
+        lambda result: result["start_s"],
+        lambda result: result["start_peak_mib"],
+        lambda result: result["peak_mib"],
+    ]
+    digits = (2, 0, 0)
+    rows = [
+        [
+            f"{result['engine']} {result['version']}".strip(),
+            *(show(value(result), count) for value, count in zip(values, digits, strict=True)),
+            show_pulse(result["pulse"]),
+        ]
+        for result in results
+    ]
+    rows.append(["**quire / best peer** (less is better)", *(show_ratio(results, value, min) for value in values), ""])
+    header = [
+        "engine",
+        "start to first token, s",
+        "peak of that, MiB",
+        "peak of all cells, MiB",
+        "machine before: GB/s, GFLOP/s",
+    ]
+    return table(header, rows)
+
+
+def rate(figure: str, label: str) -> Value:
+    def value(result: Document) -> float | None:
+        return next((row[figure] for row in result["rows"] if row["label"] == label), None)
+
+    return value
+
+
+def own_mean(results: list[Document], value: Value) -> float | None:
+    """The mean of quire's runs; None if one of them has no figure, since drift could not be seen."""
+    figures = [value(result) for result in results if result["engine"] == OWN]
+    known = [figure for figure in figures if figure is not None]
+    return statistics.mean(known) if known and len(known) == len(figures) else None
+
+
+def best_peer(results: list[Document], value: Value, best: Callable[..., Any]) -> tuple[float, str] | None:
+    figures = [(value(result), result["engine"]) for result in results if result["engine"] != OWN]
+    known = [(figure, engine) for figure, engine in figures if figure is not None]
+    return best(known, key=lambda pair: pair[0]) if known else None
+
+
+def show_ratio(results: list[Document], value: Value, best: Callable[..., Any]) -> str:
+    own, peer = own_mean(results, value), best_peer(results, value, best)
+    if own is None or peer is None or not peer[0]:
+        return NONE
+    return f"**{own / peer[0]:.2f}** ({peer[1]})"
+
+
+def show(value: float | None, digits: int | None = None) -> str:
+    """A figure with one digit behind the point or, from 100 on, none; or with so many `digits`."""
+    if value is None:
+        return NONE
+    return f"{value:,.{(0 if value >= 100 else 1) if digits is None else digits}f}"
+
+
+def show_pulse(pulse: dict[str, float] | None) -> str:
+    return f"{pulse['read_gb_per_s']:.1f}, {pulse['fp32_gflop_per_s']:.0f}" if pulse else NONE
+
+
+def reasons(results: list[Document]) -> str:
+    """Why a cell is empty, each reason once for the cells that it holds for."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result["start_failure"]:
+            where.setdefault((result["engine"], result["start_failure"]), []).append("start")
+        for row in result["rows"]:
+            if row["reason"]:
+                where.setdefault((result["engine"], row["reason"]), []).append(row["label"])
+    return "\n".join(
+        f"- {engine}, {', '.join(dict.fromkeys(cells))}: {reason}" for (engine, reason), cells in where.items()
+    )
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,0 +1,107 @@
+// Regions come from mmap and go back by munmap; what is in between is a bump of one pointer under a lock. Taken while a
+// model is loaded, given back when Python lets go of a matrix, never during a step.
+#include "arena.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <new>
+
+namespace quire {
+
+// Memory is handed out once and never again: what was not written yet is zero, as the system gave it.
+struct Region {
+  uint8_t* base;
+  size_t bytes, used, pieces;
+};
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kRegionBytes = size_t{64} << 20;
+constexpr size_t kAlignment = 64;
+
+size_t align_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+uint8_t* map_huge_pages(size_t bytes) {
+  size_t mapped = bytes + kHugePage;
+  void* start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (start == MAP_FAILED) throw std::bad_alloc();
+  auto* first = static_cast<uint8_t*>(start);
+  auto* base = reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<uintptr_t>(first), kHugePage));
+  size_t before = static_cast<size_t>(base - first);
+  if (before > 0) munmap(first, before);
+  munmap(base + bytes, kHugePage - before);
+  // A wish only: a kernel without huge pages refuses it, and small ones hold the same bytes.
+  madvise(base, bytes, MADV_HUGEPAGE);
+  return base;
+}
+
+class Arena {
+ public:
+  Region* take(size_t bytes, uint8_t** data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (current_ == nullptr || bytes > current_->bytes - current_->used) current_ = add_region(bytes);
+    *data = current_->base + current_->used;
+    current_->used += align_up(bytes, kAlignment);
+    ++current_->pieces;
+    return current_;
+  }
+
+  void give_back(Region* region, uint8_t* data, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--region->pieces > 0) return drop_pages(data, bytes);
+    if (region == current_) current_ = nullptr;
+    munmap(region->base, region->bytes);
+    use_ = {use_.regions - 1, use_.bytes - static_cast<int64_t>(region->bytes)};
+    delete region;
+  }
+
+  ArenaUse use() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return use_;
+  }
+
+ private:
+  Region* add_region(size_t bytes) {
+    size_t size = bytes < kRegionBytes ? kRegionBytes : align_up(bytes, kHugePage);
+    auto* region = new Region{nullptr, size, 0, 0};
+    try {
+      region->base = map_huge_pages(size);
+    } catch (...) {
+      delete region;
+      throw;
+    }
+    use_ = {use_.regions + 1, use_.bytes + static_cast<int64_t>(size)};
+    return region;
+  }
+
+  // Pages that no other piece shares.
+  static void drop_pages(uint8_t* data, size_t bytes) {
+    auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    uintptr_t first = align_up(reinterpret_cast<uintptr_t>(data), page);
+    uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
+
+  std::mutex mutex_;
+  Region* current_ = nullptr;
+  ArenaUse use_{0, 0};
+};
+
+// Never destroyed: Python may let go of a matrix after the destructors of statics have run.
+Arena& arena() {
+  static Arena& instance = *new Arena;
+  return instance;
+}
+
+}  // namespace
+
+ArenaPiece::ArenaPiece(size_t bytes) : data_(nullptr), bytes_(bytes) { region_ = arena().take(bytes, &data_); }
+
+ArenaPiece::~ArenaPiece() { arena().give_back(region_, data_, bytes_); }
+
+ArenaUse arena_use() { return arena().use(); }
+
+}  // namespace quire

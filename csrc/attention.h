@@ -1,0 +1,64 @@
+// What attention and store_kv are asked to do. The layout of the cache is described here and nowhere else:
+// attention.inl reads and writes it, and Python only needs the sizes.
+//
+// A block of keys is [kv_heads][head_dim][lanes]: a vector holds one dimension of 16 tokens, so scores of 16 keys come
+// out of one register. `lanes` is the block size rounded up to 16. A block of values is [kv_heads][block_size][head_dim].
+// INT8 blocks hold, for each head, the codes in that order and then `lanes` float32 scales, one a token: x = scale * code.
+#pragma once
+
+#include <cstdint>
+
+#include "panels.h"
+
+namespace quire {
+
+enum class CacheType : uint8_t { F32, BF16, INT8 };
+
+struct CacheShape {
+  CacheType type;
+  int block_size, kv_heads, head_dim;
+
+  int lanes() const { return static_cast<int>(round_up(block_size, kLanes)); }
+  int item() const { return type == CacheType::F32 ? 4 : type == CacheType::BF16 ? 2 : 1; }
+  int64_t scale_bytes() const { return type == CacheType::INT8 ? 4 * lanes() : 0; }
+  int64_t key_head_bytes() const { return int64_t{head_dim} * lanes() * item() + scale_bytes(); }
+  int64_t value_head_bytes() const { return int64_t{head_dim} * block_size * item() + scale_bytes(); }
+  int64_t key_bytes() const { return kv_heads * key_head_bytes(); }      // of a block
+  int64_t value_bytes() const { return kv_heads * value_head_bytes(); }  // of a block
+};
+
+// One layer's cache and the rows of a step: `kernels/paging.py` says what they mean.
+struct Cache {
+  CacheShape shape;
+  uint8_t* keys;
+  uint8_t* values;
+};
+
+struct Rows {
+  int num_rows, num_tokens;
+  const int32_t* query_starts;  // [num_rows + 1]
+  const int32_t* seq_lens;      // [num_rows]
+  const int32_t* tables;        // [num_rows, table_stride]
+  int64_t table_stride;
+  const int64_t* slots;         // [num_tokens]
+  const uint8_t* ancestors;     // [num_tokens, ancestors_stride] or null
+  int64_t ancestors_stride;
+};
+
+struct AttentionCall {
+  Cache cache;
+  Rows rows;
+  const float* q;        // [num_tokens][heads][head_dim], tokens q_stride floats apart
+  int64_t q_stride;
+  float* out;            // the same with out_stride
+  int64_t out_stride;
+  int heads;
+  float scale;
+  int window;            // 0: none
+  float softcap;         // 0: none
+  const float* slopes;   // [heads] or null
+  float* partials;       // shared by the team: room for the parts of contexts that several threads work on
+  int64_t num_partials;  // floats there
+};
+
+}  // namespace quire

@@ -1,0 +1,145 @@
+// Who does what in one call of attention. Work is cut into tasks (a row's queries, a tile at a time, of one key head),
+// which lie in one line by what they cost; each thread takes an equal stretch of it. A task that lies across a border
+// and is long is shared by chunks of its keys, if there is room for the parts. All threads compute the same plan, so
+// nothing is communicated. Nothing here touches a key; called by attention.inl.
+#pragma once
+
+#include "attention.h"
+#include "attention_products.inl"
+#include "pool.h"
+#include "simd.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+constexpr int kTaskRows = 96;  // rows that share one reading of the keys, if there are as many
+
+QUIRE_INLINE int smaller(int a, int b) { return a < b ? a : b; }
+QUIRE_INLINE int larger(int a, int b) { return a > b ? a : b; }
+
+struct Task {
+  int row, head;                       // of the rows and of the key heads
+  int first_query, num_queries;        // of the row's own
+  int context, seq_len;                // the row's length before its queries, and with them
+  int first_key, last_key;             // what any of the queries may see: [first_key, last_key)
+
+  int first_chunk() const { return first_key / kChunkKeys; }
+  int last_chunk() const { return (last_key + kChunkKeys - 1) / kChunkKeys; }
+};
+
+// The tasks of a call in their order.
+struct Tasks {
+  const AttentionCall& call;
+  int group, tile_queries;
+  int row = 0, head = 0, query = 0;
+
+  explicit Tasks(const AttentionCall& call) : call(call), group(call.heads / call.cache.shape.kv_heads) {
+    tile_queries = larger(1, kTaskRows / group);
+  }
+
+  bool next(Task& task) {
+    const Rows& rows = call.rows;
+    for (; row < rows.num_rows; ++row, head = 0, query = 0) {
+      int num_queries = rows.query_starts[row + 1] - rows.query_starts[row];
+      if (query >= num_queries) {
+        query = 0;
+        ++head;
+      }
+      if (num_queries == 0 || head == call.cache.shape.kv_heads) continue;
+      task = at(num_queries);
+      query += task.num_queries;
+      return true;
+    }
+    return false;
+  }
+
+  int64_t cost(const Task& task) const {
+    constexpr int reading = 4;  // a key's own cost, in rows
+    return int64_t{task.last_key - task.first_key} * (task.num_queries * group + reading);
+  }
+
+ private:
+  Task at(int num_queries) const {
+    Task task;
+    task.row = row;
+    task.head = head;
+    task.first_query = query;
+    task.num_queries = smaller(tile_queries, num_queries - query);
+    task.seq_len = call.rows.seq_lens[row];
+    task.context = task.seq_len - num_queries;
+    // Queries of a tree may stand anywhere in their row and see any of its tokens.
+    bool tree = call.rows.ancestors != nullptr;
+    int position = task.context + (tree ? 0 : query);
+    task.first_key = call.window > 0 ? larger(0, position - call.window + 1) : 0;
+    task.last_key = tree ? task.seq_len : position + task.num_queries;
+    return task;
+  }
+};
+
+// A task, or some of its chunks, for one thread. `parts` is null for a whole task.
+struct Unit {
+  Task task;
+  int first_chunk, last_chunk;
+  float* parts;  // of the task's first chunk
+};
+
+// Walks the units of one thread.
+struct Plan {
+  Tasks tasks;
+  int index, count;
+  int64_t part_floats;  // for one row of one chunk
+  int64_t total = 0, done = 0;
+  int64_t used = 0;     // floats of call.partials
+
+  Plan(const AttentionCall& call, const Worker& worker, int64_t part_floats)
+      : tasks(call), index(worker.index), count(worker.count()), part_floats(part_floats) {
+    Tasks all(call);
+    for (Task task; all.next(task);) total += all.cost(task);
+  }
+
+  // Steps to the next task; true in `mine` if this thread has a unit of it, which is then set.
+  bool next(Unit& unit, bool& mine) {
+    Task& task = unit.task;
+    if (!tasks.next(task)) return false;
+    int64_t cost = tasks.cost(task), start = done;
+    done += cost;
+    unit.parts = nullptr;
+    unit.first_chunk = task.first_chunk();
+    unit.last_chunk = task.last_chunk();
+    if (owner(start) == owner(done - 1)) {
+      mine = owner(start) == index;
+    } else if (!take_room(unit, cost)) {
+      mine = owner(start + cost / 2) == index;
+    } else {
+      int chunks = unit.last_chunk - unit.first_chunk;
+      int first = unit.first_chunk + first_of(index, start, cost, chunks);
+      unit.last_chunk = unit.first_chunk + first_of(index + 1, start, cost, chunks);
+      unit.first_chunk = first;
+      mine = unit.first_chunk < unit.last_chunk;
+    }
+    return true;
+  }
+
+ private:
+  int owner(int64_t place) const { return static_cast<int>(place * count / total); }
+
+  // The first of a task's chunks whose middle lies at or behind the stretch of thread `who`.
+  int first_of(int who, int64_t start, int64_t cost, int chunks) const {
+    int chunk = 0;
+    while (chunk < chunks && owner(start + cost * (2 * chunk + 1) / (2 * chunks)) < who) ++chunk;
+    return chunk;
+  }
+
+  // Shares a task only where that evens out more than an eighth of a thread's work: the merge costs a barrier.
+  bool take_room(Unit& unit, int64_t cost) {
+    int chunks = unit.last_chunk - unit.first_chunk;
+    int64_t floats = part_floats * chunks * unit.task.num_queries * tasks.group;
+    if (chunks < 2 || cost * count * 8 < total || used + floats > tasks.call.num_partials) return false;
+    unit.parts = tasks.call.partials + used;
+    used += floats;
+    return true;
+  }
+};
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

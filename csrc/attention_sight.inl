@@ -1,0 +1,109 @@
+// What each query of a task may see of its row: by position, by window, or by the mask of a tree of drafts. Answers for
+// 16 keys at a time; reads no key. Used by attention.inl.
+#pragma once
+
+#include "attention.h"
+#include "attention_plan.inl"
+#include "simd.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+// One query of a task: what it sees. Own tokens of a tree are seen by its mask, all else by position.
+struct Query {
+  int position;
+  int first_key, last_key;
+  const uint8_t* own;  // mask of the row's own tokens, or null
+};
+
+// Which keys the queries of one task see, and from how far.
+struct Sight {
+  const AttentionCall& call;
+  Query* queries;        // of the task
+  int* depths;           // of the row's tokens below its context, set where they are needed
+  int depths_row = -1;   // whose these are
+  Task task = {};
+
+  // How far tokens of a tree stand below the context only counts where positions do.
+  static bool needs_depths(const AttentionCall& call) {
+    return call.rows.ancestors != nullptr && (call.window > 0 || call.slopes != nullptr);
+  }
+
+  // Sets the queries of a task, about which the other functions then answer.
+  void face(const Task& new_task) {
+    task = new_task;
+    if (needs_depths(call) && depths_row != task.row) set_depths();
+    for (int i = 0; i < task.num_queries; ++i) {
+      Query& query = queries[i];
+      query.position = task.context + task.first_query + i;
+      query.last_key = query.position + 1;
+      query.own = nullptr;
+      if (call.rows.ancestors != nullptr) set_tree_query(i, query);
+      query.first_key = call.window > 0 ? larger(0, query.position - call.window + 1) : 0;
+      if (query.own != nullptr) query.first_key = smaller(query.first_key, task.context);
+    }
+  }
+
+  // Whether the query sees all keys [first, last).
+  bool all_seen(const Query& query, int first, int last) const {
+    return query.first_key <= first && last <= (query.own != nullptr ? task.context : query.last_key);
+  }
+
+  // Positions of 16 keys, less the query's.
+  f32 distances(const Query& query, int key) const {
+    if (!among_own(query, key)) return set1(static_cast<float>(key - query.position)) + iota();
+    float lanes[kLanes] = {};
+    int last = smaller(kLanes, task.seq_len - key);
+    for (int i = 0; i < last; ++i) lanes[i] = static_cast<float>(position_of(key + i) - query.position);
+    return load(lanes);
+  }
+
+  // One bit for each of 16 keys.
+  uint32_t seen(const Query& query, int key) const {
+    int first = smaller(kLanes, larger(0, query.first_key - key));
+    int last = smaller(kLanes, larger(0, query.last_key - key));
+    uint32_t bits = ((1u << last) - 1) & ~((1u << first) - 1);
+    if (!among_own(query, key)) return bits;
+    for (int i = larger(first, task.context - key); i < last; ++i) {
+      bool hidden = query.own[key + i - task.context] == 0;
+      if (call.window > 0) hidden |= position_of(key + i) <= query.position - call.window;
+      if (hidden) bits &= ~(1u << i);
+    }
+    return bits;
+  }
+
+ private:
+  const uint8_t* mask_of(int query) const {
+    return call.rows.ancestors + (call.rows.query_starts[task.row] + query) * call.rows.ancestors_stride;
+  }
+
+  void set_tree_query(int i, Query& query) {
+    query.own = mask_of(task.first_query + i);
+    if (needs_depths(call)) query.position = task.context + depths[task.first_query + i];
+    query.last_key = task.seq_len;
+    while (query.last_key > task.context && query.own[query.last_key - 1 - task.context] == 0) --query.last_key;
+  }
+
+  void set_depths() {
+    int num_queries = task.seq_len - task.context;
+    for (int i = 0; i < num_queries; ++i) {
+      const uint8_t* own = mask_of(i);
+      int depth = -1;
+      for (int j = 0; j < num_queries; ++j) depth += own[j] != 0;
+      depths[i] = depth;
+    }
+    depths_row = task.row;
+  }
+
+  // Whether any of 16 keys is a token of a tree.
+  bool among_own(const Query& query, int key) const {
+    return query.own != nullptr && key + kLanes > task.context;
+  }
+
+  int position_of(int key) const {
+    return key < task.context || !needs_depths(call) ? key : task.context + depths[key - task.context];
+  }
+};
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

@@ -1,0 +1,171 @@
+// The Python class `Panels`: a matrix in panels, filled from memory that Python points at. Refuses what would read or
+// write out of bounds; what lies at an address is the caller's word.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "bindings.h"
+#include "pack.h"
+#include "panel_store.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+struct NamedFormat {
+  const char* name;
+  Format format;
+};
+
+constexpr NamedFormat kFormats[] = {
+    {"q4_0", {Codes::U4, Scales::D, 8}},         {"q4_1", {Codes::U4, Scales::DM, 0}},
+    {"q5_0", {Codes::U5, Scales::D, 16}},        {"q5_1", {Codes::U5, Scales::DM, 0}},
+    {"q8_0", {Codes::U8, Scales::D, 128}},       {"q4_k", {Codes::U4, Scales::SUPER_DM, 0}},
+    {"q5_k", {Codes::U5, Scales::SUPER_DM, 0}},  {"q6_k", {Codes::U6, Scales::SUPER_D16, 32}},
+    {"f32", {Codes::F32, Scales::NONE, 0}},      {"bf16", {Codes::BF16, Scales::NONE, 0}},
+    {"f16", {Codes::F16, Scales::NONE, 0}},
+};
+
+// Far beyond any model, and small enough that no product of sizes overflows.
+constexpr int64_t kMaxSize = int64_t{1} << 30;
+
+[[noreturn]] void refuse_value(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+[[noreturn]] void refuse_index(const std::string& message) { throw nb::index_error(message.c_str()); }
+
+std::string join_names() {
+  std::string names;
+  for (const NamedFormat& entry : kFormats) names += (names.empty() ? "" : ", ") + std::string(entry.name);
+  return names;
+}
+
+Format parse_format(const std::string& name) {
+  for (const NamedFormat& entry : kFormats) {
+    if (name == entry.name) return entry.format;
+  }
+  refuse_value("there is no panel format '" + name + "'; it is one of " + join_names() + ".");
+}
+
+const char* name_of(const Format& format) {
+  for (const NamedFormat& entry : kFormats) {
+    if (format == entry.format) return entry.name;
+  }
+  return "";
+}
+
+int64_t block_of(const Format& format) {
+  if (!format.quantized()) return 1;
+  return format.scales == Scales::SUPER_DM || format.scales == Scales::SUPER_D16 ? kSuper * kBlock : kBlock;
+}
+
+void check_shape(const Format& format, int64_t rows, int64_t cols) {
+  const std::string shape = "a matrix of " + std::to_string(rows) + " rows and " + std::to_string(cols) + " columns";
+  if (rows < 1 || cols < 1 || rows > kMaxSize || cols > kMaxSize) {
+    refuse_value(shape + " cannot be packed: both must be from 1 to " + std::to_string(kMaxSize) + ".");
+  }
+  if (cols % block_of(format) != 0) {
+    refuse_value(shape + " cannot be packed as " + name_of(format) + ": columns come in blocks of " +
+                 std::to_string(block_of(format)) + ".");
+  }
+}
+
+void construct(PanelStore* self, const std::string& name, int64_t rows, int64_t cols) {
+  Format format = parse_format(name);
+  check_shape(format, rows, cols);
+  new (self) PanelStore(format, rows, cols);
+}
+
+void check_rows(const Panels& panels, int64_t first, int64_t count) {
+  const std::string range = "rows " + std::to_string(first) + " to " + std::to_string(first) + " + " +
+                            std::to_string(count);
+  if (first < 0 || count < 0 || first > panels.rows || count > panels.rows - first) {
+    refuse_index(range + " are not all among the " + std::to_string(panels.rows) + " of the matrix.");
+  }
+  if (first % kLanes != 0 || (count % kLanes != 0 && first + count != panels.rows)) {
+    refuse_value(range + " do not fill whole panels: start and count must be multiples of 16, " +
+                 "except for a count that reaches the last row.");
+  }
+}
+
+void check_address(uintptr_t address, int64_t count) {
+  if (address == 0 && count > 0) refuse_value("the address is null.");
+}
+
+void pack_gguf_rows(PanelStore& self, int ggml_type, uintptr_t address, int64_t first, int64_t count) {
+  Format format;
+  if (!format_of_gguf(ggml_type, &format) || !(format == self.view.format)) {
+    refuse_value("blocks of GGUF type " + std::to_string(ggml_type) + " do not go into panels of " +
+                 name_of(self.view.format) + " unchanged.");
+  }
+  check_rows(self.view, first, count);
+  check_address(address, count);
+  pack_gguf(self.view, ggml_type, reinterpret_cast<const uint8_t*>(address), first, count);
+}
+
+Codes parse_dense(const std::string& name) {
+  if (name == "f32") return Codes::F32;
+  if (name == "bf16") return Codes::BF16;
+  if (name == "f16") return Codes::F16;
+  refuse_value("plain rows are f32, bf16 or f16, not '" + name + "'.");
+}
+
+void pack_dense_rows(PanelStore& self, const std::string& type, uintptr_t address, int64_t stride, int64_t first,
+                     int64_t count) {
+  Codes codes = parse_dense(type);
+  if (!dense_packable(self.view.format)) {
+    refuse_value(std::string("plain rows cannot be quantized to ") + name_of(self.view.format) +
+                 "; q8_0 and q4_1 can be made from them.");
+  }
+  check_rows(self.view, first, count);
+  check_address(address, count);
+  if (count > 1 && (stride < self.view.cols || stride > kMaxSize)) {
+    refuse_value("rows of " + std::to_string(self.view.cols) + " values cannot lie " + std::to_string(stride) +
+                 " values apart.");
+  }
+  pack_dense(self.view, codes, reinterpret_cast<const void*>(address), stride, first, count);
+}
+
+void unpack_rows(const PanelStore& self, uintptr_t rows_address, int64_t count, uintptr_t out_address) {
+  if (count < 0) refuse_value("cannot unpack " + std::to_string(count) + " rows.");
+  check_address(rows_address, count);
+  check_address(out_address, count);
+  const auto* rows = reinterpret_cast<const int64_t*>(rows_address);
+  auto* out = reinterpret_cast<float*>(out_address);
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i] < 0 || rows[i] >= self.view.rows) {
+      refuse_index("row " + std::to_string(rows[i]) + " is not among the " + std::to_string(self.view.rows) +
+                   " of the matrix.");
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) unpack_row(self.view, rows[i], out + i * self.view.cols);
+}
+
+}  // namespace
+
+void bind_panels(nb::module_& module) {
+  using Released = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<PanelStore>(module, "Panels")
+      .def("__init__", construct, nb::arg("format"), nb::arg("rows"), nb::arg("cols"))
+      .def_prop_ro("format", [](const PanelStore& self) { return name_of(self.view.format); })
+      .def_prop_ro("rows", [](const PanelStore& self) { return self.view.rows; })
+      .def_prop_ro("cols", [](const PanelStore& self) { return self.view.cols; })
+      .def_prop_ro("nbytes", [](const PanelStore& self) { return self.view.nbytes(); })
+      .def_prop_ro("stride", [](const PanelStore& self) { return self.view.stride(); })
+      .def_prop_ro("address", [](const PanelStore& self) { return reinterpret_cast<uintptr_t>(self.view.data); })
+      .def("pack_gguf", pack_gguf_rows, nb::arg("ggml_type"), nb::arg("address"), nb::arg("first"), nb::arg("count"),
+           Released())
+      .def("pack_dense", pack_dense_rows, nb::arg("type"), nb::arg("address"), nb::arg("stride"), nb::arg("first"),
+           nb::arg("count"), Released())
+      .def("unpack_rows", unpack_rows, nb::arg("rows_address"), nb::arg("count"), nb::arg("out_address"), Released());
+  module.def(
+      "arena_use",
+      [] {
+        ArenaUse use = arena_use();
+        return nb::make_tuple(use.regions, use.bytes);
+      },
+      "Regions of memory that packed matrices take, and the address space of these in bytes.");
+}
+
+}  // namespace quire

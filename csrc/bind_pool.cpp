@@ -1,0 +1,52 @@
+// What tests of the pool need to see it from Python.
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+#include "bindings.h"
+#include "pool.h"
+
+namespace quire {
+
+namespace {
+
+struct Cell {
+  alignas(64) int64_t value = 0;
+  int64_t total = 0;
+};
+
+struct Sum {
+  int rounds;
+  std::vector<Cell> cells;
+};
+
+// In each round every thread writes a number of its own and adds up what all have written.
+void add_rounds(void* argument, Worker worker) {
+  Sum& sum = *static_cast<Sum*>(argument);
+  Cell& own = sum.cells[worker.index];
+  for (int round = 0; round < sum.rounds; ++round) {
+    own.value = int64_t{round} * worker.count() + worker.index;
+    worker.barrier();
+    for (const Cell& cell : sum.cells) own.total += cell.value;
+    worker.barrier();
+  }
+}
+
+// rounds * threads numbers from 0 on, each added up by every thread: threads * n * (n - 1) / 2 for n of them, if every
+// thread has seen what every other wrote.
+int64_t team_sum(int threads, int rounds) {
+  Sum sum{rounds, std::vector<Cell>(threads > 0 ? threads : 0)};
+  run_team(threads, add_rounds, &sum);
+  int64_t total = 0;
+  for (const Cell& cell : sum.cells) total += cell.total;
+  return total;
+}
+
+}  // namespace
+
+void bind_pool(nanobind::module_& module) {
+  module.def("team_sum", &team_sum, nanobind::arg("threads"), nanobind::arg("rounds"),
+             nanobind::call_guard<nanobind::gil_scoped_release>());
+}
+
+}  // namespace quire

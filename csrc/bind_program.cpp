@@ -1,0 +1,274 @@
+// The Python class `Program`: ops are added with plain numbers and addresses, which Python keeps valid for as long as
+// the program lives; `run` releases the GIL and comes back when the step is computed. Also the two kernels that are
+// called outside of a program: a product for the logits, and argmax.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "panel_store.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace quire {
+namespace {
+
+using Address = uintptr_t;
+using View = std::pair<Address, int64_t>;               // of float32 rows: where they begin, floats between two
+using Quantized = std::pair<Address, int64_t>;          // Activations: where they begin (0: none), columns
+using Group = std::tuple<Address, int64_t, Address>;    // tables, their stride, slots
+
+float* floats(const View& view) { return reinterpret_cast<float*>(view.first); }
+
+Activations rows_of(const Quantized& rows) { return {reinterpret_cast<uint8_t*>(rows.first), rows.second}; }
+
+const KernelTable& kernels_named(const std::string& isa) {
+  const KernelTable* table = find_kernels(isa.c_str());
+  if (!table) throw nb::value_error(("kernels for '" + isa + "' were not built.").c_str());
+  return *table;
+}
+
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::SILU;
+  if (name == "gelu") return Activation::GELU;
+  if (name.empty()) return Activation::NONE;
+  throw nb::value_error(("there is no activation '" + name + "'.").c_str());
+}
+
+CacheType parse_cache_type(const std::string& name) {
+  if (name == "float32") return CacheType::F32;
+  if (name == "bfloat16") return CacheType::BF16;
+  if (name == "int8") return CacheType::INT8;
+  throw nb::value_error(("there is no cache of type '" + name + "'.").c_str());
+}
+
+Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, Address keys, Address values) {
+  return {{parse_cache_type(type), block_size, kv_heads, head_dim}, reinterpret_cast<uint8_t*>(keys), reinterpret_cast<uint8_t*>(values)};
+}
+
+void add_embed(Program& program, const PanelStore& weight, float scale, View out) {
+  auto op = std::make_unique<EmbedOp>();
+  op->weight = weight.view;
+  op->scale = scale;
+  op->out = floats(out);
+  op->out_stride = out.second;
+  program.add(std::move(op));
+}
+
+void add_norm(Program& program, View x, View residual, View sum, Address weight, float eps, int64_t groups, int64_t size, View y,
+              Quantized quantized) {
+  auto op = std::make_unique<NormOp>();
+  op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
+              reinterpret_cast<const float*>(weight), eps, 0, groups, size, floats(y), y.second, rows_of(quantized)};
+  program.add(std::move(op));
+}
+
+void add_matmul(Program& program, const PanelStore& weight, View x, Quantized quantized, bool quantize, View y,
+                Address bias, const std::string& activation, Quantized gated) {
+  auto op = std::make_unique<MatmulOp>();
+  op->call = {weight.view,
+              {floats(x), x.second, rows_of(quantized)},
+              0,
+              floats(y),
+              y.second,
+              reinterpret_cast<const float*>(bias),
+              parse_activation(activation),
+              rows_of(gated)};
+  op->quantize = quantize;
+  program.add(std::move(op));
+}
+
+void add_rope(Program& program, View x, int64_t heads, int64_t head_dim, Address table, int64_t dim,
+              bool interleaved) {
+  auto op = std::make_unique<RopeOp>();
+  op->call = {floats(x), x.second, 0, heads, head_dim, nullptr, reinterpret_cast<const float*>(table), dim,
+              interleaved};
+  program.add(std::move(op));
+}
+
+void add_gate(Program& program, View x, View y, int64_t size, const std::string& activation) {
+  auto op = std::make_unique<GateOp>();
+  op->call = {floats(x), x.second, floats(y), y.second, 0, size, parse_activation(activation)};
+  program.add(std::move(op));
+}
+
+void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, Address keys,
+               Address values, int group, View k, View v) {
+  auto op = std::make_unique<StoreOp>();
+  op->cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->group = group;
+  op->k = floats(k);
+  op->v = floats(v);
+  op->k_stride = k.second;
+  op->v_stride = v.second;
+  program.add(std::move(op));
+}
+
+void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, Address keys,
+                   Address values, int group, View q, View out, int heads, float scale, int window, float softcap,
+                   Address slopes, Address partials, int64_t num_partials) {
+  auto op = std::make_unique<AttentionOp>();
+  op->call = {};
+  op->call.cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->call.q = floats(q);
+  op->call.q_stride = q.second;
+  op->call.out = floats(out);
+  op->call.out_stride = out.second;
+  op->call.heads = heads;
+  op->call.scale = scale;
+  op->call.window = window;
+  op->call.softcap = softcap;
+  op->call.slopes = reinterpret_cast<const float*>(slopes);
+  op->call.partials = reinterpret_cast<float*>(partials);
+  op->call.num_partials = num_partials;
+  op->group = group;
+  program.add(std::move(op));
+}
+
+Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, Address query_starts, Address seq_lens,
+               const std::vector<Group>& groups, Address ancestors, int64_t ancestors_stride) {
+  Step step;
+  step.num_tokens = num_tokens;
+  step.num_rows = num_rows;
+  step.tokens = reinterpret_cast<const int64_t*>(tokens);
+  step.positions = reinterpret_cast<const int64_t*>(positions);
+  step.query_starts = reinterpret_cast<const int32_t*>(query_starts);
+  step.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
+  for (const auto& [tables, stride, slots] : groups)
+    step.groups.push_back({reinterpret_cast<const int32_t*>(tables), stride, reinterpret_cast<const int64_t*>(slots)});
+  step.ancestors = reinterpret_cast<const uint8_t*>(ancestors);
+  step.ancestors_stride = ancestors_stride;
+  return step;
+}
+
+void run(const Program& program, int threads, int num_tokens, int num_rows, Address tokens, Address positions,
+         Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address ancestors,
+         int64_t ancestors_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
+                              ancestors_stride);
+  nb::gil_scoped_release released;
+  program.run(threads, step);
+}
+
+std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, int threads, int num_tokens,
+                                                       int num_rows, Address tokens, Address positions,
+                                                       Address query_starts, Address seq_lens,
+                                                       const std::vector<Group>& groups, Address ancestors,
+                                                       int64_t ancestors_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
+                              ancestors_stride);
+  std::vector<int64_t> times;
+  {
+    nb::gil_scoped_release released;
+    program.run_timed(threads, step, times);
+  }
+  std::vector<std::pair<std::string, int64_t>> report;
+  for (size_t index = 0; index < times.size(); index++)
+    report.emplace_back(program.ops()[index]->kind(), times[index]);
+  return report;
+}
+
+struct Product {
+  const KernelTable& kernels;
+  MatmulCall call;
+};
+
+void multiply_on_team(void* argument, Worker worker) {
+  const Product& product = *static_cast<const Product*>(argument);
+  const MatmulCall& call = product.call;
+  if (call.weight.format.quantized()) {
+    product.kernels.quantize(call.x.values, call.x.stride, call.rows, call.x.quantized, worker);
+    worker.barrier();
+  }
+  product.kernels.matmul(call, worker);
+}
+
+void multiply(const std::string& isa, int threads, const PanelStore& weight, int64_t rows, View x, Quantized quantized,
+              View y) {
+  Product product{kernels_named(isa),
+                  {weight.view,
+                   {floats(x), x.second, rows_of(quantized)},
+                   rows,
+                   floats(y),
+                   y.second,
+                   nullptr,
+                   Activation::NONE,
+                   {nullptr, 0}}};
+  nb::gil_scoped_release released;
+  run_team(threads, multiply_on_team, &product);
+}
+
+struct Argmax {
+  const KernelTable& kernels;
+  const float* x;
+  int64_t stride, rows, cols;
+  int64_t* index;
+  float* value;
+};
+
+void argmax_on_team(void* argument, Worker worker) {
+  const Argmax& wanted = *static_cast<const Argmax*>(argument);
+  wanted.kernels.argmax(wanted.x, wanted.stride, wanted.rows, wanted.cols, wanted.index, wanted.value, worker);
+}
+
+void find_argmax(const std::string& isa, int threads, View x, int64_t rows, int64_t cols, Address index,
+                 Address value) {
+  Argmax wanted{kernels_named(isa), floats(x), x.second, rows, cols, reinterpret_cast<int64_t*>(index),
+                reinterpret_cast<float*>(value)};
+  nb::gil_scoped_release released;
+  run_team(threads, argmax_on_team, &wanted);
+}
+
+std::vector<std::string> built() {
+  std::vector<std::string> names;
+  for (const char* name : {"avx2", "avxvnni", "avx512", "amx"}) {
+    if (find_kernels(name)) names.emplace_back(name);
+  }
+  return names;
+}
+
+}  // namespace
+
+void bind_program(nb::module_& module) {
+  nb::class_<Program>(module, "Program")
+      .def("__init__",
+           [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
+      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "scale"_a, "out"_a)
+      .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "eps"_a, "groups"_a, "size"_a, "y"_a,
+           "quantized"_a)
+      .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
+           "y"_a, "bias"_a, "activation"_a, "gated"_a)
+      .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
+      .def("gate", add_gate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a)
+      .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+           "values"_a, "group"_a, "k"_a, "v"_a)
+      .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+           "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
+           "partials"_a, "num_partials"_a)
+      .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
+           "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a)
+      .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
+           "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
+  module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "quantized"_a, "y"_a);
+  module.def("argmax", find_argmax, "isa"_a, "threads"_a, "x"_a, "rows"_a, "cols"_a, "index"_a, "value"_a);
+  module.def("built", built);
+  module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
+  module.def(
+      "cache_bytes",
+      [](const std::string& type, int block_size, int kv_heads, int head_dim) {
+        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, 0, 0).shape;
+        return std::make_pair(shape.key_head_bytes(), shape.value_head_bytes());
+      },
+      "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a);
+}
+
+}  // namespace quire

@@ -1,0 +1,188 @@
+// The small ops between products: norm, rotation, gate, and the largest of a row. Included by one translation unit per
+// instruction set; `kernels/reference.py` says what each means.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "quantize.inl"
+#include "scratch.h"
+#include "simd.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+// Calls f(at, lanes) over [0, size) in vectors; the last one may have fewer lanes.
+template <class F>
+QUIRE_INLINE void over_lanes(int64_t size, F f) {
+  int64_t at = 0;
+  for (; at + kLanes <= size; at += kLanes) f(at, kLanes);
+  if (at < size) f(at, static_cast<int>(size - at));
+}
+
+QUIRE_INLINE f32 load_lanes(const float* p, int lanes) { return lanes == kLanes ? load(p) : load_part(p, lanes); }
+QUIRE_INLINE void store_lanes(float* p, f32 x, int lanes) {
+  if (lanes == kLanes) {
+    store(p, x);
+  } else {
+    store_part(p, x, lanes);
+  }
+}
+
+// x, or x plus the residual.
+QUIRE_INLINE f32 load_sum(const float* x, const float* residual, int lanes) {
+  f32 value = load_lanes(x, lanes);
+  return residual ? value + load_lanes(residual, lanes) : value;
+}
+
+QUIRE_INLINE f32 norm_factor(const float* x, const float* residual, const NormCall& call) {
+  f32 squares = zero();
+  over_lanes(call.size, [&](int64_t at, int lanes) {
+    f32 value = load_sum(x + at, residual ? residual + at : nullptr, lanes);
+    squares = fma(value, value, squares);
+  });
+  return set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(call.size) + call.eps));
+}
+
+// The pointers of one group of one row.
+struct NormGroup {
+  const float* x;
+  const float* residual;
+  float* sum;
+  float* y;
+
+  static NormGroup of(const NormCall& call, int64_t row, int64_t group) {
+    const int64_t at = group * call.size;
+    return {call.x + row * call.x_stride + at,
+            call.residual ? call.residual + row * call.residual_stride + at : nullptr,
+            call.residual ? call.sum + row * call.sum_stride + at : nullptr,
+            call.y ? call.y + row * call.y_stride + at : nullptr};
+  }
+
+  // Norms the lanes at `at`, leaving the sum where it belongs.
+  f32 apply(int64_t at, int lanes, f32 factor, const float* weight) const {
+    f32 value = load_sum(x + at, residual ? residual + at : nullptr, lanes);
+    if (sum) store_lanes(sum + at, value, lanes);
+    f32 normed = value * factor * load_lanes(weight + at, lanes);
+    if (y) store_lanes(y + at, normed, lanes);
+    return normed;
+  }
+};
+
+static void norm_plain(const NormCall& call, Worker& worker) {
+  const Span span = share(worker, call.rows * call.groups);
+  for (int64_t at = span.first; at < span.last; at++) {
+    const NormGroup group = NormGroup::of(call, at / call.groups, at % call.groups);
+    const f32 factor = norm_factor(group.x, group.residual, call);
+    over_lanes(call.size, [&](int64_t lane, int lanes) { group.apply(lane, lanes, factor, call.weight); });
+  }
+}
+
+// One tile's blocks [first, last), quantized as they are normed.
+QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t first, int64_t last) {
+  for (int64_t r = 0; r < tile.rows; r++) {
+    const NormGroup group = NormGroup::of(call, tile.first + r, 0);
+    const f32 factor = norm_factor(group.x, group.residual, call);
+    for (int64_t block = first; block < last; block++) {
+      f32 low = group.apply(block * kBlock, kLanes, factor, call.weight);
+      f32 high = group.apply(block * kBlock + kLanes, kLanes, factor, call.weight);
+      quantize_block(low, high, record_of(call.quantized, tile, block), tile.size, r);
+    }
+  }
+  for (int64_t r = tile.rows; r < tile.size; r++) {
+    for (int64_t block = first; block < last; block++)
+      clear_row(record_of(call.quantized, tile, block), tile.size, r);
+  }
+}
+
+// Records interleave the rows of a tile, so threads that share a tile split it by blocks: each finds the rows' factors
+// for itself, which is cheaper than writing to the same cache lines.
+static void norm(const NormCall& call, Worker& worker) {
+  if (!call.quantized.data) return norm_plain(call, worker);
+  const Tiling tiling = cut_activations(call.rows);
+  const int64_t blocks = call.size / kBlock;
+  if (tiling.count() < worker.count()) {
+    const Span span = share(worker, blocks);
+    for (int64_t tile = 0; tile < tiling.count(); tile++) norm_tile(call, tiling.tile(tile), span.first, span.last);
+    return;
+  }
+  const Span tiles = share(worker, tiling.count());
+  for (int64_t tile = tiles.first; tile < tiles.last; tile++) norm_tile(call, tiling.tile(tile), 0, blocks);
+}
+
+// Cosines and sines of one position, laid out as the lanes of a head need them: y = x * cosines + partner(x) * sines.
+QUIRE_INLINE void spread_table(const float* row, int64_t dim, bool interleaved, float* cosines, float* sines) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const int64_t a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + half;
+    cosines[a] = cosines[b] = row[i];
+    sines[a] = -row[half + i];
+    sines[b] = row[half + i];
+  }
+}
+
+QUIRE_INLINE void turn_head(float* x, int64_t dim, bool interleaved, const float* cosines, const float* sines,
+                            float* partner) {
+  const int64_t half = dim / 2;
+  if (interleaved) {
+    for (int64_t i = 0; i < dim; i += 2) {
+      partner[i] = x[i + 1];
+      partner[i + 1] = x[i];
+    }
+  } else {
+    std::memcpy(partner, x + half, static_cast<size_t>(half) * 4);
+    std::memcpy(partner + half, x, static_cast<size_t>(half) * 4);
+  }
+  over_lanes(dim, [&](int64_t at, int lanes) {
+    f32 straight = load_lanes(x + at, lanes) * load_lanes(cosines + at, lanes);
+    store_lanes(x + at, fma(load_lanes(partner + at, lanes), load_lanes(sines + at, lanes), straight), lanes);
+  });
+}
+
+static void rope(const RopeCall& call, Worker& worker) {
+  const Span rows = share(worker, call.rows);
+  float* cosines = reinterpret_cast<float*>(scratch(static_cast<size_t>(round_up(call.dim, kLanes)) * 12));
+  float* sines = cosines + round_up(call.dim, kLanes);
+  float* partner = sines + round_up(call.dim, kLanes);
+  for (int64_t row = rows.first; row < rows.last; row++) {
+    spread_table(call.table + call.positions[row] * call.dim, call.dim, call.interleaved, cosines, sines);
+    for (int64_t head = 0; head < call.heads; head++)
+      turn_head(call.x + row * call.stride + head * call.head_dim, call.dim, call.interleaved, cosines, sines, partner);
+  }
+}
+
+static void gate(const GateCall& call, Worker& worker) {
+  const Span rows = share(worker, call.rows);
+  for (int64_t row = rows.first; row < rows.last; row++) {
+    const float* x = call.x + row * call.x_stride;
+    float* y = call.y + row * call.y_stride;
+    over_lanes(call.size, [&](int64_t at, int lanes) {
+      f32 up = load_lanes(x + call.size + at, lanes);
+      store_lanes(y + at, activate(load_lanes(x + at, lanes), call.activation) * up, lanes);
+    });
+  }
+}
+
+QUIRE_INLINE void find_largest(const float* x, int64_t cols, int64_t* index, float* value) {
+  f32 best = set1(-INFINITY);
+  bool numbers = true;
+  over_lanes(cols, [&](int64_t at, int lanes) {
+    f32 here = lanes == kLanes ? load(x + at) : select((1u << lanes) - 1, load_part(x + at, lanes), best);
+    numbers = numbers && same(here, here) == 0xffff;
+    best = max(best, here);
+  });
+  *value = numbers ? largest(best) : NAN;
+  int64_t at = 0;
+  while (at + 1 < cols && (numbers ? x[at] != *value : x[at] == x[at])) at++;
+  *index = at;
+}
+
+static void argmax(const float* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index, float* value,
+                   Worker& worker) {
+  const Span span = share(worker, rows);
+  for (int64_t row = span.first; row < span.last; row++)
+    find_largest(x + row * stride, cols, index + row, value + row);
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

@@ -1,0 +1,51 @@
+// float16 and bfloat16 as plain numbers, for code that packs and unpacks a model: scalar, any processor. Kernels do not
+// use it; they convert whole vectors (simd.h).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace quire {
+
+inline uint32_t float_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float bits_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float half_to_float(uint16_t half) {
+  uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31u, fraction = half & 0x3ffu;
+  if (exponent == 31) return bits_float(sign | 0x7f800000u | fraction << 13);
+  if (exponent == 0) return bits_float(sign | float_bits(static_cast<float>(fraction) * 0x1p-24f));
+  return bits_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+// To the nearest, ties to even; too large becomes infinite, NaN stays NaN.
+inline uint16_t float_to_half(float value) {
+  uint32_t sign = float_bits(value) >> 16 & 0x8000u, magnitude = float_bits(value) & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  // A unit in the last place of 0.5 is the smallest float16, so this addition rounds as a subnormal must be.
+  if (magnitude < 0x38800000u) {
+    return static_cast<uint16_t>(sign | (float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f)));
+  }
+  uint32_t rounded = magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u);
+  return static_cast<uint16_t>(sign | rounded >> 13);
+}
+
+inline float bfloat_to_float(uint16_t value) { return bits_float(static_cast<uint32_t>(value) << 16); }
+
+// To the nearest, ties to even; NaN stays NaN.
+inline uint16_t float_to_bfloat(float value) {
+  uint32_t bits = float_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace quire

@@ -1,0 +1,2 @@
+#define QUIRE_ISA_NAME "avxvnni"
+#include "kernel_table.inl"

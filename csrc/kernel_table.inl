@@ -1,0 +1,23 @@
+// The functions of one instruction set, in the order of KernelTable. Each isa_*.cpp includes this and nothing else.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#include "quantize.inl"
+
+#include "matmul.inl"
+
+#include "attention.inl"
+#include "elementwise.inl"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+const KernelTable& kernels() {
+  static const KernelTable table = {QUIRE_ISA_NAME, matmul, quantize, norm, rope, gate, store_kv, attention, argmax};
+  return table;
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

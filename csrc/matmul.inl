@@ -1,0 +1,489 @@
+// Matrix products on panels: quantized ones (codes times int8 activations, exact sums of a block, scaled in float32) and
+// dense ones. Included by one translation unit per instruction set.
+//
+// A (row, output) pair is summed in one lane over K from front to back, in the same operations whatever the number of
+// rows: so an answer does not depend on who shares the batch. Few rows unpack codes in registers on the way; for more, two
+// panels are unpacked into a thread's scratch first and pass over all tiles.
+#pragma once
+
+#include "kernels.h"
+#include "scratch.h"
+#include "simd.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+constexpr int64_t kUnit = 2 * kLanes;        // outputs that are finished together: one block of the next product
+constexpr int64_t kPassBytes = 640 * 1024;   // of activations that pass over a pair of panels: they stay in L2
+constexpr int kPrefetchBlocks = 8;
+
+template <int value>
+struct Number {
+  static constexpr int v = value;
+};
+
+// Calls f(Number<0>()), ..., f(Number<n - 1>()): loops whose index is a constant in each round.
+template <int n, int at = 0, class F>
+QUIRE_INLINE void unroll(F f) {
+  if constexpr (at < n) {
+    f(Number<at>());
+    unroll<n, at + 1>(f);
+  }
+}
+
+// R rows at equal distances, addressed from every third: few enough registers to stay in them.
+template <class T, int R>
+struct RowPointers {
+  const T* base[(R + 2) / 3];
+  int64_t stride;
+
+  static RowPointers at(const T* first, int64_t stride) {
+    RowPointers rows;
+    rows.stride = stride;
+    for (int i = 0; i < (R + 2) / 3; i++) rows.base[i] = first + 3 * i * stride;
+    return rows;
+  }
+  const T* row(int r) const { return base[r / 3] + (r % 3) * stride; }
+};
+
+template <Codes codes, int j>
+QUIRE_INLINE i32 quad(const uint8_t* block) {
+  if constexpr (codes == Codes::U8) {
+    return load_bytes(block + 64 * j);
+  } else {
+    i32 packed = load_bytes(block + 64 * (j % 4));
+    i32 nibbles = j < 4 ? low_nibbles(packed) : high_nibbles(packed);
+    if constexpr (codes == Codes::U5) {
+      uint64_t bits;
+      std::memcpy(&bits, block + 256 + 8 * j, 8);
+      return add_fifth_bits(nibbles, bits);
+    } else if constexpr (codes == Codes::U6) {
+      return add_two_bits<j % 4>(nibbles, load_bytes(block + 256 + 64 * (j / 4)));
+    } else {
+      return nibbles;
+    }
+  }
+}
+
+template <Scales kind>
+constexpr bool kHasMinimum = kind == Scales::DM || kind == Scales::SUPER_DM;
+template <Scales kind>
+constexpr int kParts = kind == Scales::SUPER_D16 ? 2 : 1;  // scales in a block
+
+template <Scales kind>
+QUIRE_INLINE f32 read_scale(const uint8_t* scales, int64_t block, int part) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
+  if constexpr (kind == Scales::D) return load_f16(halves + 16 * block);
+  if constexpr (kind == Scales::DM) return load_f16(halves + 32 * block);
+  if constexpr (kind == Scales::SUPER_DM) {
+    const uint8_t* super = scales + block / kSuper * 320;
+    return load_f16(reinterpret_cast<const uint16_t*>(super)) * load_u8(super + 64 + block % kSuper * 32);
+  }
+  const uint8_t* super = scales + block / kSuper * 288;
+  const int8_t* own = reinterpret_cast<const int8_t*>(super + 32 + (block % kSuper * 2 + part) * 16);
+  return load_f16(reinterpret_cast<const uint16_t*>(super)) * load_i8(own);
+}
+
+template <Scales kind>
+QUIRE_INLINE f32 read_minimum(const uint8_t* scales, int64_t block) {
+  if constexpr (kind == Scales::DM) return load_f16(reinterpret_cast<const uint16_t*>(scales) + 32 * block + 16);
+  const uint8_t* super = scales + block / kSuper * 320;
+  const uint16_t* minima = reinterpret_cast<const uint16_t*>(super + 32);
+  return zero() - load_f16(minima) * load_u8(super + 64 + block % kSuper * 32 + 16);
+}
+
+template <Codes codes>
+constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
+
+// A panel as it lies in memory; codes are unpacked in registers on the way.
+template <Codes codes, Scales scales>
+struct PackedPanel {
+  const uint8_t* codes_at;
+  const uint8_t* scales_at;
+  static constexpr int64_t step = block_bytes(codes);
+  static constexpr bool packed = true;
+
+  static PackedPanel of(const Panels& weight, int64_t panel) { return {weight.codes(panel), weight.scales(panel)}; }
+  template <int j>
+  i32 quad_of(int64_t at) const {
+    return quad<codes, j>(codes_at + at);
+  }
+  f32 scale(int64_t block, int part) const { return read_scale<scales>(scales_at, block, part); }
+  f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
+  void prefetch(int64_t at) const {
+    unroll<step / 64>([&](auto line) {
+      _mm_prefetch(reinterpret_cast<const char*>(codes_at + at + kPrefetchBlocks * step + 64 * line.v), _MM_HINT_T0);
+    });
+  }
+};
+
+// The same with a byte a code and float32 scales, in a thread's scratch.
+template <Codes codes, Scales scales>
+struct UnpackedPanel {
+  uint8_t* codes_at;   // [blocks][8][64]
+  float* scales_at;    // [blocks][parts][16]
+  float* minima_at;    // [blocks][16]
+  static constexpr int64_t step = 512;
+  static constexpr bool packed = false;
+
+  static UnpackedPanel at(uint8_t* memory, int64_t blocks) {
+    float* floats = reinterpret_cast<float*>(memory + blocks * 512);
+    return {memory, floats, floats + blocks * 32};
+  }
+  template <int j>
+  i32 quad_of(int64_t at) const {
+    return load_bytes(codes_at + at + 64 * j);
+  }
+  f32 scale(int64_t block, int part) const { return load(scales_at + (block * kParts<scales> + part) * 16); }
+  f32 minimum(int64_t block) const { return load(minima_at + block * 16); }
+  void prefetch(int64_t) const {}
+
+  void fill(const Panels& weight, int64_t panel) const {
+    auto packed = PackedPanel<codes, scales>::of(weight, panel);
+    for (int64_t block = 0; block < weight.blocks(); block++) {
+      const int64_t from = block * packed.step;
+      packed.prefetch(from);
+      unroll<8>([&](auto j) { store_bytes(codes_at + block * 512 + 64 * j.v, packed.template quad_of<j.v>(from)); });
+      unroll<kParts<scales>>([&](auto part) {
+        store(scales_at + (block * kParts<scales> + part.v) * 16, packed.scale(block, part.v));
+      });
+      if constexpr (kHasMinimum<scales>) store(minima_at + block * 16, packed.minimum(block));
+    }
+  }
+};
+
+constexpr int64_t unpacked_bytes(int64_t blocks) { return blocks * (512 + 128 + 64); }
+
+// A tile of R rows times kPanels panels -> out [R][16 * kPanels], rows out_stride apart. `x` is the tile's first record.
+template <Codes codes, Scales scales, int R, class Panel>
+static void multiply(const Panel (&panels)[kPanels], int64_t blocks, const uint8_t* x, float* out,
+                     int64_t out_stride) {
+  using Own = Record<R>;
+  constexpr int parts = kParts<scales>;
+  f32 total[R][kPanels];
+  unroll<R>([&](auto r) { unroll<kPanels>([&](auto p) { total[r.v][p.v] = zero(); }); });
+  for (int64_t block = 0; block < blocks; block++, x += Own::bytes) {
+    const int64_t at = block * Panel::step;
+    unroll<kPanels>([&](auto p) { panels[p.v].prefetch(at); });
+    unroll<parts>([&](auto part) {
+      i32 sum[R][kPanels];
+      unroll<R>([&](auto r) {
+        i32 start = zero_i32();
+        if constexpr (!kHasMinimum<scales>) {
+          int32_t shift;
+          std::memcpy(&shift, x + (parts == 2 ? Own::half_shifts + part.v * 4 * R : Own::shifts) + 4 * r.v, 4);
+          start = set1_i32(shift >> kShift<codes>);
+        }
+        unroll<kPanels>([&](auto p) { sum[r.v][p.v] = start; });
+      });
+      unroll<8 / parts>([&](auto step) {
+        constexpr int j = parts == 2 ? part.v * 4 + step.v : step.v / 2 + step.v % 2 * 4;
+        i32 w[kPanels];
+        unroll<kPanels>([&](auto p) { w[p.v] = panels[p.v].template quad_of<j>(at); });
+        unroll<R>([&](auto r) {
+          i32 own = broadcast_quad(x + 4 * (j * R + r.v));
+          unroll<kPanels>([&](auto p) {
+            sum[r.v][p.v] = codes == Codes::U8 ? dot_wide(sum[r.v][p.v], w[p.v], own) : dot(sum[r.v][p.v], w[p.v], own);
+          });
+        });
+      });
+      f32 scale[kPanels];
+      unroll<kPanels>([&](auto p) { scale[p.v] = panels[p.v].scale(block, part.v); });
+      unroll<R>([&](auto r) {
+        f32 own = set1(reinterpret_cast<const float*>(x + Own::scales)[r.v]);
+        unroll<kPanels>([&](auto p) {
+          total[r.v][p.v] = fma(to_float(sum[r.v][p.v]), scale[p.v] * own, total[r.v][p.v]);
+        });
+      });
+    });
+    if constexpr (kHasMinimum<scales>) {
+      f32 minimum[kPanels];
+      unroll<kPanels>([&](auto p) { minimum[p.v] = panels[p.v].minimum(block); });
+      unroll<R>([&](auto r) {
+        f32 own = set1(reinterpret_cast<const float*>(x + Own::sums)[r.v]);
+        unroll<kPanels>([&](auto p) { total[r.v][p.v] = fma(minimum[p.v], own, total[r.v][p.v]); });
+      });
+    }
+  }
+  unroll<R>([&](auto r) {
+    unroll<kPanels>([&](auto p) { store(out + r.v * out_stride + p.v * kLanes, total[r.v][p.v]); });
+  });
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire
+
+#include "matmul_amx.inl"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+template <Codes codes>
+QUIRE_INLINE f32 load_values(const uint8_t* p) {
+  if constexpr (codes == Codes::F32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (codes == Codes::BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p));
+  return load_f16(reinterpret_cast<const uint16_t*>(p));
+}
+
+// R rows of plain x times two dense panels -> out [R][32].
+template <Codes codes, int R>
+static void multiply_dense(const Panels& weight, int64_t panel, const float* x, int64_t x_stride, float* out,
+                           int64_t out_stride) {
+  const uint8_t* left = weight.codes(panel);
+  const uint8_t* right = weight.codes(panel + 1 < weight.count() ? panel + 1 : panel);
+  auto rows = RowPointers<float, R>::at(x, x_stride);
+  f32 total[R][2];
+  unroll<R>([&](auto r) { total[r.v][0] = total[r.v][1] = zero(); });
+  for (int64_t k = 0; k < weight.cols; k++) {
+    f32 w0 = load_values<codes>(left + k * kLanes * value_bytes(codes));
+    f32 w1 = load_values<codes>(right + k * kLanes * value_bytes(codes));
+    unroll<R>([&](auto r) {
+      f32 a = set1(rows.row(r.v)[k]);
+      total[r.v][0] = fma(a, w0, total[r.v][0]);
+      total[r.v][1] = fma(a, w1, total[r.v][1]);
+    });
+  }
+  unroll<R>([&](auto r) {
+    store(out + r.v * out_stride, total[r.v][0]);
+    store(out + r.v * out_stride + 16, total[r.v][1]);
+  });
+}
+
+// Calls f with the size of a tile as a constant.
+template <int limit, class F>
+QUIRE_INLINE void with_tile(int64_t size, F f) {
+  if (size == 1) return f(Number<1>());
+  if (size == 2) return f(Number<2>());
+  if (size == 3) return f(Number<3>());
+  if constexpr (limit >= 6) {
+    if (size == 4) return f(Number<4>());
+    if (size == 6) return f(Number<6>());
+  }
+  if constexpr (limit >= 12) return f(Number<12>());
+}
+
+// What differs between formats, behind one function each. A pair is panels `panel` and the next.
+struct Multiplier {
+  // One tile times a pair -> out [size][32]; x is the tile's first record or, for dense panels, its first row.
+  void (*packed)(const MatmulCall&, int64_t panel, const void* x, int64_t size, float* out, int64_t out_stride);
+  // Unpacks a pair into 2 * unpacked_bytes of memory, and multiplies a tile with it.
+  void (*unpack)(const MatmulCall&, int64_t panel, uint8_t* memory);
+  void (*unpacked)(const MatmulCall&, uint8_t* memory, const void* x, int64_t size, float* out, int64_t out_stride);
+};
+
+QUIRE_INLINE int64_t panels_in_pair(const Panels& weight, int64_t panel) { return panel + 1 < weight.count() ? 2 : 1; }
+
+template <Codes codes, Scales scales>
+struct QuantizedMultiplier {
+  using Packed = PackedPanel<codes, scales>;
+  using Unpacked = UnpackedPanel<codes, scales>;
+
+  template <class Panel>
+  static void tile(const Panel (&pair)[2], int64_t blocks, const void* x, int64_t size, float* out,
+                   int64_t out_stride) {
+    const uint8_t* records = static_cast<const uint8_t*>(x);
+    for (int p = 0; p < 2; p += kPanels) {
+      Panel panels[kPanels];
+      for (int i = 0; i < kPanels; i++) panels[i] = pair[p + i];
+#ifdef __AMX_INT8__
+      if constexpr (!Panel::packed) {
+        if (size == 16) {
+          for (int i = 0; i < kPanels; i++)
+            multiply_tiles<codes, scales>(panels[i], blocks, records, out + (p + i) * kLanes, out_stride);
+          continue;
+        }
+      }
+#endif
+      with_tile<kMaxTile>(size, [&](auto rows) {
+        multiply<codes, scales, rows.v>(panels, blocks, records, out + p * kLanes, out_stride);
+      });
+    }
+  }
+  static void packed(const MatmulCall& call, int64_t panel, const void* x, int64_t size, float* out,
+                     int64_t out_stride) {
+    const int64_t next = panel + panels_in_pair(call.weight, panel) - 1;
+    const Packed pair[2] = {Packed::of(call.weight, panel), Packed::of(call.weight, next)};
+    tile(pair, call.weight.blocks(), x, size, out, out_stride);
+  }
+  static void unpack(const MatmulCall& call, int64_t panel, uint8_t* memory) {
+    const int64_t blocks = call.weight.blocks();
+    for (int64_t side = 0; side < panels_in_pair(call.weight, panel); side++)
+      Unpacked::at(memory + side * unpacked_bytes(blocks), blocks).fill(call.weight, panel + side);
+  }
+  static void unpacked(const MatmulCall& call, uint8_t* memory, const void* x, int64_t size, float* out,
+                       int64_t out_stride) {
+    const int64_t blocks = call.weight.blocks();
+    const Unpacked pair[2] = {Unpacked::at(memory, blocks), Unpacked::at(memory + unpacked_bytes(blocks), blocks)};
+    tile(pair, blocks, x, size, out, out_stride);
+  }
+  static Multiplier make() { return {packed, unpack, unpacked}; }
+};
+
+template <Codes codes>
+struct DenseMultiplier {
+  static void packed(const MatmulCall& call, int64_t panel, const void* x, int64_t size, float* out,
+                     int64_t out_stride) {
+    with_tile<kMaxDenseTile>(size, [&](auto rows) {
+      multiply_dense<codes, rows.v>(call.weight, panel, static_cast<const float*>(x), call.x.stride, out, out_stride);
+    });
+  }
+  static Multiplier make() { return {packed, nullptr, nullptr}; }
+};
+
+static Multiplier find_multiplier(const Format& format) {
+  switch (format.scales) {
+    case Scales::NONE:
+      if (format.codes == Codes::F32) return DenseMultiplier<Codes::F32>::make();
+      if (format.codes == Codes::BF16) return DenseMultiplier<Codes::BF16>::make();
+      return DenseMultiplier<Codes::F16>::make();
+    case Scales::D:
+      if (format.codes == Codes::U4) return QuantizedMultiplier<Codes::U4, Scales::D>::make();
+      if (format.codes == Codes::U5) return QuantizedMultiplier<Codes::U5, Scales::D>::make();
+      return QuantizedMultiplier<Codes::U8, Scales::D>::make();
+    case Scales::DM:
+      if (format.codes == Codes::U4) return QuantizedMultiplier<Codes::U4, Scales::DM>::make();
+      return QuantizedMultiplier<Codes::U5, Scales::DM>::make();
+    case Scales::SUPER_DM:
+      if (format.codes == Codes::U4) return QuantizedMultiplier<Codes::U4, Scales::SUPER_DM>::make();
+      return QuantizedMultiplier<Codes::U5, Scales::SUPER_DM>::make();
+    case Scales::SUPER_D16: break;
+  }
+  return QuantizedMultiplier<Codes::U6, Scales::SUPER_D16>::make();
+}
+
+// Writes a tile's products, outputs `output` on.
+static void finish_plain(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
+                         int64_t output) {
+  const int64_t width = call.weight.rows - output;
+  for (int64_t part = 0; part < 2 && part * kLanes < width; part++) {
+    const int64_t at = output + part * kLanes;
+    const int lanes = width - part * kLanes < kLanes ? static_cast<int>(width - part * kLanes) : kLanes;
+    f32 bias = call.bias ? load_part(call.bias + at, lanes) : zero();
+    for (int64_t r = 0; r < tile.rows; r++) {
+      f32 value = load(products + r * stride + part * kLanes);
+      if (call.bias) value = value + bias;
+      float* to = call.y + (tile.first + r) * call.y_stride + at;
+      if (lanes == kLanes) {
+        store(to, value);
+      } else {
+        store_part(to, value, lanes);
+      }
+    }
+  }
+}
+
+QUIRE_INLINE f32 activate(f32 gate, Activation activation) {
+  if (activation == Activation::SILU) return gate * sigmoid(gate);
+  f32 inner = set1(0.7978845608f) * fma(set1(0.044715f) * gate * gate, gate, gate);
+  return set1(0.5f) * gate * (set1(1.0f) + tanh(inner));
+}
+
+// The gate's products are in columns 0 to 31 of the tile, what they multiply in 32 to 63.
+static void finish_gated(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
+                         int64_t output) {
+  const int64_t half = call.weight.rows / 2;
+  uint8_t* record = call.gated.data ? record_of(call.gated, tile, output / kBlock) : nullptr;
+  for (int64_t r = 0; r < tile.rows; r++, products += stride) {
+    f32 value[2];
+    for (int64_t part = 0; part < 2; part++) {
+      const int64_t at = output + part * kLanes;
+      f32 gate = load(products + part * kLanes), up = load(products + kUnit + part * kLanes);
+      if (call.bias) {
+        gate = gate + load(call.bias + at);
+        up = up + load(call.bias + half + at);
+      }
+      value[part] = activate(gate, call.activation) * up;
+      if (call.y) store(call.y + (tile.first + r) * call.y_stride + at, value[part]);
+    }
+    if (record) quantize_block(value[0], value[1], record, tile.size, r);
+  }
+  for (int64_t r = tile.rows; r < tile.size && record; r++) clear_row(record, tile.size, r);
+}
+
+// Asks for the lines that a tile's products will go to, so that they are there when the tile is done.
+QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_t output) {
+  for (int64_t r = 0; r < tile.rows; r++) {
+    const float* to = call.y + (tile.first + r) * call.y_stride + output;
+    __builtin_prefetch(to, 1);
+    __builtin_prefetch(to + kLanes, 1);
+  }
+}
+
+// A worker's share of the outputs of one product.
+struct Product {
+  const MatmulCall& call;
+  Multiplier multiplier;
+  Tiling tiling;
+  bool unpack, gated;
+  float* products;    // of a tile: [rows][64]
+  uint8_t* unpacked;  // a pair of panels, for gated products two
+
+  static constexpr int64_t stride = 2 * kUnit;
+
+  int64_t outputs() const { return gated ? call.weight.rows / 2 : call.weight.rows; }
+  int64_t pair_bytes() const { return 2 * unpacked_bytes(call.weight.blocks()); }
+  int64_t first_panel(int64_t unit, int half) const { return (unit * kUnit + half * outputs()) / kLanes; }
+
+  const void* rows_of(const Tile& tile) const {
+    if (call.weight.format.quantized()) return record_of(call.x.quantized, tile, 0);
+    return call.x.values + tile.first * call.x.stride;
+  }
+
+  void prepare(int64_t unit) const {
+    for (int half = 0; half < (gated ? 2 : 1) && unpack; half++)
+      multiplier.unpack(call, first_panel(unit, half), unpacked + half * pair_bytes());
+  }
+
+  void run(int64_t unit, const Tile& tile) const {
+    if (call.y) expect_writes(call, tile, unit * kUnit);
+    for (int half = 0; half < (gated ? 2 : 1); half++) {
+      float* out = products + half * kUnit;
+      if (unpack) {
+        multiplier.unpacked(call, unpacked + half * pair_bytes(), rows_of(tile), tile.size, out, stride);
+      } else {
+        multiplier.packed(call, first_panel(unit, half), rows_of(tile), tile.size, out, stride);
+      }
+    }
+    if (gated) {
+      finish_gated(call, tile, products, stride, unit * kUnit);
+    } else {
+      finish_plain(call, tile, products, stride, unit * kUnit);
+    }
+  }
+};
+
+// How many tiles pass over a pair of panels before the next pair is taken: as many as stay in L2.
+QUIRE_INLINE int64_t tiles_in_pass(const MatmulCall& call, const Tile& tile) {
+  const int64_t row_bytes =
+      call.weight.format.quantized() ? Activations::row_bytes(call.weight.cols) : call.x.stride * 4;
+  return kPassBytes / (row_bytes * tile.size) + 1;
+}
+
+static void matmul(const MatmulCall& call, Worker& worker) {
+  const bool quantized = call.weight.format.quantized();
+  const Tiling tiling = quantized ? cut_activations(call.rows) : cut_into_tiles(call.rows, kMaxDenseTile);
+  Product product{call, find_multiplier(call.weight.format), tiling, quantized && call.rows > kFewRows,
+            call.activation != Activation::NONE, nullptr, nullptr};
+  const int64_t product_bytes = 16 * Product::stride * 4;
+  uint8_t* memory = scratch(product_bytes + (product.unpack ? 2 * product.pair_bytes() : 0));
+  product.products = reinterpret_cast<float*>(memory);
+  product.unpacked = memory + product_bytes;
+  const Span units = share(worker, (product.outputs() + kUnit - 1) / kUnit);
+  const int64_t pass = tiles_in_pass(call, tiling.tile(0));
+#ifdef __AMX_INT8__
+  if (product.unpack) begin_tiles();
+#endif
+  for (int64_t begin = 0; begin < tiling.count(); begin += pass) {
+    const int64_t end = begin + pass < tiling.count() ? begin + pass : tiling.count();
+    for (int64_t unit = units.first; unit < units.last; unit++) {
+      product.prepare(unit);
+      for (int64_t tile = begin; tile < end; tile++) product.run(unit, tiling.tile(tile));
+    }
+  }
+#ifdef __AMX_INT8__
+  if (product.unpack) end_tiles();
+#endif
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

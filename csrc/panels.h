@@ -1,0 +1,80 @@
+// How a matrix lies in memory: in panels of 16 outputs, so that a vector holds the same place of 16 rows and each row
+// is summed in a lane of its own. This is the one description of the layout; pack.cpp writes it, matmul.inl reads it.
+//
+// A panel is its codes for all of K, then (from the next 64 bytes on) its scales. Quantized codes come in blocks of
+// 32 K. With "quad j" for the four values 4j to 4j + 3 of K, lane n of a vector holding a quad of output n:
+//   U4   4 vectors: the low nibbles of vector j are quad j, the high ones quad j + 4                  256 bytes a block
+//   U5   U4, then 8 masks of 64 bits: bit i of mask j is bit 4 of byte i of quad j                     320
+//   U6   U4, then 2 vectors: bits 2t and 2t + 1 of byte i of vector h are bits 4 and 5 of byte i of
+//        quad 4h + t                                                                                  384
+//   U8   8 vectors: quad j                                                                            512
+//   F32, BF16, F16   16 values for each of K                                                          64 or 32 a value
+// Scales, 16 lanes each, in float16 unless said otherwise; value = what is right of the arrow, for code q:
+//   D          d a block                                                          -> d * (q - offset)
+//   DM         d, then m, a block                                                 -> d * q + m
+//   SUPER_DM   for 8 blocks: D, then M, then 8 times (uint8 s, uint8 t)           -> (D * s) * q - (M * t)
+//   SUPER_D16  for 8 blocks: D, then 16 times int8 s, one for each 16 of K        -> (D * s) * (q - offset)
+// A last panel with fewer than 16 outputs is filled up with zeros.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+constexpr int kLanes = 16;       // outputs in a panel
+constexpr int kBlock = 32;       // values of K that share an activation's scale
+constexpr int kSuper = 8;        // blocks that share a super-scale
+
+enum class Codes : uint8_t { U4, U5, U6, U8, F32, BF16, F16 };
+enum class Scales : uint8_t { NONE, D, DM, SUPER_DM, SUPER_D16 };
+
+struct Format {
+  Codes codes;
+  Scales scales;
+  int offset;  // what a code is lowered by, where there is no minimum
+
+  bool quantized() const { return scales != Scales::NONE; }
+};
+
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Bytes of codes for one block of 32 K (quantized formats).
+constexpr int64_t block_bytes(Codes codes) {
+  return codes == Codes::U4 ? 256 : codes == Codes::U5 ? 320 : codes == Codes::U6 ? 384 : 512;
+}
+
+constexpr int64_t value_bytes(Codes codes) { return codes == Codes::F32 ? 4 : 2; }
+
+// A matrix of `rows` outputs and `cols` inputs in panels.
+struct Panels {
+  Format format;
+  int64_t rows, cols;
+  uint8_t* data;
+
+  int64_t count() const { return (rows + kLanes - 1) / kLanes; }
+  int64_t blocks() const { return cols / kBlock; }
+
+  int64_t code_bytes() const {
+    if (!format.quantized()) return cols * kLanes * value_bytes(format.codes);
+    return blocks() * block_bytes(format.codes);
+  }
+
+  int64_t scale_bytes() const {
+    switch (format.scales) {
+      case Scales::NONE: return 0;
+      case Scales::D: return blocks() * 32;
+      case Scales::DM: return blocks() * 64;
+      case Scales::SUPER_DM: return blocks() / kSuper * (64 + kSuper * 32);
+      case Scales::SUPER_D16: return blocks() / kSuper * (32 + kSuper * 32);
+    }
+    return 0;
+  }
+
+  int64_t stride() const { return round_up(code_bytes(), 64) + round_up(scale_bytes(), 64); }
+  int64_t nbytes() const { return count() * stride(); }
+  uint8_t* codes(int64_t panel) const { return data + panel * stride(); }
+  uint8_t* scales(int64_t panel) const { return codes(panel) + round_up(code_bytes(), 64); }
+};
+
+}  // namespace quire

@@ -1,0 +1,160 @@
+#include "pool.h"
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/sysinfo.h>
+
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "barrier.h"
+
+namespace quire {
+
+namespace {
+
+// Between jobs: longer than the gap between two steps of an engine, short enough not to be felt by others.
+constexpr Patience kBetweenJobs{200'000, 1'000'000};
+constexpr Patience kWithinJob{20'000, 1'000'000};
+
+// Where threads outnumber cores, whoever spins or yields only keeps the core from those who are waited for.
+constexpr Patience kCrowded{0, 0};
+
+int count_cores() {
+  cpu_set_t cores;
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : get_nprocs();
+}
+
+}  // namespace
+
+// Lives as long as the process: workers are detached and may still look at it while the process exits.
+class Pool {
+ public:
+  void run(int threads, Job job, void* argument);
+  static void run_alone(Job job, void* argument);
+  void wait_for_team() { barrier_.arrive_and_wait(team_.size_, crowded_ ? kCrowded : kWithinJob); }
+
+ private:
+  // Where a worker waits to be called. The number counts its calls.
+  struct Seat {
+    Pool* pool;
+    int index;
+    Signal calls;
+  };
+
+  void start_workers(int count);
+  void start_worker(int index);
+  static void* work(void* seat);
+  Patience take_part(int index);
+
+  std::mutex turn_;
+  std::vector<Seat*> seats_;
+  int num_cores_ = 1;  // counted when workers are started: until then the process may still be bound to some of them
+
+  // Written by the caller before it calls the workers, read by those of the team until the last one is done.
+  Job job_ = nullptr;
+  void* argument_ = nullptr;
+  unsigned float_mode_ = 0;
+  bool crowded_ = false;
+  Team team_{1, this};
+  Barrier barrier_;
+};
+
+void Team::barrier() {
+  if (size_ > 1) pool_->wait_for_team();
+}
+
+void Pool::run_alone(Job job, void* argument) {
+  Team team(1, nullptr);
+  job(argument, Worker{team, 0});
+}
+
+void Pool::run(int threads, Job job, void* argument) {
+  std::lock_guard<std::mutex> turn(turn_);
+  start_workers(threads - 1);
+  job_ = job;
+  argument_ = argument;
+  float_mode_ = _mm_getcsr();
+  team_.size_ = threads;
+  crowded_ = threads > num_cores_;
+  for (int i = 0; i < threads - 1; ++i) seats_[i]->calls.set(seats_[i]->calls.value() + 1);
+  for (int i = 0; i < threads - 1; ++i) seats_[i]->calls.wake();
+  job(argument, Worker{team_, 0});
+  wait_for_team();
+}
+
+// A worker rounds and flushes as the caller does, or a result would depend on who computed it. Returns how to wait for
+// the next job: once the last worker has arrived, the next caller may change all that is read here.
+Patience Pool::take_part(int index) {
+  Patience patience = crowded_ ? kCrowded : kBetweenJobs;
+  _mm_setcsr(float_mode_);
+  job_(argument_, Worker{team_, index});
+  barrier_.arrive(team_.size_);
+  return patience;
+}
+
+void* Pool::work(void* argument) {
+  Seat* seat = static_cast<Seat*>(argument);
+  char name[16];
+  std::snprintf(name, sizeof name, "quire-%d", seat->index);
+  pthread_setname_np(pthread_self(), name);
+  Patience patience = kBetweenJobs;
+  for (uint32_t calls = 0;; ++calls) {
+    seat->calls.wait_while(calls, patience);
+    patience = seat->pool->take_part(seat->index);
+  }
+}
+
+// New threads inherit the mask of signals: workers take none, so that Ctrl-C reaches the thread that waits for it.
+void Pool::start_workers(int count) {
+  if (static_cast<int>(seats_.size()) >= count) return;
+  num_cores_ = count_cores();
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    while (static_cast<int>(seats_.size()) < count) start_worker(static_cast<int>(seats_.size()) + 1);
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Pool::start_worker(int index) {
+  seats_.reserve(index);
+  Seat* seat = new Seat{this, index, {}};
+  pthread_t thread;
+  if (int error = pthread_create(&thread, nullptr, work, seat)) {
+    delete seat;
+    throw std::runtime_error("Thread " + std::to_string(index) + " of the pool could not be started: " +
+                             std::strerror(error) + ". Use fewer threads or raise the limit on processes.");
+  }
+  pthread_detach(thread);
+  seats_.push_back(seat);
+}
+
+namespace {
+
+Pool* pool = new Pool;
+
+// After a fork the child has no workers, and the lock may be held by a thread that is not there: it starts afresh.
+void renew_pool() { pool = new Pool; }
+
+const int kRegistered = pthread_atfork(nullptr, nullptr, renew_pool);
+
+}  // namespace
+
+void run_team(int threads, Job job, void* argument) {
+  if (threads < 1) throw std::invalid_argument("A team has at least 1 thread, not " + std::to_string(threads) + ".");
+  if (threads == 1) return Pool::run_alone(job, argument);
+  pool->run(threads, job, argument);
+}
+
+}  // namespace quire

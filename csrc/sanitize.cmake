@@ -1,0 +1,19 @@
+# The extension under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself is not built with them, so the
+# sanitizer's library has to be loaded first: preload.txt holds the value of LD_PRELOAD. libstdc++ is in it because the
+# sanitizer looks for the function that throws exceptions when it starts.
+set(SANITIZERS -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all)
+target_compile_options(_native PRIVATE ${SANITIZERS} -O1 -g -fno-omit-frame-pointer)
+target_link_options(_native PRIVATE ${SANITIZERS})
+
+set(PRELOAD "")
+foreach(library libasan.so libstdc++.so)
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=${library}
+                  OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT IS_ABSOLUTE "${found}")
+    message(FATAL_ERROR "${CMAKE_CXX_COMPILER} has no ${library}; a sanitized build needs g++ and its sanitizers.")
+  endif()
+  get_filename_component(found "${found}" REALPATH)
+  list(APPEND PRELOAD "${found}")
+endforeach()
+list(JOIN PRELOAD ":" PRELOAD)
+file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/preload.txt" "${PRELOAD}\n")

@@ -1,0 +1,39 @@
+// The working memory that scratch.h promises: one buffer a thread, freed when the thread ends.
+#include "scratch.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace quire {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+struct Buffer {
+  uint8_t* data = nullptr;
+  size_t size = 0;
+
+  ~Buffer() { std::free(data); }
+
+  // Grows by half at least, so that a slowly rising wish does not allocate each time.
+  void grow(size_t bytes) {
+    size_t wish = bytes > size + size / 2 ? bytes : size + size / 2;
+    std::free(data);
+    size = 0;
+    wish = (wish + kAlignment - 1) / kAlignment * kAlignment;
+    data = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, wish));
+    if (data == nullptr) throw std::bad_alloc();
+    size = wish;
+  }
+};
+
+thread_local Buffer buffer;
+
+}  // namespace
+
+uint8_t* scratch(size_t bytes) {
+  if (bytes > buffer.size || buffer.data == nullptr) buffer.grow(bytes > 0 ? bytes : 1);
+  return buffer.data;
+}
+
+}  // namespace quire

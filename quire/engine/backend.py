@@ -1,0 +1,111 @@
+"""Which ops an engine computes with, decided while it is built: what they cannot serve is said here, never in a request.
+
+`engine.py` calls `choose_ops` once it knows the model's shape.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import InvalidParams, UnsupportedModel
+from quire.kernels import Kernels, isa, select
+from quire.kernels.cpu.native import Missing, Native, find
+from quire.kernels.cpu.tape import DENSE_FORMATS
+from quire.models.config import ModelConfig
+from quire.weights.checkpoint import Checkpoint
+
+log = logging.getLogger("quire.engine")
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_UNIT = 16
+
+
+def choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParams("device is 'cuda', but torch sees no GPU; use 'cpu' or 'auto'.")
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Our own kernels where they are there and fit, else torch's; `config.kernels` may insist on either.
+
+    Torch is left one thread beside our own: its threads and ours would wait for the same cores.
+    """
+    native = find_native(config, model, dtype, device)
+    if native is not None:
+        torch.set_num_threads(1)
+    elif device.type == "cpu":
+        torch.set_num_threads(config.threads or isa.prepare().cores)
+    if native is None and config.quantize != "none":
+        raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
+    return select(device, native)
+
+
+def find_native(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Native | None:
+    if config.kernels == "torch":
+        return None
+    reason = unfit(model, dtype, device)
+    found = Missing(reason) if reason else find(isa.prepare(), config.threads)
+    if isinstance(found, Native):
+        return found
+    if config.kernels == "native":
+        raise UnsupportedModel(f"kernels is 'native', but {found.reason}")
+    if device.type == "cpu":
+        log.warning("%s", found.reason)
+    return None
+
+
+def unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why our own CPU kernels cannot serve a model, or None if they can."""
+    if device.type != "cpu":
+        return f"quire's own CPU kernels do not run on {device.type}."
+    if dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        return f"quire's own CPU kernels compute in float32, not in {name}; torch's are used."
+    if model.head_dim % HEAD_DIM_UNIT or model.head_dim > MAX_HEAD_DIM:
+        return (
+            f"quire's own CPU kernels need heads of a multiple of {HEAD_DIM_UNIT} dimensions, at most {MAX_HEAD_DIM}, "
+            f"and this model's have {model.head_dim}; torch's are used."
+        )
+    return None
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
+    """What the cache holds: half precision beside our own kernels, which read it as fast as they can."""
+    name = str(dtype).removeprefix("torch.")
+    if wanted == "auto":
+        return "bfloat16" if ops.native else name
+    if wanted == "int8" and ops.native is None:
+        raise InvalidParams("kv_dtype is 'int8', which needs quire's own CPU kernels; use 'float32' or 'bfloat16'.")
+    return wanted
+
+
+def choose_quantize(wanted: str, checkpoint: Checkpoint) -> str | None:
+    """Our own int8 or int4 for matrices stored plainly; a file that has none cannot be rounded."""
+    if wanted == "none":
+        return None
+    matrices = [name for name, shape in checkpoint.shapes.items() if len(shape) == 2]
+    if not any(checkpoint.panel_format(name) in DENSE_FORMATS for name in matrices):
+        raise InvalidParams(f"quantize is {wanted!r}, but the model's matrices are quantized already; leave it out.")
+    return wanted
+
+
+def describe_ops(ops: Kernels, dtype: torch.dtype) -> str:
+    """What computes, in words: 'own kernels (avx512) on 2 threads', 'torch in float32 on cpu'."""
+    if ops.native is not None:
+        threads = ops.native.threads
+        return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"
+    return f"torch in {str(dtype).removeprefix('torch.')} on {ops.device.type}"

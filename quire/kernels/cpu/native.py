@@ -1,0 +1,63 @@
+"""The C++ kernels: whether they are here, which of their instruction sets this machine runs, and on how many threads.
+
+`find` is asked once an engine; without an extension (no compiler when quire was installed) or on a CPU older than AVX2
+it says so and the torch ops serve instead. What is computed with them is in `tape.py` and `native_ops.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from quire.kernels.isa import AMX, CPU
+
+NEEDS = {
+    "amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "amx_tile", "amx_int8"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+}  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The extension, one of its instruction sets, and the threads of a team."""
+
+    module: ModuleType
+    isa: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why there are no kernels of our own, and what to do."""
+
+    reason: str
+
+
+def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
+    """The best kernels that were built and that this CPU runs."""
+    module = load()
+    if isinstance(module, Missing):
+        return module
+    isas = usable(cpu, module.built())
+    if not isas:
+        return Missing("This CPU has no AVX2, which quire's own kernels need; torch's are used.")
+    return Native(module, isas[0], threads or cpu.cores)
+
+
+def load() -> ModuleType | Missing:
+    try:
+        return import_module("quire.kernels.cpu._native")
+    except ImportError as error:
+        note = Path(__file__).with_name("native_missing.txt")
+        why = note.read_text().strip() if note.is_file() else f"they could not be loaded ({error})."
+        return Missing(f"quire's own CPU kernels are missing: {why} Torch's are used, several times slower.")
+
+
+def usable(cpu: CPU, built: list[str]) -> list[str]:
+    """The instruction sets that were built and that run here, best first."""
+    fit = [isa for isa, needs in NEEDS.items() if isa in built and needs <= cpu.flags]
+    return [isa for isa in fit if isa != "amx" or cpu.amx.status is AMX.RUNS]

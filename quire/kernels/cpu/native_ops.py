@@ -1,0 +1,168 @@
+"""The ops of `reference` on the C++ kernels. Given `Value`s they write themselves onto the tape; given tensors they
+record a tape of one op and run it, which is how tests hold each of them against the reference.
+
+float32 activations only; the cache is float32, bfloat16 or int8 in the layout that `csrc/attention.h` describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded import RecordedModel
+from quire.kernels.cpu.tape import Recorded, Tape, Value
+from quire.kernels.paging import LayerCache, Paging
+
+PARTIALS = 1 << 18  # floats for the parts of contexts that several threads work on: 1 MiB
+CACHE_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+
+
+class NativeOps:
+    """`reference`'s ops, on one instruction set and number of threads."""
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+        self._partials = torch.empty(PARTIALS, dtype=torch.float32)
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float, residual: Any = None) -> Any:
+        if isinstance(x, Tensor):
+            inputs = (x,) if residual is None else (x, residual)
+            results = self._at_once(lambda *values: self.rms_norm(values[0], weight, eps, *values[1:]), inputs)
+            return results[0] if residual is None else results
+        normed, total = x.tape.norm(x, weight.float().contiguous(), eps, residual)
+        return normed if residual is None else (normed, total)
+
+    def rope(self, q: Any, k: Any, positions: Any, table: Tensor, interleaved: bool) -> Any:
+        if isinstance(q, Tensor):
+            return self._at_once(lambda *qk: self.rope(*qk, None, table, interleaved), (q, k), positions=positions)
+        spans = [q, k]
+        if q.buffer is k.buffer and k.first == q.first + q.width:
+            spans = [Value(q.buffer, (q.tail[0] + k.tail[0], q.tail[1]), q.first)]
+        for x in spans:
+            heads, head_dim = x.tail
+            arguments = {"x": x.read(), "heads": heads, "head_dim": head_dim, "table": table}
+            x.tape.put(Recorded("rope", {**arguments, "dim": table.shape[1], "interleaved": interleaved}))
+        return q, k
+
+    def store_kv(self, k: Any, v: Any, cache: LayerCache, slots: Any) -> None:
+        if isinstance(k, Tensor):
+            paging = step_of_slots(cache, slots)
+            self._at_once(lambda *kv: self.store_kv(*kv, cache, None), (k, v), paging=paging)
+            return
+        k.tape.put(Recorded("store", {**describe_cache(cache, k.tail[1]), "k": k.read(), "v": v.read()}))
+
+    def attention(
+        self,
+        q: Any,
+        cache: LayerCache,
+        paging: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        slopes: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Any:
+        options = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
+        if isinstance(q, Tensor):
+            return self._at_once(lambda value: self.attention(value, cache, None, **options), (q,), paging=paging)[0]
+        out = q.tape.new(q.tail)
+        arguments = {
+            "q": q.read(),
+            "out": out.read(),
+            "heads": q.tail[0],
+            "scale": scale,
+            "window": window or 0,
+            "softcap": softcap or 0.0,
+            "slopes": 0 if slopes is None else slopes.float().contiguous(),
+            "partials": self._partials,
+            "num_partials": PARTIALS,
+        }
+        q.tape.put(Recorded("attention", {**describe_cache(cache, q.tail[1]), **arguments}))
+        return out
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        return self._gate(gate_up, "silu")
+
+    def gelu_mul(self, gate_up: Any) -> Any:
+        return self._gate(gate_up, "gelu")
+
+    def _gate(self, gate_up: Any, activation: str) -> Any:
+        if isinstance(gate_up, Tensor):
+            flat = gate_up.flatten(0, -2)
+            out = self._at_once(lambda value: self._gate(value, activation), (flat,))[0]
+            return out.view(*gate_up.shape[:-1], out.shape[-1])
+        return gate_up.tape.gate(gate_up, activation)
+
+    def cache_shapes(
+        self, dtype: str, block_size: int, kv_heads: int, head_dim: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        kept = next(kind for kind, name in CACHE_TYPES.items() if name == dtype)
+        sizes = self.native.module.cache_bytes(dtype, block_size, kv_heads, head_dim)
+        k, v = ((kv_heads, num_bytes // kept.itemsize) for num_bytes in sizes)
+        return k, v, kept
+
+    def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
+        return RecordedModel(model, kv, self.native, max_tokens)
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.dtype == torch.float32
+        x = x.contiguous()
+        index, value = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.float32)
+        self.native.module.argmax(
+            self.native.isa,
+            self.native.threads,
+            (x.data_ptr(), x.stride(0)),
+            *x.shape,
+            index.data_ptr(),
+            value.data_ptr(),
+        )
+        return index, value
+
+    def _at_once(
+        self,
+        record: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        *,
+        positions: Tensor | None = None,
+        paging: Paging | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Record ops over tensors [tokens, ...], run them once, and copy out what they gave."""
+        assert all(x.dtype == torch.float32 for x in inputs)
+        num_tokens = len(inputs[0])
+        tape = Tape(self.native, max(num_tokens, 1))
+        values = [tape.new(tuple(x.shape[1:])) for x in inputs]
+        for value in values:
+            value.read()
+        results = record(*values)
+        results = () if results is None else results if isinstance(results, tuple) else (results,)
+        for result in results:
+            result.read()
+        tape.finish()
+        for value, x in zip(values, inputs, strict=True):
+            tape.result(value, num_tokens).copy_(x.flatten(1))
+        if num_tokens:
+            tape.run(None, positions, paging, num_tokens)
+        return tuple(tape.result(result, num_tokens).reshape(num_tokens, *result.tail) for result in results)
+
+
+def step_of_slots(cache: LayerCache, slots: Tensor) -> Paging:
+    """A Paging that says where tokens go, and nothing else."""
+    empty = torch.zeros(0, 0, dtype=torch.int32)
+    tables = [empty for _ in range(cache.group + 1)]
+    return Paging(empty, empty, tables, [slots for _ in tables], cache.block_size, [0], [])
+
+
+def describe_cache(cache: LayerCache, head_dim: int) -> dict[str, Any]:
+    return {
+        "type": CACHE_TYPES[cache.k.dtype],
+        "block_size": cache.block_size,
+        "kv_heads": cache.k.shape[1],
+        "head_dim": head_dim,
+        "keys": cache.k,
+        "values": cache.v,
+        "group": cache.group,
+    }

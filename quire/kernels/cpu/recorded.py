@@ -1,0 +1,52 @@
+"""RecordedModel: a model whose forward pass has been put on a tape, and is run in one call a step.
+
+It is called like the model it was made from. The engine gets one from the `record` op; logits are still the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import Tape
+from quire.kernels.paging import LayerCache, Paging
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Stands in for the token ids while a model is recorded."""
+
+    tape: Tape
+
+
+@dataclass(frozen=True, slots=True)
+class StepPaging:
+    """Stands in for a Paging while a model is recorded: ops name their group, and find its tables when they run."""
+
+    slots: Sequence[int]
+
+
+class RecordedModel:
+    """A model, its caches and the tape of its forward pass."""
+
+    def __init__(self, model: Any, kv: Sequence[LayerCache], native: Native, max_tokens: int) -> None:
+        self.model = model
+        self.tape = Tape(native, max_tokens)
+        self._kv = list(kv)
+        groups = range(1 + max(cache.group for cache in kv))
+        self._hidden = model(StepTokens(self.tape), None, StepPaging(groups), kv)
+        self._hidden.read()
+        self.tape.finish()
+
+    def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache]) -> Tensor:
+        assert all(ours is theirs for ours, theirs in zip(self._kv, kv, strict=True))
+        self.tape.run(tokens, positions, paging, len(tokens))
+        return self.tape.result(self._hidden, len(tokens))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.logits(hidden)
+        return logits

@@ -1,0 +1,117 @@
+"""PanelWeight: a matrix packed for the C++ kernels. `csrc/panels.h` describes the layout.
+
+Matrices of different storage that are used together (q, k and v of mixed types) are several panels, side by side in the
+output. Who fills them is `weights/checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded import StepTokens
+from quire.kernels.cpu.tape import DENSE_FORMATS, SPARE_ROWS, Value, padded
+from quire.quant.ggml_types import GGMLType
+from quire.quant.weight import Weight
+
+ROWS_IN_PANEL = 16
+PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
+
+# Without loss: what the file says is what is multiplied with. Other types become float32.
+FORMATS = {
+    GGMLType.Q4_0: "q4_0",
+    GGMLType.Q4_1: "q4_1",
+    GGMLType.Q5_0: "q5_0",
+    GGMLType.Q5_1: "q5_1",
+    GGMLType.Q8_0: "q8_0",
+    GGMLType.Q4_K: "q4_k",
+    GGMLType.Q5_K: "q5_k",
+    GGMLType.Q6_K: "q6_k",
+    GGMLType.F32: "f32",
+    GGMLType.BF16: "bf16",
+    GGMLType.F16: "f16",
+}
+
+
+class PanelWeight:
+    """One matrix of `parts`, which are the extension's `Panels`, one below the other."""
+
+    def __init__(self, parts: Sequence[Any], native: Native) -> None:
+        self.parts = list(parts)
+        self.native = native
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.rows for part in self.parts), self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def matmul(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            return x.tape.matmul(x, self.parts)
+        flat = x.reshape(-1, x.shape[-1])
+        out = torch.empty(len(flat), padded(self.shape[0]), dtype=torch.float32)[:, : self.shape[0]]
+        first = 0
+        for part in self.parts:
+            self._multiply(part, flat, out[:, first:])
+            first += part.rows
+        return out.unflatten(0, x.shape[:-1]).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
+
+    def _multiply(self, part: Any, x: Tensor, out: Tensor) -> None:
+        if not len(x):
+            return
+        module = self.native.module
+        values = torch.zeros(len(x) + SPARE_ROWS, part.cols)
+        values[: len(x)] = x
+        rounded, quantized = None, (0, 0)
+        if part.format not in DENSE_FORMATS:
+            rounded = torch.empty((len(x) + SPARE_ROWS) * module.quantized_row_bytes(part.cols), dtype=torch.uint8)
+            quantized = (rounded.data_ptr(), part.cols)
+        view = (values.data_ptr(), part.cols)
+        y = (out.data_ptr(), out.stride(0))
+        module.multiply(self.native.isa, self.native.threads, part, len(x), view, quantized, y)
+
+    def rows(self, index: Any) -> Any:
+        if isinstance(index, StepTokens):
+            (part,) = self.parts
+            return index.tape.embed(part)
+        out = torch.empty(len(index), self.shape[1])
+        for part, own, at in self._split(index):
+            found = torch.empty(len(own), self.shape[1])
+            part.unpack_rows(own.data_ptr(), len(own), found.data_ptr())
+            out[at] = found
+        return out
+
+    def _split(self, index: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
+        """Each part with the rows of it that are asked for, and where they stand in the answer."""
+        found, first = [], 0
+        for part in self.parts:
+            at = ((index >= first) & (index < first + part.rows)).nonzero().flatten()
+            found.append((part, (index[at] - first).contiguous(), at))
+            first += part.rows
+        return found
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        dense: Tensor = self.rows(torch.arange(self.shape[0])).to(dtype)
+        return dense
+
+    def shard(self, rank: int, size: int, dim: int) -> Weight:
+        raise UnsupportedModel("Matrices packed for one CPU cannot be split over devices; load with kernels='torch'.")
+
+
+def join(parts: Sequence[tuple[str, int]], formats: Sequence[str]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Neighbours that may share panels: of one format, and each but the last a whole number of panels."""
+    groups: list[tuple[str, list[tuple[str, int]]]] = []
+    for part, kind in zip(parts, formats, strict=True):
+        if groups and groups[-1][0] == kind and groups[-1][1][-1][1] % ROWS_IN_PANEL == 0:
+            groups[-1][1].append(part)
+        else:
+            groups.append((kind, [part]))
+    return groups

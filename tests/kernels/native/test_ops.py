@@ -1,0 +1,226 @@
+"""Norm, rotation, gates, cache writes and argmax of the C++ kernels against the reference, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.cpu.native_ops import NativeOps
+from quire.kernels.paging import LayerCache
+from tests.tools.native import THREADS, draw, each_cache_type, each_isa, kept, ops_of
+
+pytestmark = pytest.mark.cpu
+
+few = settings(max_examples=25, deadline=None)
+sizes = st.integers(1, 100)
+tokens = st.integers(0, 9)
+seeds = st.integers(0, 99)
+thread_counts = st.sampled_from(THREADS)
+
+
+def close(out: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+
+
+@each_isa
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_norm(name: str, tokens: int, size: int, seed: int, threads: int) -> None:
+    x, weight = draw(tokens, size, seed=seed), draw(size, seed=seed + 1)
+    before = x.clone()
+    close(ops_of(name, threads).rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+@each_isa
+@few
+@given(tokens=tokens, heads=st.integers(1, 5), size=sizes, seed=seeds, threads=thread_counts)
+def test_norm_of_each_head(name: str, tokens: int, heads: int, size: int, seed: int, threads: int) -> None:
+    x, weight = draw(tokens, heads + 2, size, seed=seed)[:, 1:-1], draw(size, seed=seed + 1)
+    close(ops_of(name, threads).rms_norm(x, weight, 1e-3), reference.rms_norm(x, weight, 1e-3))
+
+
+@each_isa
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_norm_of_a_sum(name: str, tokens: int, size: int, seed: int, threads: int) -> None:
+    (x, residual), weight = draw(2, tokens, size, seed=seed), draw(size, seed=seed + 1)
+    normed, total = ops_of(name, threads).rms_norm(x, weight, 1e-5, residual)
+    expected, expected_total = reference.rms_norm(x, weight, 1e-5, residual)
+    close(normed, expected)
+    assert torch.equal(total, expected_total)
+
+
+def rotary_table(dim: int) -> Tensor:
+    angles = torch.outer(torch.arange(50.0), 10.0 ** -torch.arange(dim // 2))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@each_isa
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@few
+@given(
+    tokens=tokens,
+    heads=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    dims=st.sampled_from([(16, 16), (16, 4), (32, 30), (48, 24), (80, 2), (128, 128), (256, 64)]),
+    seed=seeds,
+    threads=thread_counts,
+)
+def test_rope(name, interleaved, tokens, heads, kv_heads, dims, seed, threads) -> None:
+    head_dim, dim = dims
+    q, k = draw(tokens, heads + kv_heads, head_dim, seed=seed).split([heads, kv_heads], dim=1)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
+    before = q.clone()
+    turned = ops_of(name, threads).rope(q, k, positions, rotary_table(dim), interleaved)
+    for out, expected in zip(turned, reference.rope(q, k, positions, rotary_table(dim), interleaved), strict=True):
+        close(out, expected)
+    assert torch.equal(q, before)
+
+
+@each_isa
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_rope_of_one_buffer_is_that_of_two(name: str, interleaved: bool) -> None:
+    """A model's q and k lie side by side and are turned in one go; v behind them is left alone."""
+    ops, qkv, table = ops_of(name), draw(7, 6, 32), rotary_table(24)
+    positions = torch.arange(7)
+
+    def turn(value):
+        q, k, v = value.split_with_sizes([3, 1, 2], dim=1)
+        return *ops.rope(q, k, None, table, interleaved), v
+
+    q, k, v = ops._at_once(turn, (qkv,), positions=positions)
+    apart = ops.rope(qkv[:, :3].clone(), qkv[:, 3:4].clone(), positions, table, interleaved)
+    assert torch.equal(q, apart[0])
+    assert torch.equal(k, apart[1])
+    assert torch.equal(v, qkv[:, 4:])
+
+
+@each_isa
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_gates(name: str, tokens: int, size: int, seed: int, threads: int) -> None:
+    ops, x = ops_of(name, threads), 4 * draw(tokens, 2 * size, seed=seed)
+    torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), atol=4e-6, rtol=4e-6)
+    torch.testing.assert_close(ops.gelu_mul(x), reference.gelu_mul(x), atol=4e-6, rtol=4e-6)
+
+
+@each_isa
+def test_gates_far_out(name: str) -> None:
+    gate = torch.tensor([-1e4, -200.0, -90.0, -30.0, -1e-30, 0.0, 1e-30, 30.0, 90.0, 200.0, 1e4])
+    x = torch.cat((gate, torch.ones_like(gate)))[None]
+    for own, plain in ((ops_of(name).silu_mul, reference.silu_mul), (ops_of(name).gelu_mul, reference.gelu_mul)):
+        torch.testing.assert_close(own(x), plain(x), atol=1e-12, rtol=4e-6)
+
+
+@each_isa
+def test_gates_of_what_is_not_a_number(name: str) -> None:
+    x = torch.cat((torch.tensor([float("nan"), 1.0]), torch.ones(2)))[None]
+    for gate in (ops_of(name).silu_mul, ops_of(name).gelu_mul):
+        assert gate(x).isnan().tolist() == [[True, False]]
+
+
+class Layout:
+    """The caches as `csrc/attention.h` describes them, read back in plain torch."""
+
+    def __init__(self, ops: NativeOps, kind: str, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None:
+        k, v, dtype = ops.cache_shapes(kind, block_size, kv_heads, head_dim)
+        self.lanes, self.head_dim = -(-block_size // 16) * 16, head_dim
+        self.cache = LayerCache(
+            torch.zeros(blocks, *k, dtype=dtype), torch.zeros(blocks, *v, dtype=dtype), 0, block_size
+        )
+
+    def keys(self) -> Tensor:
+        """[blocks, lanes, kv_heads, head_dim] float32"""
+        codes, scales = self.split(self.cache.k, self.head_dim * self.lanes)
+        return (codes.unflatten(-1, (self.head_dim, self.lanes)) * scales.unsqueeze(-2)).permute(0, 3, 1, 2)
+
+    def values(self) -> Tensor:
+        """[blocks, block_size, kv_heads, head_dim] float32"""
+        size = self.cache.block_size
+        codes, scales = self.split(self.cache.v, self.head_dim * size)
+        return (codes.unflatten(-1, (size, self.head_dim)) * scales[..., :size, None]).permute(0, 2, 1, 3)
+
+    def split(self, cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        if cache.dtype != torch.int8:
+            assert cache.shape[-1] == size
+            return cache.float(), torch.ones(*cache.shape[:-1], self.lanes)
+        assert cache.shape[-1] == size + 4 * self.lanes
+        return cache[..., :size].float(), cache[..., size:].contiguous().view(torch.float32)
+
+
+@each_isa
+@each_cache_type
+@pytest.mark.parametrize(("block_size", "kv_heads", "head_dim"), [(1, 1, 16), (3, 2, 48), (16, 3, 64), (40, 1, 256)])
+@pytest.mark.parametrize("threads", THREADS)
+def test_store_kv(name: str, kind: str, block_size: int, kv_heads: int, head_dim: int, threads: int) -> None:
+    ops = ops_of(name, threads)
+    layout = Layout(ops, kind, 5, block_size, kv_heads, head_dim)
+    slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(1))[: 2 * block_size + 1]
+    k, v = draw(2, len(slots), kv_heads + 1, head_dim)[:, :, 1:].unbind()
+    v = v * 1e-3
+    v[-1] = 0.0
+    ops.store_kv(k, v, layout.cache, slots)
+    for found, new in ((layout.keys(), k), (layout.values(), v)):
+        expected = torch.zeros(5, found.shape[1], kv_heads, head_dim)
+        expected[slots // block_size, slots % block_size] = kept(new, kind)
+        assert torch.equal(found, expected)
+
+
+@each_isa
+@each_cache_type
+def test_store_kv_of_no_token(name: str, kind: str) -> None:
+    layout = Layout(ops_of(name), kind, 1, 4, 1, 16)
+    ops_of(name).store_kv(torch.zeros(0, 1, 16), torch.zeros(0, 1, 16), layout.cache, torch.zeros(0, dtype=torch.int64))
+    assert not layout.keys().any()
+
+
+@each_isa
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_int8_shows_what_is_not_finite(name: str, bad: float) -> None:
+    layout = Layout(ops_of(name), "int8", 1, 4, 2, 16)
+    k = torch.ones(1, 2, 16)
+    k[0, 1, 5] = bad
+    ops_of(name).store_kv(k, k, layout.cache, torch.tensor([2]))
+    for found in (layout.keys(), layout.values()):
+        assert found[0, 2, 1].isnan().all()
+        assert found[0, 2, 0].eq(1).all()
+
+
+@each_isa
+@few
+@given(rows=st.integers(0, 7), cols=sizes, seed=seeds, threads=thread_counts)
+def test_argmax_takes_the_first_of_equals(name: str, rows: int, cols: int, seed: int, threads: int) -> None:
+    """Few different numbers, so that the largest is there more than once."""
+    x = torch.randint(-3, 1, (rows, cols), generator=torch.Generator().manual_seed(seed)).float()
+    index, value = ops_of(name, threads).argmax(x)
+    for row in range(rows):
+        assert value[row] == x[row].max()
+        assert index[row] == x[row].tolist().index(x[row].max())
+
+
+@each_isa
+def test_argmax_of_odd_rows(name: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    x = torch.full((6, 37), -inf)
+    x[1, 36] = -1e38
+    x[2, :] = 7.0
+    x[2, 20], x[2, 30] = nan, nan
+    x[3, 5], x[3, 9] = inf, inf
+    x[4, 3], x[4, 36] = 2.0, nan
+    x[5, 0] = nan
+    index, value = ops_of(name).argmax(x)
+    assert index.tolist() == [0, 36, 20, 5, 36, 0]
+    torch.testing.assert_close(value, torch.tensor([-inf, -1e38, nan, inf, nan, nan]), equal_nan=True)
+
+
+@each_isa
+def test_argmax_of_a_wide_view(name: str) -> None:
+    x = draw(5, 1000)[:, 100:900]
+    index, value = ops_of(name).argmax(x)
+    assert torch.equal(index, x.argmax(-1))
+    assert torch.equal(value, x.max(-1).values)

@@ -1,0 +1,214 @@
+"""What the tests of the C++ kernels share: which instruction sets run here, matrices in panels, the paged cache in the
+kernels' own layout, and tiny models that fit them. Importing this skips the module where the kernels cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import Kernels, isa, select
+from quire.kernels.cpu.native import Missing, Native, load, usable
+from quire.kernels.cpu.native_ops import NativeOps
+from quire.kernels.paging import LayerCache
+from quire.models.config import ModelConfig, Rope
+from quire.models.decoder import Decoder
+from quire.models.registry import MODELS
+from quire.quant.ggml_types import GGMLType
+from quire.quant.panels import PanelWeight, join
+from quire.quant.weight import Dense, Weight
+from quire.weights.random_weights import RandomWeights
+from tests.tools.paged import PagedCache
+from tests.tools.tiny import FAMILIES
+
+MODULE: Any = load()
+if isinstance(MODULE, Missing):
+    pytest.skip(MODULE.reason, allow_module_level=True)
+ISAS = usable(isa.prepare(), MODULE.built())
+if not ISAS:
+    pytest.skip(
+        "this CPU runs none of the instruction sets that the C++ kernels are built for", allow_module_level=True
+    )
+
+CPU = torch.device("cpu")
+THREADS = (1, 2, 5)
+CACHE_TYPES = ("float32", "bfloat16", "int8")
+
+each_isa = pytest.mark.parametrize("name", ISAS)
+each_thread_count = pytest.mark.parametrize("threads", THREADS)
+each_cache_type = pytest.mark.parametrize("kind", CACHE_TYPES)
+
+
+def native_of(name: str = ISAS[0], threads: int = 2) -> Native:
+    return Native(MODULE, name, threads)
+
+
+def ops_of(name: str = ISAS[0], threads: int = 2) -> NativeOps:
+    return NativeOps(native_of(name, threads))
+
+
+def kernels_of(name: str = ISAS[0], threads: int = 2) -> Kernels:
+    return select(CPU, native_of(name, threads))
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded_activations(x: Tensor) -> Tensor:
+    """What `csrc/quantize.inl` makes of activations, in float64: blocks of 32 in int8."""
+    extreme = x.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+    # A number divided by a tensor would be multiplied with its reciprocal, which is not the same.
+    inverse = torch.where(extreme >= 1e-36, torch.tensor(127.0) / extreme, 0.0)
+    codes = (x.unflatten(-1, (-1, 32)) * inverse).round()
+    return (codes * (extreme * torch.tensor(1.0 / 127.0)).double()).flatten(-2)
+
+
+def kept(x: Tensor, kind: str) -> Tensor:
+    """What a cache of that type gives back for keys or values [tokens, heads, head_dim]."""
+    if kind == "bfloat16":
+        return x.bfloat16().float()
+    if kind == "float32":
+        return x
+    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    return (x * inverse).clamp(-127, 127).round() * scale
+
+
+class NativePagedCache(PagedCache):
+    """The same tables as a PagedCache of the same seed, over caches that `cache_shapes` describes. -1 is int8's NaN:
+    four of them are one where a scale stands."""
+
+    def __init__(
+        self,
+        ops: NativeOps,
+        kind: str = "float32",
+        *,
+        kv_heads: int,
+        head_dim: int,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        **options: Any,
+    ) -> None:
+        super().__init__(kv_heads=kv_heads, head_dim=head_dim, num_blocks=num_blocks, block_size=block_size, **options)
+        k, v, dtype = ops.cache_shapes(kind, block_size, kv_heads, head_dim)
+        self.poison = -1 if dtype == torch.int8 else float("nan")
+        self.layers = [
+            LayerCache(
+                *(torch.full((num_blocks, *shape), self.poison, dtype=dtype) for shape in (k, v)), group, block_size
+            )
+            for group in (layer.group for layer in self.layers)
+        ]
+
+    def _drop(self, group: int, table: list[int], index: int) -> None:
+        for layer in self.layers:
+            if layer.group == group:
+                layer.k[table[index]] = layer.v[table[index]] = self.poison
+        table[index] = 0
+
+
+# Where the float16 scales of a block lie.
+SCALES_AT = {
+    GGMLType.Q4_0: (0,),
+    GGMLType.Q4_1: (0, 2),
+    GGMLType.Q5_0: (0,),
+    GGMLType.Q5_1: (0, 2),
+    GGMLType.Q8_0: (0,),
+    GGMLType.Q4_K: (0, 2),
+    GGMLType.Q5_K: (0, 2),
+    GGMLType.Q6_K: (208,),
+}
+QUANTIZED = [kind.name.lower() for kind in SCALES_AT]
+DENSE = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def random_panels(format: str, rows: int, cols: int, seed: int = 0, codes: int | None = None) -> Any:
+    """A matrix in panels: random blocks with scales around 0.01, all codes alike if `codes` gives their byte."""
+    panels = MODULE.Panels(format, rows, cols)
+    generator = torch.Generator().manual_seed(seed)
+    if format in DENSE:
+        values = (0.1 * torch.randn(rows, cols, generator=generator)).to(DENSE[format])
+        panels.pack_dense(format, values.data_ptr(), cols, 0, rows)
+        return panels
+    kind = GGMLType[format.upper()]
+    data = torch.randint(
+        0, 256, (rows * cols // kind.block_size, kind.type_size), dtype=torch.uint8, generator=generator
+    )
+    if codes is not None:
+        data.fill_(codes)
+    for at in SCALES_AT[kind]:
+        scales = 0.01 * (1 + torch.rand(len(data), 1, generator=generator))
+        data[:, at : at + 2] = scales.half().view(torch.uint8)
+    panels.pack_gguf(kind.number, data.data_ptr(), 0, rows)
+    return panels
+
+
+Formats = Callable[[str], str]
+
+
+def all_of(format: str) -> Formats:
+    return lambda name: format
+
+
+def mixed(name: str) -> str:
+    """Formats side by side in one product, and the ends of the model in 8 bits."""
+    kinds = {"q_proj": "q8_0", "k_proj": "q4_1", "v_proj": "f32", "o_proj": "bf16", "down_proj": "q4_1"}
+    return next((kind for part, kind in kinds.items() if part in name), "q8_0")
+
+
+class PanelSource:
+    """RandomWeights rounded to formats and packed into panels or, for the reference, the same numbers unpacked."""
+
+    def __init__(self, native: Native, formats: Formats, *, dense: bool = False, seed: int = 0) -> None:
+        self.native = native
+        self.formats = formats
+        self.dense = dense
+        self.plain = RandomWeights(seed, torch.float32, CPU)
+
+    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
+        joined = join(parts, [self.formats(name) for name, _ in parts])
+        weight = PanelWeight([self._panels(kind, own, cols) for kind, own in joined], self.native)
+        return Dense(weight.dense()) if self.dense else weight
+
+    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+        return self.plain.vector(parts)
+
+    def _panels(self, kind: str, parts: Sequence[tuple[str, int]], cols: int) -> Any:
+        panels = MODULE.Panels(kind, sum(rows for _, rows in parts), cols)
+        first = 0
+        for part in parts:
+            values = self.plain.matrix([part], cols).dense()
+            panels.pack_dense("f32", values.data_ptr(), cols, first, part[1])
+            first += part[1]
+        return panels
+
+
+def fitting(config: ModelConfig, head_dim: int = 16) -> ModelConfig:
+    """A tiny configuration with sizes that the kernels serve and every format can hold."""
+    local = replace(config.local_rope, dim=head_dim) if config.local_rope else None
+    rope = replace(config.rope, dim=head_dim)
+    return replace(config, hidden_size=64, intermediate_size=96, head_dim=head_dim, rope=rope, local_rope=local)
+
+
+FITTING = {family: fitting(config) for family, config in FAMILIES.items()} | {
+    "odd": replace(
+        fitting(FAMILIES["qwen3"], 32),
+        num_heads=3,
+        num_kv_heads=1,
+        rope=Rope(16, interleaved=True),
+        output_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        attention_softcap=2.0,
+        logit_softcap=9.0,
+    ),
+}
+
+
+def native_model(config: ModelConfig, ops: Kernels, formats: Formats = mixed, seed: int = 0) -> Decoder:
+    assert ops.native is not None
+    return MODELS[config.family](config, PanelSource(ops.native, formats, seed=seed), ops)

@@ -1,0 +1,28 @@
+"""Scores: what tokens were sampled from, to hold two runs of the same requests against each other bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.engine.sampler import Position
+
+
+@dataclass
+class Scores:
+    """The logits that each position of each request was sampled from. One sampled twice must be so from the same."""
+
+    found: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def keep(self, logits: Tensor, positions: Sequence[Position]) -> None:
+        for row, position in zip(logits, positions, strict=True):
+            place = position.request.id, len(position.tokens)
+            assert torch.equal(self.found.setdefault(place, row.clone()), row), place
+
+    def check(self, expected: Scores) -> None:
+        assert self.found.keys() == expected.found.keys()
+        for place, row in self.found.items():
+            assert torch.equal(row, expected.found[place]), place
