@@ -1,6 +1,6 @@
 """Perplexity of a model on the first windows of a text, here and, to compare, in transformers (float32).
 
-    python benchmarks/perplexity.py TEXT [--model smollm2:135m] [--windows 40] [--window 512] [--peer]
+    python benchmarks/perplexity.py TEXT [--model smollm2:135m] [--windows 40] [--window 512] [--kv-dtype int8] [--peer]
 
 Each window is scored on its own, from its second token on. --peer needs transformers and a model in a GGUF file.
 """
@@ -55,9 +55,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2:135m")
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--peer", action="store_true", help="also score with transformers")
     options = parser.parse_args()
-    llm = LLM(options.model, max_len=options.window + 1, max_requests=8, prefix_cache=False)
+    options_of_engine = {"kernels": options.kernels, "kv_dtype": options.kv_dtype, "prefix_cache": False}
+    llm = LLM(options.model, max_len=options.window + 1, max_requests=8, **options_of_engine)
     windows = windows_of(llm, options.text.read_text(), options.window, options.windows)
     count = sum(len(window) - 1 for window in windows)
     begin = time.perf_counter()

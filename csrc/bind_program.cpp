@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -82,7 +83,8 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               y.second,
               reinterpret_cast<const float*>(bias),
               parse_activation(activation),
-              rows_of(gated)};
+              rows_of(gated),
+              nullptr};
   op->quantize = quantize;
   program.add(std::move(op));
 }
@@ -177,14 +179,24 @@ std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, i
   return report;
 }
 
+// Some rows of x times a matrix, and perhaps only the largest product of each.
 struct Product {
   const KernelTable& kernels;
   MatmulCall call;
+  const float* x;
+  int64_t x_stride;
+  const int64_t* rows;
 };
 
 void multiply_on_team(void* argument, Worker worker) {
   const Product& product = *static_cast<const Product*>(argument);
   const MatmulCall& call = product.call;
+  float* gathered = const_cast<float*>(call.x.values);
+  const Span own = share(worker, call.rows);
+  for (int64_t row = own.first; row < own.last; row++)
+    std::memcpy(gathered + row * call.x.stride, product.x + product.rows[row] * product.x_stride,
+                static_cast<size_t>(call.weight.cols) * sizeof(float));
+  worker.barrier();
   if (call.weight.format.quantized()) {
     product.kernels.quantize(call.x.values, call.x.stride, call.rows, call.x.quantized, worker);
     worker.barrier();
@@ -192,19 +204,34 @@ void multiply_on_team(void* argument, Worker worker) {
   product.kernels.matmul(call, worker);
 }
 
-void multiply(const std::string& isa, int threads, const PanelStore& weight, int64_t rows, View x, Quantized quantized,
-              View y) {
+using Choice = std::pair<std::vector<int64_t>, std::vector<float>>;  // where the largest are, and what they are
+
+Choice multiply(const std::string& isa, int threads, const PanelStore& weight, const std::vector<int64_t>& rows, View x,
+                View gathered, Quantized quantized, View y) {
+  std::vector<Best> best(y.first ? 0 : static_cast<size_t>(threads) * rows.size());
   Product product{kernels_named(isa),
                   {weight.view,
-                   {floats(x), x.second, rows_of(quantized)},
-                   rows,
+                   {floats(gathered), gathered.second, rows_of(quantized)},
+                   static_cast<int64_t>(rows.size()),
                    floats(y),
                    y.second,
                    nullptr,
                    Activation::NONE,
-                   {nullptr, 0}}};
-  nb::gil_scoped_release released;
-  run_team(threads, multiply_on_team, &product);
+                   {nullptr, 0},
+                   y.first ? nullptr : best.data()},
+                  floats(x),
+                  x.second,
+                  rows.data()};
+  {
+    nb::gil_scoped_release released;
+    run_team(threads, multiply_on_team, &product);
+  }
+  Choice choice;
+  for (size_t row = 0; row < rows.size() && !best.empty(); row++) {
+    choice.first.push_back(best[row].index);
+    choice.second.push_back(best[row].value);
+  }
+  return choice;
 }
 
 struct Argmax {
@@ -258,7 +285,8 @@ void bind_program(nb::module_& module) {
            "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
            "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
-  module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "quantized"_a, "y"_a);
+  module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a, "quantized"_a,
+             "y"_a);
   module.def("argmax", find_argmax, "isa"_a, "threads"_a, "x"_a, "rows"_a, "cols"_a, "index"_a, "value"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);

@@ -23,17 +23,23 @@ struct Operand {
 
 constexpr int kSpareRows = 16;
 
+struct Best {
+  float value;
+  int64_t index;
+};
+
 // y = x W^T + bias. With an activation the upper half of W's outputs is the gate, the lower half what it multiplies, and
 // the products go into `gated` (and into y, if that is given).
 struct MatmulCall {
   Panels weight;
   Operand x;
   int64_t rows;
-  float* y;
+  float* y;           // or null
   int64_t y_stride;
   const float* bias;  // or null
   Activation activation;
-  Activations gated;    // data null: not wanted
+  Activations gated;  // data null: not wanted
+  Best* best;         // or null: the largest of each row, [workers][rows]; the answer is in the first
 };
 
 // Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight. With a residual the sum of both is

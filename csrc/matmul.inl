@@ -13,7 +13,7 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int64_t kUnit = 2 * kLanes;        // outputs that are finished together: one block of the next product
+constexpr int64_t kUnit = 2 * kLanes;        // outputs that make one block of the next product
 constexpr int64_t kPassBytes = 640 * 1024;   // of activations that pass over a pair of panels: they stay in L2
 constexpr int kPrefetchBlocks = 8;
 
@@ -100,20 +100,32 @@ template <Codes codes, Scales scales>
 struct PackedPanel {
   const uint8_t* codes_at;
   const uint8_t* scales_at;
+  int64_t blocks;
+  int64_t to_next;  // bytes from the end of these codes to those of the panel that this thread will take next
   static constexpr int64_t step = block_bytes(codes);
   static constexpr bool packed = true;
 
-  static PackedPanel of(const Panels& weight, int64_t panel) { return {weight.codes(panel), weight.scales(panel)}; }
+  static PackedPanel of(const Panels& weight, int64_t panel, int64_t next) {
+    const uint8_t* from = weight.codes(panel);
+    const int64_t bytes = weight.blocks() * step;
+    return {from, weight.scales(panel), weight.blocks(), next < weight.count() ? weight.codes(next) - from - bytes : 0};
+  }
   template <int j>
   i32 quad_of(int64_t at) const {
     return quad<codes, j>(codes_at + at);
   }
   f32 scale(int64_t block, int part) const { return read_scale<scales>(scales_at, block, part); }
   f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
-  void prefetch(int64_t at) const {
+  void prefetch(int64_t block) const {
+    const int64_t wanted = block + kPrefetchBlocks;
+    const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : to_next);
     unroll<step / 64>([&](auto line) {
-      _mm_prefetch(reinterpret_cast<const char*>(codes_at + at + kPrefetchBlocks * step + 64 * line.v), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * line.v), _MM_HINT_T0);
     });
+    if constexpr (scales == Scales::D || scales == Scales::DM) {
+      constexpr int64_t bytes = scales == Scales::D ? 32 : 64;
+      _mm_prefetch(reinterpret_cast<const char*>(scales_at + wanted * bytes), _MM_HINT_T0);
+    }
   }
 };
 
@@ -139,10 +151,10 @@ struct UnpackedPanel {
   void prefetch(int64_t) const {}
 
   void fill(const Panels& weight, int64_t panel) const {
-    auto packed = PackedPanel<codes, scales>::of(weight, panel);
+    auto packed = PackedPanel<codes, scales>::of(weight, panel, panel + 1);
     for (int64_t block = 0; block < weight.blocks(); block++) {
       const int64_t from = block * packed.step;
-      packed.prefetch(from);
+      packed.prefetch(block);
       unroll<8>([&](auto j) { store_bytes(codes_at + block * 512 + 64 * j.v, packed.template quad_of<j.v>(from)); });
       unroll<kParts<scales>>([&](auto part) {
         store(scales_at + (block * kParts<scales> + part.v) * 16, packed.scale(block, part.v));
@@ -154,19 +166,20 @@ struct UnpackedPanel {
 
 constexpr int64_t unpacked_bytes(int64_t blocks) { return blocks * (512 + 128 + 64); }
 
-// A tile of R rows times kPanels panels -> out [R][16 * kPanels], rows out_stride apart. `x` is the tile's first record.
-template <Codes codes, Scales scales, int R, class Panel>
-static void multiply(const Panel (&panels)[kPanels], int64_t blocks, const uint8_t* x, float* out,
-                     int64_t out_stride) {
+// A tile of R rows times P panels -> out [R][16 * P], rows out_stride apart. `x` is the tile's first record.
+template <Codes codes, Scales scales, int R, int P, class Panel>
+static void multiply(const Panel* given, int64_t blocks, const uint8_t* x, float* out, int64_t out_stride) {
+  Panel panels[P];
+  unroll<P>([&](auto p) { panels[p.v] = given[p.v]; });
   using Own = Record<R>;
   constexpr int parts = kParts<scales>;
-  f32 total[R][kPanels];
-  unroll<R>([&](auto r) { unroll<kPanels>([&](auto p) { total[r.v][p.v] = zero(); }); });
+  f32 total[R][P];
+  unroll<R>([&](auto r) { unroll<P>([&](auto p) { total[r.v][p.v] = zero(); }); });
   for (int64_t block = 0; block < blocks; block++, x += Own::bytes) {
     const int64_t at = block * Panel::step;
-    unroll<kPanels>([&](auto p) { panels[p.v].prefetch(at); });
+    unroll<P>([&](auto p) { panels[p.v].prefetch(block); });
     unroll<parts>([&](auto part) {
-      i32 sum[R][kPanels];
+      i32 sum[R][P];
       unroll<R>([&](auto r) {
         i32 start = zero_i32();
         if constexpr (!kHasMinimum<scales>) {
@@ -174,39 +187,39 @@ static void multiply(const Panel (&panels)[kPanels], int64_t blocks, const uint8
           std::memcpy(&shift, x + (parts == 2 ? Own::half_shifts + part.v * 4 * R : Own::shifts) + 4 * r.v, 4);
           start = set1_i32(shift >> kShift<codes>);
         }
-        unroll<kPanels>([&](auto p) { sum[r.v][p.v] = start; });
+        unroll<P>([&](auto p) { sum[r.v][p.v] = start; });
       });
       unroll<8 / parts>([&](auto step) {
         constexpr int j = parts == 2 ? part.v * 4 + step.v : step.v / 2 + step.v % 2 * 4;
-        i32 w[kPanels];
-        unroll<kPanels>([&](auto p) { w[p.v] = panels[p.v].template quad_of<j>(at); });
+        i32 w[P];
+        unroll<P>([&](auto p) { w[p.v] = panels[p.v].template quad_of<j>(at); });
         unroll<R>([&](auto r) {
           i32 own = broadcast_quad(x + 4 * (j * R + r.v));
-          unroll<kPanels>([&](auto p) {
+          unroll<P>([&](auto p) {
             sum[r.v][p.v] = codes == Codes::U8 ? dot_wide(sum[r.v][p.v], w[p.v], own) : dot(sum[r.v][p.v], w[p.v], own);
           });
         });
       });
-      f32 scale[kPanels];
-      unroll<kPanels>([&](auto p) { scale[p.v] = panels[p.v].scale(block, part.v); });
+      f32 scale[P];
+      unroll<P>([&](auto p) { scale[p.v] = panels[p.v].scale(block, part.v); });
       unroll<R>([&](auto r) {
         f32 own = set1(reinterpret_cast<const float*>(x + Own::scales)[r.v]);
-        unroll<kPanels>([&](auto p) {
+        unroll<P>([&](auto p) {
           total[r.v][p.v] = fma(to_float(sum[r.v][p.v]), scale[p.v] * own, total[r.v][p.v]);
         });
       });
     });
     if constexpr (kHasMinimum<scales>) {
-      f32 minimum[kPanels];
-      unroll<kPanels>([&](auto p) { minimum[p.v] = panels[p.v].minimum(block); });
+      f32 minimum[P];
+      unroll<P>([&](auto p) { minimum[p.v] = panels[p.v].minimum(block); });
       unroll<R>([&](auto r) {
         f32 own = set1(reinterpret_cast<const float*>(x + Own::sums)[r.v]);
-        unroll<kPanels>([&](auto p) { total[r.v][p.v] = fma(minimum[p.v], own, total[r.v][p.v]); });
+        unroll<P>([&](auto p) { total[r.v][p.v] = fma(minimum[p.v], own, total[r.v][p.v]); });
       });
     }
   }
   unroll<R>([&](auto r) {
-    unroll<kPanels>([&](auto p) { store(out + r.v * out_stride + p.v * kLanes, total[r.v][p.v]); });
+    unroll<P>([&](auto p) { store(out + r.v * out_stride + p.v * kLanes, total[r.v][p.v]); });
   });
 }
 
@@ -227,10 +240,10 @@ QUIRE_INLINE f32 load_values(const uint8_t* p) {
 
 // R rows of plain x times two dense panels -> out [R][32].
 template <Codes codes, int R>
-static void multiply_dense(const Panels& weight, int64_t panel, const float* x, int64_t x_stride, float* out,
+static void multiply_dense(const Panels& weight, const int64_t* panels, const float* x, int64_t x_stride, float* out,
                            int64_t out_stride) {
-  const uint8_t* left = weight.codes(panel);
-  const uint8_t* right = weight.codes(panel + 1 < weight.count() ? panel + 1 : panel);
+  const uint8_t* left = weight.codes(panels[0]);
+  const uint8_t* right = weight.codes(panels[1]);
   auto rows = RowPointers<float, R>::at(x, x_stride);
   f32 total[R][2];
   unroll<R>([&](auto r) { total[r.v][0] = total[r.v][1] = zero(); });
@@ -262,70 +275,82 @@ QUIRE_INLINE void with_tile(int64_t size, F f) {
   if constexpr (limit >= 12) return f(Number<12>());
 }
 
-// What differs between formats, behind one function each. A pair is panels `panel` and the next.
-struct Multiplier {
-  // One tile times a pair -> out [size][32]; x is the tile's first record or, for dense panels, its first row.
-  void (*packed)(const MatmulCall&, int64_t panel, const void* x, int64_t size, float* out, int64_t out_stride);
-  // Unpacks a pair into 2 * unpacked_bytes of memory, and multiplies a tile with it.
-  void (*unpack)(const MatmulCall&, int64_t panel, uint8_t* memory);
-  void (*unpacked)(const MatmulCall&, uint8_t* memory, const void* x, int64_t size, float* out, int64_t out_stride);
+// Two or four panels that are multiplied together, and the one that follows each.
+struct Group {
+  int count;
+  int64_t panels[4], next[4];
 };
 
-QUIRE_INLINE int64_t panels_in_pair(const Panels& weight, int64_t panel) { return panel + 1 < weight.count() ? 2 : 1; }
+// What differs between formats, behind one function each. x is a tile's first record or, for dense panels, its first
+// row; out is [rows][16 * group.count].
+struct Multiplier {
+  void (*packed)(const MatmulCall&, const Group&, const void* x, int64_t rows, float* out, int64_t out_stride);
+  // Unpacks a group into unpacked_bytes of memory for each panel, and multiplies a tile with it.
+  void (*unpack)(const MatmulCall&, const Group&, uint8_t* memory);
+  void (*unpacked)(const MatmulCall&, const Group&, uint8_t* memory, const void* x, int64_t rows, float* out,
+                   int64_t out_stride);
+};
 
 template <Codes codes, Scales scales>
 struct QuantizedMultiplier {
   using Packed = PackedPanel<codes, scales>;
   using Unpacked = UnpackedPanel<codes, scales>;
 
+  template <int R, int P, class Panel>
+  static void pass(const Panel* panels, int count, int64_t blocks, const uint8_t* x, float* out, int64_t out_stride) {
+    if constexpr (P == 4) {
+      if (count < 4) return pass<R, 2>(panels, count, blocks, x, out, out_stride);
+    }
+    for (int p = 0; p < count; p += P)
+      multiply<codes, scales, R, P>(panels + p, blocks, x, out + p * kLanes, out_stride);
+  }
+
   template <class Panel>
-  static void tile(const Panel (&pair)[2], int64_t blocks, const void* x, int64_t size, float* out,
+  static void tile(const Panel* panels, int count, int64_t blocks, const void* x, int64_t size, float* out,
                    int64_t out_stride) {
     const uint8_t* records = static_cast<const uint8_t*>(x);
-    for (int p = 0; p < 2; p += kPanels) {
-      Panel panels[kPanels];
-      for (int i = 0; i < kPanels; i++) panels[i] = pair[p + i];
 #ifdef __AMX_INT8__
-      if constexpr (!Panel::packed) {
-        if (size == 16) {
-          for (int i = 0; i < kPanels; i++)
-            multiply_tiles<codes, scales>(panels[i], blocks, records, out + (p + i) * kLanes, out_stride);
-          continue;
-        }
-      }
-#endif
-      with_tile<kMaxTile>(size, [&](auto rows) {
-        multiply<codes, scales, rows.v>(panels, blocks, records, out + p * kLanes, out_stride);
-      });
+    if constexpr (!Panel::packed) {
+      for (int p = 0; p < count && size == 16; p++)
+        multiply_tiles<codes, scales>(panels[p], blocks, records, out + p * kLanes, out_stride);
+      if (size == 16) return;
     }
+#endif
+    with_tile<kMaxTile>(size, [&](auto rows) {
+      pass<rows.v, panels_at_once(rows.v)>(panels, count, blocks, records, out, out_stride);
+    });
   }
-  static void packed(const MatmulCall& call, int64_t panel, const void* x, int64_t size, float* out,
+  static void packed(const MatmulCall& call, const Group& group, const void* x, int64_t size, float* out,
                      int64_t out_stride) {
-    const int64_t next = panel + panels_in_pair(call.weight, panel) - 1;
-    const Packed pair[2] = {Packed::of(call.weight, panel), Packed::of(call.weight, next)};
-    tile(pair, call.weight.blocks(), x, size, out, out_stride);
+    Packed panels[4];
+    for (int p = 0; p < group.count; p++) panels[p] = Packed::of(call.weight, group.panels[p], group.next[p]);
+    tile(panels, group.count, call.weight.blocks(), x, size, out, out_stride);
   }
-  static void unpack(const MatmulCall& call, int64_t panel, uint8_t* memory) {
+  static void unpack(const MatmulCall& call, const Group& group, uint8_t* memory) {
     const int64_t blocks = call.weight.blocks();
-    for (int64_t side = 0; side < panels_in_pair(call.weight, panel); side++)
-      Unpacked::at(memory + side * unpacked_bytes(blocks), blocks).fill(call.weight, panel + side);
+    for (int p = 0; p < group.count; p++)
+      Unpacked::at(memory + p * unpacked_bytes(blocks), blocks).fill(call.weight, group.panels[p]);
   }
-  static void unpacked(const MatmulCall& call, uint8_t* memory, const void* x, int64_t size, float* out,
-                       int64_t out_stride) {
+  static void unpacked(const MatmulCall& call, const Group& group, uint8_t* memory, const void* x, int64_t size,
+                       float* out, int64_t out_stride) {
     const int64_t blocks = call.weight.blocks();
-    const Unpacked pair[2] = {Unpacked::at(memory, blocks), Unpacked::at(memory + unpacked_bytes(blocks), blocks)};
-    tile(pair, blocks, x, size, out, out_stride);
+    Unpacked panels[4];
+    for (int p = 0; p < group.count; p++) panels[p] = Unpacked::at(memory + p * unpacked_bytes(blocks), blocks);
+    tile(panels, group.count, blocks, x, size, out, out_stride);
   }
   static Multiplier make() { return {packed, unpack, unpacked}; }
 };
 
 template <Codes codes>
 struct DenseMultiplier {
-  static void packed(const MatmulCall& call, int64_t panel, const void* x, int64_t size, float* out,
+  static void packed(const MatmulCall& call, const Group& group, const void* x, int64_t size, float* out,
                      int64_t out_stride) {
-    with_tile<kMaxDenseTile>(size, [&](auto rows) {
-      multiply_dense<codes, rows.v>(call.weight, panel, static_cast<const float*>(x), call.x.stride, out, out_stride);
-    });
+    for (int p = 0; p < group.count; p += 2) {
+      with_tile<kMaxDenseTile>(size, [&](auto rows) {
+        multiply_dense<codes, rows.v>(call.weight, group.panels + p, static_cast<const float*>(x), call.x.stride,
+                                      out + p * kLanes, out_stride);
+      });
+    }
   }
   static Multiplier make() { return {packed, nullptr, nullptr}; }
 };
@@ -351,16 +376,15 @@ static Multiplier find_multiplier(const Format& format) {
   return QuantizedMultiplier<Codes::U6, Scales::SUPER_D16>::make();
 }
 
-// Writes a tile's products, outputs `output` on.
+// Writes a tile's products, outputs [output, output + width).
 static void finish_plain(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
-                         int64_t output) {
-  const int64_t width = call.weight.rows - output;
-  for (int64_t part = 0; part < 2 && part * kLanes < width; part++) {
-    const int64_t at = output + part * kLanes;
-    const int lanes = width - part * kLanes < kLanes ? static_cast<int>(width - part * kLanes) : kLanes;
+                         int64_t output, int64_t width) {
+  for (int64_t part = 0; part < width; part += kLanes) {
+    const int64_t at = output + part;
+    const int lanes = width - part < kLanes ? static_cast<int>(width - part) : kLanes;
     f32 bias = call.bias ? load_part(call.bias + at, lanes) : zero();
     for (int64_t r = 0; r < tile.rows; r++) {
-      f32 value = load(products + r * stride + part * kLanes);
+      f32 value = load(products + r * stride + part);
       if (call.bias) value = value + bias;
       float* to = call.y + (tile.first + r) * call.y_stride + at;
       if (lanes == kLanes) {
@@ -368,6 +392,28 @@ static void finish_plain(const MatmulCall& call, const Tile& tile, const float* 
       } else {
         store_part(to, value, lanes);
       }
+    }
+  }
+}
+
+// Keeps the largest product of each row so far, and where it was; the first of equals, and NaN above all.
+static void finish_best(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
+                        int64_t output, int64_t width, int thread) {
+  for (int64_t r = 0; r < tile.rows; r++) {
+    Best& best = call.best[thread * call.rows + tile.first + r];
+    const float* row = products + r * stride;
+    f32 most = set1(-__builtin_inff());
+    uint32_t numbers = 0xffff;
+    for (int64_t part = 0; part < width; part += kLanes) {
+      const int lanes = width - part < kLanes ? static_cast<int>(width - part) : kLanes;
+      f32 value = select((1u << lanes) - 1, load(row + part), set1(-__builtin_inff()));
+      numbers &= same(value, value);
+      most = max(most, value);
+    }
+    if (best.value != best.value || (numbers == 0xffff && !(largest(most) > best.value))) continue;
+    for (int64_t i = 0; i < width; i++) {
+      if (best.value != best.value || row[i] <= best.value) continue;
+      best = {row[i], output + i};
     }
   }
 }
@@ -401,88 +447,110 @@ static void finish_gated(const MatmulCall& call, const Tile& tile, const float* 
 }
 
 // Asks for the lines that a tile's products will go to, so that they are there when the tile is done.
-QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_t output) {
+QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_t output, int64_t width) {
   for (int64_t r = 0; r < tile.rows; r++) {
     const float* to = call.y + (tile.first + r) * call.y_stride + output;
-    __builtin_prefetch(to, 1);
-    __builtin_prefetch(to + kLanes, 1);
+    for (int64_t part = 0; part < width; part += kLanes) __builtin_prefetch(to + part, 1);
   }
 }
 
-// A worker's share of the outputs of one product.
+// A worker's share of one product. Outputs are shared out in units of 32, a block of the next product; groups of panels
+// are two units wide where the share allows, and for gated products one unit of each half.
 struct Product {
   const MatmulCall& call;
   Multiplier multiplier;
   Tiling tiling;
   bool unpack, gated;
+  int thread;
   float* products;    // of a tile: [rows][64]
-  uint8_t* unpacked;  // a pair of panels, for gated products two
+  uint8_t* unpacked;  // a group of panels
 
   static constexpr int64_t stride = 2 * kUnit;
 
   int64_t outputs() const { return gated ? call.weight.rows / 2 : call.weight.rows; }
-  int64_t pair_bytes() const { return 2 * unpacked_bytes(call.weight.blocks()); }
-  int64_t first_panel(int64_t unit, int half) const { return (unit * kUnit + half * outputs()) / kLanes; }
+
+  Group group_at(int64_t unit, int64_t units) const {
+    Group group{2 * (gated ? 2 : static_cast<int>(units)), {}, {}};
+    const int64_t half = call.weight.rows / 2 / kLanes, last = call.weight.count() - 1;
+    for (int p = 0; p < group.count; p++) {
+      const int64_t panel = gated && p >= 2 ? half + 2 * unit + p - 2 : 2 * unit + p;
+      group.panels[p] = panel < last ? panel : last;
+      group.next[p] = panel + (gated ? 2 : group.count);
+    }
+    return group;
+  }
 
   const void* rows_of(const Tile& tile) const {
     if (call.weight.format.quantized()) return record_of(call.x.quantized, tile, 0);
     return call.x.values + tile.first * call.x.stride;
   }
 
-  void prepare(int64_t unit) const {
-    for (int half = 0; half < (gated ? 2 : 1) && unpack; half++)
-      multiplier.unpack(call, first_panel(unit, half), unpacked + half * pair_bytes());
+  void run(const Group& group, int64_t output, int64_t width, const Tile& tile) const {
+    if (call.y) expect_writes(call, tile, output, width);
+    if (unpack) {
+      multiplier.unpacked(call, group, unpacked, rows_of(tile), tile.size, products, stride);
+    } else {
+      multiplier.packed(call, group, rows_of(tile), tile.size, products, stride);
+    }
+    if (gated) return finish_gated(call, tile, products, stride, output);
+    if (call.y) finish_plain(call, tile, products, stride, output, width);
+    if (call.best) finish_best(call, tile, products, stride, output, width, thread);
   }
 
-  void run(int64_t unit, const Tile& tile) const {
-    if (call.y) expect_writes(call, tile, unit * kUnit);
-    for (int half = 0; half < (gated ? 2 : 1); half++) {
-      float* out = products + half * kUnit;
-      if (unpack) {
-        multiplier.unpacked(call, unpacked + half * pair_bytes(), rows_of(tile), tile.size, out, stride);
-      } else {
-        multiplier.packed(call, first_panel(unit, half), rows_of(tile), tile.size, out, stride);
-      }
-    }
-    if (gated) {
-      finish_gated(call, tile, products, stride, unit * kUnit);
-    } else {
-      finish_plain(call, tile, products, stride, unit * kUnit);
-    }
+  // Tiles [begin, end) times `units` units from `unit` on.
+  void pass(int64_t unit, int64_t units, int64_t begin, int64_t end) const {
+    const Group group = group_at(unit, units);
+    const int64_t output = unit * kUnit, left = outputs() - output;
+    const int64_t width = units * kUnit < left ? units * kUnit : left;
+    if (unpack) multiplier.unpack(call, group, unpacked);
+    for (int64_t tile = begin; tile < end; tile++) run(group, output, width, tiling.tile(tile));
   }
 };
 
-// How many tiles pass over a pair of panels before the next pair is taken: as many as stay in L2.
+// How many tiles pass over a group of panels before the next is taken: as many as stay in L2.
 QUIRE_INLINE int64_t tiles_in_pass(const MatmulCall& call, const Tile& tile) {
   const int64_t row_bytes =
       call.weight.format.quantized() ? Activations::row_bytes(call.weight.cols) : call.x.stride * 4;
   return kPassBytes / (row_bytes * tile.size) + 1;
 }
 
+// The best of all workers: theirs are of ascending outputs, so the first of equals is in the first.
+static void merge_best(const MatmulCall& call, int workers) {
+  for (int64_t row = 0; row < call.rows; row++) {
+    for (int worker = 1; worker < workers; worker++) {
+      const Best& other = call.best[worker * call.rows + row];
+      if (call.best[row].value == call.best[row].value && !(other.value <= call.best[row].value)) call.best[row] = other;
+    }
+  }
+}
+
 static void matmul(const MatmulCall& call, Worker& worker) {
   const bool quantized = call.weight.format.quantized();
   const Tiling tiling = quantized ? cut_activations(call.rows) : cut_into_tiles(call.rows, kMaxDenseTile);
   Product product{call, find_multiplier(call.weight.format), tiling, quantized && call.rows > kFewRows,
-            call.activation != Activation::NONE, nullptr, nullptr};
+                  call.activation != Activation::NONE, worker.index, nullptr, nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
-  uint8_t* memory = scratch(product_bytes + (product.unpack ? 2 * product.pair_bytes() : 0));
+  uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);
   product.unpacked = memory + product_bytes;
+  for (int64_t row = 0; row < call.rows && call.best; row++)
+    call.best[worker.index * call.rows + row] = {-__builtin_inff(), 0};
   const Span units = share(worker, (product.outputs() + kUnit - 1) / kUnit);
-  const int64_t pass = tiles_in_pass(call, tiling.tile(0));
+  const int64_t at_once = product.gated ? 1 : 2, tiles = tiles_in_pass(call, tiling.tile(0));
 #ifdef __AMX_INT8__
   if (product.unpack) begin_tiles();
 #endif
-  for (int64_t begin = 0; begin < tiling.count(); begin += pass) {
-    const int64_t end = begin + pass < tiling.count() ? begin + pass : tiling.count();
-    for (int64_t unit = units.first; unit < units.last; unit++) {
-      product.prepare(unit);
-      for (int64_t tile = begin; tile < end; tile++) product.run(unit, tiling.tile(tile));
-    }
+  for (int64_t begin = 0; begin < tiling.count(); begin += tiles) {
+    const int64_t end = begin + tiles < tiling.count() ? begin + tiles : tiling.count();
+    for (int64_t unit = units.first; unit < units.last; unit += at_once)
+      product.pass(unit, units.last - unit < at_once ? 1 : at_once, begin, end);
   }
 #ifdef __AMX_INT8__
   if (product.unpack) end_tiles();
 #endif
+  if (!call.best) return;
+  worker.barrier();
+  if (worker.index == 0) merge_best(call, worker.count());
 }
 
 }  // namespace QUIRE_ISA

@@ -8,7 +8,12 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int64_t kFewRows = 12;  // up to so many, unpacking codes again for each tile costs less than writing them down
+// Up to so many rows, unpacking codes again for each tile costs less than writing them down.
+#ifdef __AMX_INT8__
+constexpr int64_t kFewRows = 12;
+#else
+constexpr int64_t kFewRows = 32;
+#endif
 
 constexpr float kSmallestExtreme = 1e-36f;  // 127 / it is still finite; blocks of less are zeros
 
@@ -60,29 +65,25 @@ QUIRE_INLINE int64_t place_of(int64_t size, int64_t r, int64_t k) {
   return k * size + 4 * r;
 }
 
-// 32 values of row r of a tile.
+// 32 values of row r of a tile. A scale that is not a number stands for values that are not: so it shows in the product.
 QUIRE_INLINE void quantize_block(f32 low, f32 high, uint8_t* record, int64_t size, int64_t r) {
+  const f32 infinite = set1(__builtin_inff());
+  const bool finite = (less(abs(low), infinite) & less(abs(high), infinite)) == 0xffff;
   const float extreme = largest(max(abs(low), abs(high)));
   const f32 inverse = set1(extreme >= kSmallestExtreme ? 127.0f / extreme : 0.0f);
-  low = round(low * inverse);
-  high = round(high * inverse);
-  int8_t codes[kBlock];
-  store_i8(codes, low);
-  store_i8(codes + kLanes, high);
-  for (int64_t k = 0; k < kBlock; k += 4) std::memcpy(record + place_of(size, r, k), codes + k, 4);
-  // What is not finite has made one of these NaN; the scale takes that on, so that it shows.
-  const float low_total = sum(low), high_total = sum(high);
-  const bool finite = low_total + high_total == low_total + high_total;
+  const __m256i codes = to_codes(low * inverse, high * inverse);
+  const HalfSums half = sum_codes(codes);
+  alignas(32) int8_t bytes[kBlock];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), codes);
+  for (int64_t k = 0; k < kBlock; k += 4) std::memcpy(record + place_of(size, r, k), bytes + k, 4);
   const float scale = finite ? extreme * (1.0f / 127.0f) : __builtin_nanf("");
-  const int32_t low_sum = finite ? static_cast<int32_t>(low_total) : 0;
-  const int32_t high_sum = finite ? static_cast<int32_t>(high_total) : 0;
   float* scales = reinterpret_cast<float*>(record + 32 * size);
   int32_t* shifts = reinterpret_cast<int32_t*>(scales + 2 * size);
   scales[r] = scale;
-  scales[size + r] = scale * static_cast<float>(low_sum + high_sum);
-  shifts[r] = -128 * (low_sum + high_sum);
-  shifts[size + r] = -128 * low_sum;
-  shifts[2 * size + r] = -128 * high_sum;
+  scales[size + r] = scale * static_cast<float>(half.low + half.high);
+  shifts[r] = -128 * (half.low + half.high);
+  shifts[size + r] = -128 * half.low;
+  shifts[2 * size + r] = -128 * half.high;
 }
 
 QUIRE_INLINE void clear_row(uint8_t* record, int64_t size, int64_t r) { quantize_block(zero(), zero(), record, size, r); }

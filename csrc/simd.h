@@ -110,9 +110,11 @@ QUIRE_INLINE i32 broadcast_quad(const uint8_t* p) {
 QUIRE_INLINE i32 dot(i32 sum, i32 codes, i32 quad) { return {_mm512_dpbusd_epi32(sum.v, codes.v, quad.v)}; }
 QUIRE_INLINE i32 dot_wide(i32 sum, i32 codes, i32 quad) { return dot(sum, codes, quad); }
 
-constexpr int kMaxTile = 6;         // rows whose sums over kPanels panels fit into registers together
-constexpr int kPanels = 2;          // panels that pass a tile at once: loads are what is scarce
-constexpr int kMaxDenseTile = 12;   // rows whose sums over two dense panels do
+constexpr int kMaxTile = 6;        // rows whose sums over two panels fit into registers together
+// Panels that pass a tile at once: two, since loads are what is scarce; one row is bound by memory, which gives more when
+// it is asked for more streams.
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : 2; }
+constexpr int kMaxDenseTile = 12;  // rows whose sums over two dense panels do
 
 #else  // AVX2
 
@@ -299,10 +301,36 @@ QUIRE_INLINE i32 dot_wide(i32 sum, i32 codes, i32 quad) {
 #endif
 
 constexpr int kMaxTile = 3;
-constexpr int kPanels = 1;
+constexpr int panels_at_once(int) { return 1; }
 constexpr int kMaxDenseTile = 3;
 
 #endif
+
+// 32 values in [-127, 127] as bytes, each rounded to the nearest; what is not a number becomes any byte.
+QUIRE_INLINE __m256i to_codes(f32 low, f32 high) {
+#ifdef __AVX512F__
+  __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(low.v));
+  __m128i last = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(high.v));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(first), last, 1);
+#else
+  __m256i first = _mm256_packs_epi32(_mm256_cvtps_epi32(low.a), _mm256_cvtps_epi32(low.b));
+  __m256i last = _mm256_packs_epi32(_mm256_cvtps_epi32(high.a), _mm256_cvtps_epi32(high.b));
+  __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, last), order);
+#endif
+}
+
+// Sums of the first and the last 16 of 32 codes.
+struct HalfSums {
+  int32_t low, high;
+};
+QUIRE_INLINE HalfSums sum_codes(__m256i codes) {
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
+  __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+  return {_mm256_cvtsi256_si32(sums), _mm_cvtsi128_si32(_mm256_extracti128_si256(sums, 1))};
+}
 
 // e^x to about one unit in the last place; 0 below the smallest normal number, large values saturate.
 QUIRE_INLINE f32 exp(f32 x) {

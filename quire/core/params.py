@@ -110,6 +110,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def takes_best(self) -> bool:
+        """Whether the next token is the likeliest one as the model sees it, and nothing more is asked about it."""
+        changes = self.allowed_token_ids is not None or self.logit_bias or self.bad_words or self.min_tokens
+        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        return self.greedy and self.logprobs is None and not changes and not penalties
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop)
 

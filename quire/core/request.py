@@ -75,6 +75,7 @@ class Request:
     rank: tuple[int, int] = field(init=False, default=(0, 0))
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
+    takes_best: bool = field(init=False)  # its next token is simply the likeliest one
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
@@ -91,6 +92,7 @@ class Request:
         self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
+        self.takes_best = self.params.takes_best and not self.bad_word_ids
 
     @property
     def num_output(self) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.plan import Plan
 from quire.kernels.paging import Paging
+
+
+MAX_VIEWS = 256  # of a buffer, one for each size of a step
 
 
 @dataclass(slots=True)
@@ -27,15 +31,35 @@ class Buffer:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
         self._on_device = self._on_host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self._views: dict[tuple[int, ...], Tensor] = {}
         self.host = self._on_host.numpy()
 
     def send(self, *sizes: int) -> Tensor:
-        """The leading part of the buffer, on the device."""
-        part = tuple(slice(size) for size in sizes)
-        target = self._on_device[part]
+        """The leading part of the buffer, on the device. Steps of one size come often, so views are kept."""
+        view = self._views.get(sizes)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            view = self._views[sizes] = self._on_device[tuple(map(slice, sizes))]
         if self._on_device is not self._on_host:
-            target.copy_(self._on_host[part], non_blocking=True)
-        return target
+            view.copy_(self._on_host[tuple(map(slice, sizes))], non_blocking=True)
+        return view
+
+
+class TableBuffer:
+    """The block tables of a step's rows. A row that goes on from the last step only has its new blocks written."""
+
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.buffer = Buffer((max_rows, max_blocks), torch.int32, device)
+        self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
+
+    def fill(self, row: int, blocks: list[int | None]) -> None:
+        kept = self._kept[row]
+        if kept == blocks:
+            return
+        same = len(kept) if kept == blocks[: len(kept)] else 0
+        self.buffer.host[row, same : len(blocks)] = [block or 0 for block in blocks[same:]]
+        self._kept[row] = blocks.copy()
 
 
 class BatchBuffers:
@@ -50,53 +74,57 @@ class BatchBuffers:
         self.positions = Buffer((max_tokens,), torch.int64, device)
         self.query_starts = Buffer((max_rows + 1,), torch.int32, device)
         self.seq_lens = Buffer((max_rows,), torch.int32, device)
-        self.tables = [Buffer((max_rows, max_blocks), torch.int32, device) for _ in range(num_groups)]
+        self.tables = [TableBuffer(max_rows, max_blocks, device) for _ in range(num_groups)]
         self.slots = [Buffer((max_tokens,), torch.int64, device) for _ in range(num_groups)]
 
     def fill(self, plan: Plan) -> Batch:
         """Lay a plan out. What an earlier step left behind the parts in use is never looked at."""
         num_rows, num_tokens = len(plan), plan.num_tokens
-        starts = np.array(plan.starts)
-        counts = np.array(plan.counts)
-        query_starts = self.query_starts.host[: num_rows + 1]
-        np.cumsum(counts, out=query_starts[1:])
-        seq_lens = self.seq_lens.host[:num_rows]
-        np.add(starts, counts, out=seq_lens, casting="unsafe")
-        row_of_token = np.repeat(np.arange(num_rows), counts)
-        positions = self.positions.host[:num_tokens]
-        positions[:] = np.arange(num_tokens) - (query_starts[:-1] - starts)[row_of_token]
+        query_starts = list(accumulate(plan.counts, initial=0))
+        seq_lens = list(map(add, plan.starts, plan.counts))
+        self.query_starts.host[: num_rows + 1] = query_starts
+        self.seq_lens.host[:num_rows] = seq_lens
+        self._fill_positions(plan, query_starts)
         self._fill_tokens(plan)
-        max_blocks = -(-int(seq_lens.max()) // self.block_size)
         for group in range(len(self.tables)):
-            self._fill_blocks(plan, group, row_of_token, positions)
+            self._fill_blocks(plan, group, query_starts)
+        max_blocks = -(-max(seq_lens) // self.block_size)
         paging = Paging(
             self.query_starts.send(num_rows + 1),
             self.seq_lens.send(num_rows),
-            [table.send(num_rows, max_blocks) for table in self.tables],
+            [table.buffer.send(num_rows, max_blocks) for table in self.tables],
             [slots.send(num_tokens) for slots in self.slots],
             self.block_size,
-            query_starts.tolist(),
-            seq_lens.tolist(),
+            query_starts,
+            seq_lens,
         )
         return Batch(self.tokens.send(num_tokens), self.positions.send(num_tokens), paging)
 
+    def _fill_positions(self, plan: Plan, query_starts: list[int]) -> None:
+        if plan.num_tokens == len(plan):
+            self.positions.host[: len(plan)] = plan.starts
+            return
+        for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
+            self.positions.host[first : first + count] = range(start, start + count)
+
     def _fill_tokens(self, plan: Plan) -> None:
-        tokens, done = self.tokens.host, 0
+        tokens: list[int] = []
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             known = request.tokens[start : start + count]
+            tokens += known
             if len(known) < count:
-                known += request.drafts[: count - len(known)]
-            tokens[done : done + count] = known
-            done += count
+                tokens += request.drafts[: count - len(known)]
+        self.tokens.host[: len(tokens)] = tokens
 
-    def _fill_blocks(
-        self, plan: Plan, group: int, row_of_token: np.ndarray[tuple[int], np.dtype[np.int64]], positions: np.ndarray
-    ) -> None:
-        table = self.tables[group].host
+    def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
+        """Where each token's k and v go: its block's first slot and its place in the block."""
+        size, slots = self.block_size, self.slots[group].host
         for row, request in enumerate(plan.requests):
             blocks = request.tables[group]
-            table[row, : len(blocks)] = [block or 0 for block in blocks]
-        slots = self.slots[group].host[: len(positions)]
-        slots[:] = table[row_of_token, positions // self.block_size]
-        slots *= self.block_size
-        slots += positions % self.block_size
+            self.tables[group].fill(row, blocks)
+            first, start, count = query_starts[row], plan.starts[row], plan.counts[row]
+            if count == 1:
+                slots[first] = (blocks[start // size] or 0) * size + start % size
+                continue
+            places = self.positions.host[first : first + count]
+            slots[first : first + count] = self.tables[group].buffer.host[row, places // size] * size + places % size

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ class Runner(Protocol):
     def run(self, plan: Plan) -> Sampled:
         """Compute the plan's rows. A row whose next token could not be chosen is in `Sampled.failed`."""
         ...
+
+
+class Places(NamedTuple):
+    """Positions whose next token is wanted: the plan's row, and the place in the step."""
+
+    rows: list[int]
+    places: list[int]
+
+    def add(self, row: int, place: int) -> None:
+        self.rows.append(row)
+        self.places.append(place)
 
 
 class ModelRunner:
@@ -48,21 +60,24 @@ class ModelRunner:
         return sampled
 
     def _sample(self, plan: Plan, hidden: Tensor, ends: list[int]) -> Sampled:
+        """Requests that take the likeliest token get it without a look at all logits; the others are sampled."""
         sampled = Sampled([[] for _ in range(len(plan))])
-        rows, places, positions = [], [], []
+        best, drawn = Places([], []), Places([], [])
+        positions: list[Position] = []
         for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
-            for back in range(num_yields - 1, -1, -1):
-                rows.append(row)
-                places.append(ends[row] - 1 - back)
-                num_drafts = num_yields - 1 - back
-                before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
-                positions.append(Position(request, before))
-        if not rows:
-            return sampled
-        logits = self.model.logits(hidden[torch.tensor(places, device=hidden.device)])
-        tokens, logprobs = sample(logits, positions, self.ops)
-        for row, token, scored in zip(rows, tokens, logprobs, strict=True):
-            self._accept(plan, sampled, row, token, scored)
+            for place in range(ends[row] - num_yields, ends[row]):
+                (best if request.takes_best else drawn).add(row, place)
+                if not request.takes_best:
+                    num_drafts = place - (ends[row] - num_yields)
+                    positions.append(Position(request, request.tokens + request.drafts[:num_drafts]))
+        if best.rows:
+            tokens, values = self.model.best(hidden, best.places)
+            for row, token, value in zip(best.rows, tokens, values, strict=True):
+                self._accept(plan, sampled, row, token if math.isfinite(value) else None, None)
+        if drawn.rows:
+            logits = self.model.logits(hidden[torch.tensor(drawn.places, device=hidden.device)])
+            for row, token, scored in zip(drawn.rows, *sample(logits, positions, self.ops), strict=True):
+                self._accept(plan, sampled, row, token, scored)
         return sampled
 
     def _accept(self, plan: Plan, sampled: Sampled, row: int, token: int | None, scored: TokenLogprobs | None) -> None:

@@ -5,6 +5,8 @@ Where a checkpoint ties them they hold the same Weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,7 @@ class Head:
         """hidden [n, hidden_size] -> [n, vocab_size] float32"""
         logits = self.weight.matmul(hidden).float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The likeliest token of each of the given rows and its score before the cap, which changes no order."""
+        return self.weight.best(hidden, rows)

@@ -67,6 +67,10 @@ class Decoder:
         """hidden [m, hidden_size] -> [m, vocab_size] float32"""
         return self.head(hidden)
 
+    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The likeliest next token of each of the given rows, and its score: what greedy sampling needs of `logits`."""
+        return self.head.best(hidden, rows)
+
 
 def build_attention(
     config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool

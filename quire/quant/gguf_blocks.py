@@ -6,7 +6,7 @@ Slow to multiply with but small to keep; loading a dense model goes through `den
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
-from quire.quant.weight import Weight
+from quire.quant.weight import Weight, find_best
 
 SLICE_VALUES = 1 << 19  # unpacked at a time, which bounds the temporaries
 
@@ -44,6 +44,9 @@ class GGUFBlocks:
         for part in self._slices():
             out[..., part] = torch.nn.functional.linear(x, self._unpack(self.data[part]).to(x.dtype))
         return out
+
+    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return find_best(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return self._unpack(self.data[index]).to(self.dtype)

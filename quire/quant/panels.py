@@ -7,6 +7,7 @@ output. Who fills them is `weights/checkpoint.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
-from quire.kernels.cpu.tape import DENSE_FORMATS, SPARE_ROWS, Value, padded
+from quire.kernels.cpu.tape import SPARE_ROWS, Value, padded
 from quire.quant.ggml_types import GGMLType
-from quire.quant.weight import Weight
+from quire.quant.weight import Weight, find_best
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
@@ -38,12 +39,28 @@ FORMATS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Room for the rows of one product, as they are and in int8."""
+
+    num_rows: int
+    values: Tensor
+    rounded: Tensor
+
+    @classmethod
+    def make(cls, module: Any, num_rows: int, cols: int) -> Spare:
+        size = num_rows + SPARE_ROWS
+        rounded = torch.empty(size * module.quantized_row_bytes(cols), dtype=torch.uint8)
+        return cls(num_rows, torch.zeros(size, cols), rounded)
+
+
 class PanelWeight:
     """One matrix of `parts`, which are the extension's `Panels`, one below the other."""
 
     def __init__(self, parts: Sequence[Any], native: Native) -> None:
         self.parts = list(parts)
         self.native = native
+        self._spare: Spare | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,27 +73,36 @@ class PanelWeight:
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
             return x.tape.matmul(x, self.parts)
-        flat = x.reshape(-1, x.shape[-1])
-        out = torch.empty(len(flat), padded(self.shape[0]), dtype=torch.float32)[:, : self.shape[0]]
+        flat = x.reshape(-1, x.shape[-1]).float()
+        out = torch.empty(len(flat), padded(self.shape[0]))[:, : self.shape[0]]
         first = 0
         for part in self.parts:
-            self._multiply(part, flat, out[:, first:])
+            self._multiply(part, flat, range(len(flat)), out[:, first:])
             first += part.rows
         return out.unflatten(0, x.shape[:-1]).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
 
-    def _multiply(self, part: Any, x: Tensor, out: Tensor) -> None:
-        if not len(x):
-            return
+    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        if len(self.parts) > 1:
+            return find_best(self, x, rows)
+        return self._multiply(self.parts[0], x, rows, None)
+
+    def _multiply(self, part: Any, x: Tensor, rows: Sequence[int], out: Tensor | None) -> tuple[list[int], list[float]]:
+        """Products of some rows of x into `out`, or else the largest of each."""
+        if not rows:
+            return [], []
         module = self.native.module
-        values = torch.zeros(len(x) + SPARE_ROWS, part.cols)
-        values[: len(x)] = x
-        rounded, quantized = None, (0, 0)
-        if part.format not in DENSE_FORMATS:
-            rounded = torch.empty((len(x) + SPARE_ROWS) * module.quantized_row_bytes(part.cols), dtype=torch.uint8)
-            quantized = (rounded.data_ptr(), part.cols)
-        view = (values.data_ptr(), part.cols)
-        y = (out.data_ptr(), out.stride(0))
-        module.multiply(self.native.isa, self.native.threads, part, len(x), view, quantized, y)
+        if self._spare is None or self._spare.num_rows < len(rows):
+            self._spare = Spare.make(module, len(rows), part.cols)
+        return module.multiply(
+            self.native.isa,
+            self.native.threads,
+            part,
+            rows,
+            (x.data_ptr(), x.stride(0)),
+            (self._spare.values.data_ptr(), part.cols),
+            (self._spare.rounded.data_ptr(), part.cols),
+            (out.data_ptr(), out.stride(0)) if out is not None else (0, 0),
+        )
 
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):

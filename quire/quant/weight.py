@@ -27,6 +27,10 @@ class Weight(Protocol):
         """x [..., in] -> [..., out], in x's dtype."""
         ...
 
+    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        """For each of the given rows of x [m, in]: its first largest product, by place and value; NaN above all."""
+        ...
+
     def rows(self, index: Tensor) -> Tensor:
         """The given rows, dense: [n] -> [n, in]. This is an embedding look-up."""
         ...
@@ -38,6 +42,12 @@ class Weight(Protocol):
     def shard(self, rank: int, size: int, dim: int) -> Weight:
         """Part `rank` of `size` equal parts along `dim` (0: out, 1: in)."""
         ...
+
+
+def find_best(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    """`Weight.best` by way of all products."""
+    value, index = weight.matmul(x[torch.tensor(rows, device=x.device)]).float().max(dim=-1)
+    return index.tolist(), value.tolist()
 
 
 class Dense:
@@ -57,6 +67,9 @@ class Dense:
 
     def matmul(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.data)
+
+    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return find_best(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return torch.nn.functional.embedding(index, self.data)
@@ -85,6 +98,9 @@ class Stacked:
 
     def matmul(self, x: Tensor) -> Tensor:
         return torch.cat([part.matmul(x) for part in self.parts], dim=-1)
+
+    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return find_best(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return self.dense()[index]

@@ -36,17 +36,23 @@ class RecordedModel:
     def __init__(self, model: Any, kv: Sequence[LayerCache], native: Native, max_tokens: int) -> None:
         self.model = model
         self.tape = Tape(native, max_tokens)
-        self._kv = list(kv)
+        self._kv = kv
         groups = range(1 + max(cache.group for cache in kv))
         self._hidden = model(StepTokens(self.tape), None, StepPaging(groups), kv)
         self._hidden.read()
         self.tape.finish()
+        self._result = self.tape.result(self._hidden, max_tokens)
 
     def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache]) -> Tensor:
-        assert all(ours is theirs for ours, theirs in zip(self._kv, kv, strict=True))
-        self.tape.run(tokens, positions, paging, len(tokens))
-        return self.tape.result(self._hidden, len(tokens))
+        assert kv is self._kv
+        num_tokens = tokens.shape[0]
+        self.tape.run(tokens, positions, paging, num_tokens)
+        return self._result[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.logits(hidden)
         return logits
+
+    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        found: tuple[list[int], list[float]] = self.model.best(hidden, rows)
+        return found

@@ -197,6 +197,10 @@ class Matmul:
     def rounds(self) -> bool:
         return self.gated is not None
 
+    @property
+    def width(self) -> str:
+        return f"{self.weight.rows}x{self.weight.cols}"
+
     def emit(self, program: Any) -> None:
         assert self.y.needed or (self.gated is not None and self.gated.needed), "nobody reads this product"
         program.matmul(

@@ -132,7 +132,6 @@ def test_a_deeper_model_needs_no_more_buffers(family: str) -> None:
     config = FITTING[family]
     nine, many = (replace(config, num_layers=3 * n, windows=config.windows * n) for n in (3, 10))
     assert num_buffers(nine) == num_buffers(many)
-    assert num_buffers(many) < 16
 
 
 def test_two_models_take_turns() -> None:

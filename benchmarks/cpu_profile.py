@@ -1,0 +1,104 @@
+"""Where a step's time goes with quire's own CPU kernels: op by op, and what Python adds around them.
+
+    python benchmarks/cpu_profile.py [--model smollm2:135m] [--batch 1,8,32] [--context 160] [--steps 40] [--prefill 512]
+
+Each batch decodes `--steps` tokens at about `--context` tokens each, timed op by op; the last line of a table is the
+whole step as the engine runs it, so the difference is scheduling, batching and sampling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.client import InProcess
+from quire.weights.store import resolve
+
+
+class Timed:
+    """A recorded model that times its ops."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.head_s = 0.0
+        self.times: dict[str, int] = defaultdict(int)
+
+    def __call__(self, tokens: Any, positions: Any, paging: Any, kv: Any) -> Any:
+        for index, (kind, nanoseconds) in enumerate(self.model.tape.run_timed(tokens, positions, paging)):
+            self.times[f"{kind} {self.model.tape.ops[index].width}" if "matmul" in kind else kind] += nanoseconds
+        return self.model.tape.result(self.model._hidden, len(tokens))
+
+    def best(self, hidden: Any, rows: Any) -> Any:
+        begin = time.perf_counter()
+        best = self.model.best(hidden, rows)
+        self.head_s += time.perf_counter() - begin
+        return best
+
+
+def add(client: InProcess, batch: int, prompt: int, answer: int) -> list[Request]:
+    requests = []
+    for index in range(batch):
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        tokens = [(7 * index + 13 * place) % 1000 + 100 for place in range(prompt)]
+        requests.append(Request(f"{index}", tokens, params, seed=index, max_tokens=answer))
+        client.add(requests[-1])
+    return requests
+
+
+def measure(client: InProcess, batch: int, prompt: int, answer: int, timed: Timed) -> None:
+    runner: Any = client.engine.runner
+    requests = add(client, batch, prompt, answer)
+    while any(len(request.tokens) == prompt for request in requests):
+        client.step()
+    plain, begin, steps = runner.model, time.perf_counter(), 0
+    while client.engine.has_work:
+        runner.model = timed
+        client.step()
+        steps += 1
+    whole_ms = 1e3 * (time.perf_counter() - begin) / steps
+    runner.model = plain
+    show(f"decode, batch {batch}, context {prompt} to {prompt + answer}", timed, steps, whole_ms, batch)
+
+
+def show(title: str, timed: Timed, steps: int, whole_ms: float, tokens: int) -> None:
+    print(f"{title}: {whole_ms:.2f} ms a step, {1e3 * tokens / whole_ms:.0f} tok/s")
+    for kind, nanoseconds in sorted(timed.times.items(), key=lambda item: -item[1]):
+        print(f"  {kind:<24} {nanoseconds / 1e6 / steps:8.3f} ms")
+    print(f"  {'head':<24} {1e3 * timed.head_s / steps:8.3f} ms")
+    known = sum(timed.times.values()) / 1e6 / steps + 1e3 * timed.head_s / steps
+    print(f"  {'around it':<24} {whole_ms - known:8.3f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2:135m")
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--kv-dtype", default="auto")
+    options = parser.parse_args()
+    config = EngineConfig(model=options.model, kernels="native", prefix_cache=False, kv_dtype=options.kv_dtype)
+    client = InProcess(config, resolve(options.model).path)
+    runner: Any = client.engine.runner
+    for batch in map(int, options.batch.split(",")):
+        measure(client, batch, options.context, options.steps, Timed(runner.model))
+    for _ in range(2):
+        plain, timed = runner.model, Timed(runner.model)
+        runner.model = timed
+        add(client, 1, options.prefill, 1)
+        begin, steps = time.perf_counter(), 0
+        while client.engine.has_work:
+            client.step()
+            steps += 1
+        runner.model = plain
+    show(f"prefill of {options.prefill}", timed, 1, 1e3 * (time.perf_counter() - begin), options.prefill)
+
+
+if __name__ == "__main__":
+    main()
