@@ -125,9 +125,9 @@ def measure(engine: Engine, model: Model, cells: Sequence[Cell], setup: Setup) -
 def start_often(engine: Engine, model: Model, setup: Setup) -> list[Child]:
     """As many starts as there are repeats, or one where it takes long or fails.
 
-    One more goes before them and counts only if it fails: it fills caches of files and of compiled code.
+    One more goes before them and counts only if it fails or takes long: it fills caches of files and compiled code.
     """
-    if (first := engine.start(model, setup)).failure:
+    if (first := engine.start(model, setup)).failure or first.total_s >= SLOW_START_S:
         return [first]
     starts = [engine.start(model, setup)]
     while len(starts) < setup.repeats and not starts[-1].failure and starts[-1].total_s < SLOW_START_S:

@@ -1,6 +1,6 @@
 """Where a step's time goes with quire's own CPU kernels: op by op, and what Python adds around them.
 
-    python benchmarks/cpu_profile.py [--model smollm2:135m] [--batch 1,8,32] [--context 160] [--steps 40] [--prefill 512]
+    python benchmarks/cpu_profile.py [--model smollm2:135m] [--batch 1,8,32] [--context 128] [--steps 64]
 
 Each batch decodes `--steps` tokens at about `--context` tokens each, timed op by op; the last line of a table is the
 whole step as the engine runs it, so the difference is scheduling, batching and sampling.

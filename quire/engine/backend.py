@@ -1,4 +1,4 @@
-"""Which ops an engine computes with, decided while it is built: what they cannot serve is said here, never in a request.
+"""Which ops an engine computes with, decided while it is built: what they cannot serve is said here, not in a request.
 
 `engine.py` calls `choose_ops` once it knows the model's shape.
 """
@@ -52,9 +52,7 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
     return select(device, native)
 
 
-def find_native(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Native | None:
+def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Native | None:
     if config.kernels == "torch":
         return None
     reason = unfit(model, dtype, device)

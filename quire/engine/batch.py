@@ -12,7 +12,6 @@ from torch import Tensor
 from quire.core.plan import Plan
 from quire.kernels.paging import Paging
 
-
 MAX_VIEWS = 256  # of a buffer, one for each size of a step
 
 

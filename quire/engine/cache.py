@@ -56,11 +56,10 @@ class CacheTensors:
     """Keys and values of all blocks. Number 0 exists too: padded table entries point at it and nobody reads it."""
 
     def __init__(self, layout: CacheLayout, size: CacheSize, block: BlockShape, device: torch.device) -> None:
-        self._slots = [
-            tuple(zeros((size.num_blocks + 1, *shape), block.dtype, device) for shape in (block.k, block.v))
-            for _ in range(layout.num_slots)
-        ]
-        self.layers = [LayerCache(*self._slots[slot], group, size.block_size) for group, slot in layout.places]
+        count = size.num_blocks + 1
+        k, v = ([zeros((count, *shape), block.dtype, device) for _ in range(layout.num_slots)] for shape in block[:2])
+        self._slots = list(zip(k, v, strict=True))
+        self.layers = [LayerCache(k[slot], v[slot], group, size.block_size) for group, slot in layout.places]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, in order: a source may be an earlier target."""

@@ -71,9 +71,9 @@ class ModelRunner:
                     num_drafts = place - (ends[row] - num_yields)
                     positions.append(Position(request, request.tokens + request.drafts[:num_drafts]))
         if best.rows:
-            tokens, values = self.model.best(hidden, best.places)
-            for row, token, value in zip(best.rows, tokens, values, strict=True):
-                self._accept(plan, sampled, row, token if math.isfinite(value) else None, None)
+            likeliest, scores = self.model.best(hidden, best.places)
+            for row, found, score in zip(best.rows, likeliest, scores, strict=True):
+                self._accept(plan, sampled, row, found if math.isfinite(score) else None, None)
         if drawn.rows:
             logits = self.model.logits(hidden[torch.tensor(drawn.places, device=hidden.device)])
             for row, token, scored in zip(drawn.rows, *sample(logits, positions, self.ops), strict=True):

@@ -51,7 +51,7 @@ class Attention:
 
     def __call__(self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache) -> Tensor:
         """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]"""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)

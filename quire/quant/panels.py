@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
-from quire.kernels.cpu.tape import SPARE_ROWS, Value, padded
+from quire.kernels.cpu.tape import Value
+from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
 from quire.quant.ggml_types import GGMLType
 from quire.quant.weight import Weight, find_best
 
@@ -79,7 +80,7 @@ class PanelWeight:
         for part in self.parts:
             self._multiply(part, flat, range(len(flat)), out[:, first:])
             first += part.rows
-        return out.unflatten(0, x.shape[:-1]).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
+        return out.reshape(*x.shape[:-1], -1).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
 
     def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         if len(self.parts) > 1:
@@ -90,10 +91,11 @@ class PanelWeight:
         """Products of some rows of x into `out`, or else the largest of each."""
         if not rows:
             return [], []
+        x = x if x.stride(1) == 1 else x.contiguous()
         module = self.native.module
         if self._spare is None or self._spare.num_rows < len(rows):
             self._spare = Spare.make(module, len(rows), part.cols)
-        return module.multiply(
+        found: tuple[list[int], list[float]] = module.multiply(
             self.native.isa,
             self.native.threads,
             part,
@@ -103,6 +105,7 @@ class PanelWeight:
             (self._spare.rounded.data_ptr(), part.cols),
             (out.data_ptr(), out.stride(0)) if out is not None else (0, 0),
         )
+        return found
 
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):

@@ -82,8 +82,10 @@ def build_model(
     """
     expected = survey(config, checkpoint, ops)
     total = sum(checkpoint.nbytes(name) for name in expected)
-    options = {"packed": packed, "native": ops.native, "quantize": quantize, "on_read": counter(total, progress)}
-    with CheckpointSource(checkpoint, dtype, device, **options) as source:
+    on_read = counter(total, progress)
+    with CheckpointSource(
+        checkpoint, dtype, device, packed=packed, native=ops.native, quantize=quantize, on_read=on_read
+    ) as source:
         model = MODELS[config.family](config, source, ops)
     return LoadedModel(model, config, source.nbytes)
 

@@ -46,9 +46,8 @@ def test_generate_json_is_one_document(default_model) -> None:
 
 
 def test_generate_reads_the_prompt_from_a_pipe_and_can_use_the_template(default_model) -> None:
-    asked = "What is the capital of France?"
-    done = quire("generate", "--chat", "--temperature", "0", "--max-tokens", "12", *SMALL, stdin=asked)
-    assert "Paris" in done.stdout
+    done = quire("generate", "--chat", "--temperature", "0", "--max-tokens", "16", *SMALL, stdin="What is 2+2?")
+    assert "4" in done.stdout
 
 
 @pytest.mark.parametrize(

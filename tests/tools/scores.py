@@ -23,6 +23,7 @@ class Scores:
             assert torch.equal(self.found.setdefault(place, row.clone()), row), place
 
     def check(self, expected: Scores) -> None:
+        assert self.found
         assert self.found.keys() == expected.found.keys()
         for place, row in self.found.items():
             assert torch.equal(row, expected.found[place]), place

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
-from quire.kernels.cpu.tape import Recorded, Tape, Value
+from quire.kernels.cpu.tape import Tape, Value
+from quire.kernels.cpu.tape_ops import Recorded
 from quire.kernels.paging import LayerCache, Paging
 
 PARTIALS = 1 << 18  # floats for the parts of contexts that several threads work on: 1 MiB
@@ -38,7 +39,7 @@ class NativeOps:
 
     def rope(self, q: Any, k: Any, positions: Any, table: Tensor, interleaved: bool) -> Any:
         if isinstance(q, Tensor):
-            return self._at_once(lambda *qk: self.rope(*qk, None, table, interleaved), (q, k), positions=positions)
+            return self._at_once(lambda q, k: self.rope(q, k, None, table, interleaved), (q, k), positions=positions)
         spans = [q, k]
         if q.buffer is k.buffer and k.first == q.first + q.width:
             spans = [Value(q.buffer, (q.tail[0] + k.tail[0], q.tail[1]), q.first)]
@@ -51,7 +52,7 @@ class NativeOps:
     def store_kv(self, k: Any, v: Any, cache: LayerCache, slots: Any) -> None:
         if isinstance(k, Tensor):
             paging = step_of_slots(cache, slots)
-            self._at_once(lambda *kv: self.store_kv(*kv, cache, None), (k, v), paging=paging)
+            self._at_once(lambda k, v: self.store_kv(k, v, cache, None), (k, v), paging=paging)
             return
         k.tape.put(Recorded("store", {**describe_cache(cache, k.tail[1]), "k": k.read(), "v": v.read()}))
 
@@ -66,7 +67,7 @@ class NativeOps:
         slopes: Tensor | None = None,
         softcap: float | None = None,
     ) -> Any:
-        options = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
         if isinstance(q, Tensor):
             return self._at_once(lambda value: self.attention(value, cache, None, **options), (q,), paging=paging)[0]
         out = q.tape.new(q.tail)

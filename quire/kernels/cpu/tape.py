@@ -8,60 +8,19 @@ while they are written down: a product's bias and gate, and the rounding to int8
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape_memory import Memory, Reader, Slot, padded
+from quire.kernels.cpu.tape_ops import Embed, Matmul, Norm, Op, Recorded
 from quire.kernels.paging import Paging
 
-SPARE_ROWS = 16  # behind the last row, that kernels may read
-HUGE_PAGE = 1 << 21
-NOWHERE = (0, 0)
 DENSE_FORMATS = ("f32", "bf16", "f16")  # of panels; the others are multiplied with activations in int8
-
-View = tuple[int, int]
-
-
-class Memory:
-    """Rows of one width, float32 or int8 with scales. Its address is known once the tape is finished."""
-
-    def __init__(self, width: int, row_bytes: int) -> None:
-        self.width = width
-        self.row_bytes = row_bytes
-        self.tensor: Tensor | None = None
-
-    def allocate(self, rows: int) -> None:
-        self.tensor = huge_pages((rows + SPARE_ROWS) * self.row_bytes)
-
-    @property
-    def address(self) -> int:
-        assert self.tensor is not None
-        return self.tensor.data_ptr()
-
-
-class Slot:
-    """A buffer's claim to memory. Only what an op reads is needed; what is not needed is never written."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.needed = False
-
-    def view(self, first: int = 0) -> View:
-        """Where column `first` begins and how many floats lie between two rows."""
-        return (self.memory.address + 4 * first, self.memory.row_bytes // 4) if self.needed else NOWHERE
-
-    def quantized(self) -> View:
-        """Where the rows begin, and their columns."""
-        return (self.memory.address, self.memory.width) if self.needed else NOWHERE
-
-
-class Op(Protocol):
-    def emit(self, program: Any) -> None: ...
 
 
 class Buffer:
@@ -105,10 +64,10 @@ class Value:
         self.buffer.values.needed = True
         return Reader(self.buffer.values, self.first)
 
-    def unflatten(self, dim: int, sizes: tuple[int, int]) -> Value:
-        assert dim == -1, dim
-        assert sizes[0] == -1, sizes
-        return Value(self.buffer, (self.width // sizes[1], sizes[1]), self.first)
+    def view(self, tokens: int, heads: int, head_dim: int) -> Value:
+        assert tokens == -1, tokens
+        assert heads * head_dim == self.width, (heads, head_dim, self.width)
+        return Value(self.buffer, (heads, head_dim), self.first)
 
     def flatten(self, start: int) -> Value:
         assert start == 1, start
@@ -127,109 +86,6 @@ class Value:
 
     def __mul__(self, factor: Tensor) -> Value:
         return self.tape.scale(self, float(factor))
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Columns of a slot from `first` on."""
-
-    slot: Slot
-    first: int = 0
-
-    def view(self) -> View:
-        return self.slot.view(self.first)
-
-
-@dataclass(slots=True)
-class Embed:
-    weight: Any
-    out: Slot
-    scale: float = 1.0
-
-    def emit(self, program: Any) -> None:
-        program.embed(weight=self.weight, scale=self.scale, out=self.out.view())
-
-
-@dataclass(slots=True)
-class Norm:
-    x: Reader
-    residual: Reader | None
-    sum: Reader | None
-    weight: Tensor
-    eps: float
-    groups: int
-    y: Slot
-    quantized: Slot
-
-    @property
-    def rounds(self) -> bool:
-        return self.groups == 1
-
-    def emit(self, program: Any) -> None:
-        program.norm(
-            x=self.x.view(),
-            residual=self.residual.view() if self.residual else NOWHERE,
-            sum=self.sum.view() if self.sum else NOWHERE,
-            weight=self.weight.data_ptr(),
-            eps=self.eps,
-            groups=self.groups,
-            size=len(self.weight),
-            y=self.y.view(),
-            quantized=self.quantized.quantized(),
-        )
-
-
-@dataclass(slots=True)
-class Matmul:
-    """y = x W^T + bias, or with an activation the gated product; x is rounded first unless its producer has done it."""
-
-    weight: Any
-    x: Reader
-    quantized: Slot
-    quantize: bool
-    y: Slot
-    first: int
-    gated: Slot | None = None
-    bias: Tensor | None = None
-    activation: str = ""
-
-    @property
-    def rounds(self) -> bool:
-        return self.gated is not None
-
-    @property
-    def width(self) -> str:
-        return f"{self.weight.rows}x{self.weight.cols}"
-
-    def emit(self, program: Any) -> None:
-        assert self.y.needed or (self.gated is not None and self.gated.needed), "nobody reads this product"
-        program.matmul(
-            weight=self.weight,
-            x=self.x.view(),
-            quantized=self.quantized.quantized(),
-            quantize=self.quantize,
-            y=self.y.view(self.first),
-            bias=self.bias.data_ptr() if self.bias is not None else 0,
-            activation=self.activation,
-            gated=self.gated.quantized() if self.gated else NOWHERE,
-        )
-
-
-@dataclass(slots=True)
-class Recorded:
-    """Any other op: the program's method and what it is called with. Slots and tensors are addressed when emitted."""
-
-    method: str
-    arguments: dict[str, Any]
-
-    def emit(self, program: Any) -> None:
-        getattr(program, self.method)(**{name: addressed(value) for name, value in self.arguments.items()})
-
-
-def addressed(value: Any) -> Any:
-    if isinstance(value, Reader):
-        return value.view()
-    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 @dataclass(slots=True)
@@ -370,7 +226,7 @@ class Tape:
         return rows[:num_tokens, value.first : value.first + value.width]
 
 
-def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Paging | None, num_tokens: int) -> tuple:
+def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Paging | None, num_tokens: int) -> Any:
     at, turned = (0 if tensor is None else tensor.data_ptr() for tensor in (tokens, positions))
     if paging is None:
         return (num_tokens, 0, at, turned, 0, 0, [], 0, 0)
@@ -390,18 +246,3 @@ def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Pagi
         mask.data_ptr() if mask is not None else 0,
         mask.stride(0) if mask is not None else 0,
     )
-
-
-def padded(width: int) -> int:
-    """Floats between two rows: whole cache lines, and not so many that rows fall onto the same ones."""
-    return -(-width // 16) * 16 + 16
-
-
-def huge_pages(num_bytes: int) -> Tensor:
-    """Bytes of zeros at a multiple of 2 MiB, in large pages where the system has them; unused ones cost nothing."""
-    pages = mmap.mmap(-1, num_bytes + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    skip = -whole.data_ptr() % HUGE_PAGE
-    return whole[skip : skip + num_bytes]

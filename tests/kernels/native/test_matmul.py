@@ -290,3 +290,24 @@ class TestFusing:
             return weight.matmul(total)
 
         self.check(name, work)
+
+
+@each_isa
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "f32"])
+@pytest.mark.parametrize("outputs", [1, 17, 64, 100, 515])
+def test_best_is_the_first_largest_product(kind: str, outputs: int, name: str) -> None:
+    for threads in (1, 2, 5):
+        weight = panel_weight(kind, outputs, 64, name, threads)
+        x = draw(40, 64)
+        x[3] = 0.0  # all products equal
+        x[5, 7] = float("nan")
+        logits = weight.matmul(x)
+        rows = [5, 3, 0, 39, 3, *range(10, 30)]
+        found, values = weight.best(x, rows)
+        for row, index, value in zip(rows, found, values, strict=True):
+            if row == 5:
+                assert value != value
+                continue
+            assert index == int(logits[row].argmax())
+            assert value == float(logits[row].max())
+    assert weight.best(x, []) == ([], [])

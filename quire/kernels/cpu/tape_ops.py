@@ -1,0 +1,109 @@
+"""The ops of a tape: what each reads and writes, and how it is put into the C++ program.
+
+`tape.py` makes them and, while the tape is being written, changes those that fuse with a neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quire.kernels.cpu.tape_memory import NOWHERE, Reader, Slot
+
+
+class Op(Protocol):
+    def emit(self, program: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Embed:
+    weight: Any
+    out: Slot
+    scale: float = 1.0
+
+    def emit(self, program: Any) -> None:
+        program.embed(weight=self.weight, scale=self.scale, out=self.out.view())
+
+
+@dataclass(slots=True)
+class Norm:
+    x: Reader
+    residual: Reader | None
+    sum: Reader | None
+    weight: Tensor
+    eps: float
+    groups: int
+    y: Slot
+    quantized: Slot
+
+    @property
+    def rounds(self) -> bool:
+        return self.groups == 1
+
+    def emit(self, program: Any) -> None:
+        program.norm(
+            x=self.x.view(),
+            residual=self.residual.view() if self.residual else NOWHERE,
+            sum=self.sum.view() if self.sum else NOWHERE,
+            weight=self.weight.data_ptr(),
+            eps=self.eps,
+            groups=self.groups,
+            size=len(self.weight),
+            y=self.y.view(),
+            quantized=self.quantized.quantized(),
+        )
+
+
+@dataclass(slots=True)
+class Matmul:
+    """y = x W^T + bias, or with an activation the gated product; x is rounded first unless its producer has done it."""
+
+    weight: Any
+    x: Reader
+    quantized: Slot
+    quantize: bool
+    y: Slot
+    first: int
+    gated: Slot | None = None
+    bias: Tensor | None = None
+    activation: str = ""
+
+    @property
+    def rounds(self) -> bool:
+        return self.gated is not None
+
+    @property
+    def width(self) -> str:
+        return f"{self.weight.rows}x{self.weight.cols}"
+
+    def emit(self, program: Any) -> None:
+        assert self.y.needed or (self.gated is not None and self.gated.needed), "nobody reads this product"
+        program.matmul(
+            weight=self.weight,
+            x=self.x.view(),
+            quantized=self.quantized.quantized(),
+            quantize=self.quantize,
+            y=self.y.view(self.first),
+            bias=self.bias.data_ptr() if self.bias is not None else 0,
+            activation=self.activation,
+            gated=self.gated.quantized() if self.gated else NOWHERE,
+        )
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Any other op: the program's method and what it is called with. Slots and tensors are addressed when emitted."""
+
+    method: str
+    arguments: dict[str, Any]
+
+    def emit(self, program: Any) -> None:
+        getattr(program, self.method)(**{name: addressed(value) for name, value in self.arguments.items()})
+
+
+def addressed(value: Any) -> Any:
+    if isinstance(value, Reader):
+        return value.view()
+    return value.data_ptr() if isinstance(value, Tensor) else value
