@@ -145,7 +145,7 @@ void unpack_rows(const PanelStore& self, uintptr_t rows_address, int64_t count, 
 }  // namespace
 
 void bind_panels(nb::module_& module) {
-  using Released = nb::call_guard<nb::gil_scoped_release>;
+  using Released = nb::call_guard<ReleasedGil>;
   nb::class_<PanelStore>(module, "Panels")
       .def("__init__", construct, nb::arg("format"), nb::arg("rows"), nb::arg("cols"))
       .def_prop_ro("format", [](const PanelStore& self) { return name_of(self.view.format); })

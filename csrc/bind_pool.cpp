@@ -46,7 +46,7 @@ int64_t team_sum(int threads, int rounds) {
 
 void bind_pool(nanobind::module_& module) {
   module.def("team_sum", &team_sum, nanobind::arg("threads"), nanobind::arg("rounds"),
-             nanobind::call_guard<nanobind::gil_scoped_release>());
+             nanobind::call_guard<ReleasedGil>());
 }
 
 }  // namespace quire

@@ -157,7 +157,7 @@ void run(const Program& program, int threads, int num_tokens, int num_rows, Addr
          int64_t ancestors_stride) {
   const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
                               ancestors_stride);
-  nb::gil_scoped_release released;
+  ReleasedGil released;
   program.run(threads, step);
 }
 
@@ -170,7 +170,7 @@ std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, i
                               ancestors_stride);
   std::vector<int64_t> times;
   {
-    nb::gil_scoped_release released;
+    ReleasedGil released;
     program.run_timed(threads, step, times);
   }
   std::vector<std::pair<std::string, int64_t>> report;
@@ -223,7 +223,7 @@ Choice multiply(const std::string& isa, int threads, const PanelStore& weight, c
                   x.second,
                   rows.data()};
   {
-    nb::gil_scoped_release released;
+    ReleasedGil released;
     run_team(threads, multiply_on_team, &product);
   }
   Choice choice;
@@ -251,7 +251,7 @@ void find_argmax(const std::string& isa, int threads, View x, int64_t rows, int6
                  Address value) {
   Argmax wanted{kernels_named(isa), floats(x), x.second, rows, cols, reinterpret_cast<int64_t*>(index),
                 reinterpret_cast<float*>(value)};
-  nb::gil_scoped_release released;
+  ReleasedGil released;
   run_team(threads, argmax_on_team, &wanted);
 }
 
