@@ -129,6 +129,15 @@ struct PackedPanel {
   }
 };
 
+// Codes as they are unpacked: tiles of AMX multiply signed ones, which need no correction for the offset.
+template <Codes codes, Scales scales>
+QUIRE_INLINE i32 kept(i32 quad) {
+#ifdef __AMX_INT8__
+  if constexpr (!kHasMinimum<scales>) return {_mm512_sub_epi8(quad.v, _mm512_set1_epi8(char(128 >> kShift<codes>)))};
+#endif
+  return quad;
+}
+
 // The same with a byte a code and float32 scales, in a thread's scratch.
 template <Codes codes, Scales scales>
 struct UnpackedPanel {
@@ -155,7 +164,9 @@ struct UnpackedPanel {
     for (int64_t block = 0; block < weight.blocks(); block++) {
       const int64_t from = block * packed.step;
       packed.prefetch(block);
-      unroll<8>([&](auto j) { store_bytes(codes_at + block * 512 + 64 * j.v, packed.template quad_of<j.v>(from)); });
+      unroll<8>([&](auto j) {
+        store_bytes(codes_at + block * 512 + 64 * j.v, kept<codes, scales>(packed.template quad_of<j.v>(from)));
+      });
       unroll<kParts<scales>>([&](auto part) {
         store(scales_at + (block * kParts<scales> + part.v) * 16, packed.scale(block, part.v));
       });
@@ -312,7 +323,7 @@ struct QuantizedMultiplier {
 #ifdef __AMX_INT8__
     if constexpr (!Panel::packed) {
       for (int p = 0; p < count && size == 16; p++)
-        multiply_tiles<codes, scales>(panels[p], blocks, records, out + p * kLanes, out_stride);
+        multiply_tiles<scales>(panels[p], blocks, records, out + p * kLanes, out_stride);
       if (size == 16) return;
     }
 #endif

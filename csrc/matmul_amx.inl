@@ -32,18 +32,18 @@ QUIRE_INLINE void sum_block(const int8_t* rows, int64_t stride, const uint8_t* c
   if constexpr (parts == 1) {
     _tile_loadd(1, rows, stride);
     _tile_loadd(2, codes, 64);
-    _tile_dpbsud(0, 1, 2);
+    _tile_dpbssd(0, 1, 2);
   } else {
     _tile_loadd(3, rows, stride);
     _tile_loadd(4, codes, 64);
-    _tile_dpbsud(0, 3, 4);
+    _tile_dpbssd(0, 3, 4);
   }
   _tile_stored(0, sums, 64);
 }
 
 // A tile of 16 rows times one unpacked panel -> out [16][16], rows out_stride apart. The tiles work one part ahead of the
 // vectors, so that sums are read when they have long been written.
-template <Codes codes, Scales scales, class Panel>
+template <Scales scales, class Panel>
 static void multiply_tiles(const Panel& panel, int64_t blocks, const uint8_t* x, float* out, int64_t out_stride) {
   using Own = Record<16>;
   constexpr int parts = kParts<scales>;
@@ -61,15 +61,9 @@ static void multiply_tiles(const Panel& panel, int64_t blocks, const uint8_t* x,
     if (part + 1 < blocks * parts) sum_part(part + 1);
     const uint8_t* record = x + part / parts * Own::bytes;
     const float* own = reinterpret_cast<const float*>(record + Own::scales);
-    const uint8_t* shifts = record + (parts == 2 ? Own::half_shifts + part % 2 * 64 : Own::shifts);
     f32 scale = panel.scale(part / parts, static_cast<int>(part % parts));
     unroll<16>([&](auto r) {
       i32 sum = load_bytes(reinterpret_cast<const uint8_t*>(sums[part % 2]) + 64 * r.v);
-      if constexpr (!kHasMinimum<scales>) {
-        int32_t shift;
-        std::memcpy(&shift, shifts + 4 * r.v, 4);
-        sum = {_mm512_add_epi32(sum.v, _mm512_set1_epi32(shift >> kShift<codes>))};
-      }
       total[r.v] = fma(to_float(sum), scale * set1(own[r.v]), total[r.v]);
     });
     if constexpr (kHasMinimum<scales>) {
