@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from quire.cli.options import add_json, add_model
 from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound
 from quire.kernels import isa
+from quire.kernels.cpu import native
 from quire.weights.store import resolve
 
 
@@ -41,7 +43,32 @@ def machine() -> dict[str, Any]:
         "amx": cpu.amx.status.value,
         "amx_detail": cpu.amx.detail,
         "onednn_limit": isa.onednn_limit(cpu),
+        "kernels": describe_kernels(cpu),
     }
+
+
+def describe_kernels(cpu: isa.CPU) -> str:
+    """Whose ops compute here: our own and for which instructions, or why not."""
+    found = native.find(cpu)
+    return found.reason if isinstance(found, native.Missing) else f"own, {found.isa} on {found.threads} threads"
+
+
+def packed_bytes(path: Path) -> int | None:
+    """What a GGUF file's weights take in memory once they are packed for our own kernels; None without those."""
+    module = native.load()
+    if isinstance(module, native.Missing) or path.suffix != ".gguf":
+        return None
+    from quire.quant.ggml_types import PANEL_FORMATS
+    from quire.weights.gguf import GGUFFile
+
+    total = 0
+    with GGUFFile(path) as file:
+        for info in file.tensors.values():
+            if len(info.shape) == 2:
+                total += module.Panels(PANEL_FORMATS.get(info.type, "f32"), info.rows, info.cols).nbytes
+            else:
+                total += 4 * info.rows * info.cols
+    return total
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -59,6 +86,7 @@ def describe_model(name: str) -> dict[str, Any]:
         "name": name,
         "path": str(files.path),
         "file_bytes": files.size_bytes,
+        "packed_bytes": packed_bytes(files.path),
         "family": config.family,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,

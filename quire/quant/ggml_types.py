@@ -1,7 +1,7 @@
 """The tensor types a GGUF file can name: how many values a block holds, and in how many bytes.
 
 Plain numbers, no torch: the file reader uses them to check sizes, `gguf_blocks.py` to unpack. A type listed here can be
-measured; whether it can also be computed with is `gguf_blocks.py`'s to say.
+measured; whether it can also be computed with is `gguf_blocks.py`'s to say, and `PANEL_FORMATS` how it is packed.
 """
 
 from __future__ import annotations
@@ -63,3 +63,18 @@ class GGMLType(Enum):
 
 
 TYPES_BY_NUMBER: dict[int, GGMLType] = {kind.number: kind for kind in GGMLType}
+
+# The panels of our own kernels that hold a type without loss; the others become float32.
+PANEL_FORMATS: dict[GGMLType, str] = {
+    GGMLType.Q4_0: "q4_0",
+    GGMLType.Q4_1: "q4_1",
+    GGMLType.Q5_0: "q5_0",
+    GGMLType.Q5_1: "q5_1",
+    GGMLType.Q8_0: "q8_0",
+    GGMLType.Q4_K: "q4_k",
+    GGMLType.Q5_K: "q5_k",
+    GGMLType.Q6_K: "q6_k",
+    GGMLType.F32: "f32",
+    GGMLType.BF16: "bf16",
+    GGMLType.F16: "f16",
+}

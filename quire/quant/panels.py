@@ -18,26 +18,10 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
 from quire.kernels.cpu.tape import Value
 from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
-from quire.quant.ggml_types import GGMLType
 from quire.quant.weight import Weight, find_best
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
-
-# Without loss: what the file says is what is multiplied with. Other types become float32.
-FORMATS = {
-    GGMLType.Q4_0: "q4_0",
-    GGMLType.Q4_1: "q4_1",
-    GGMLType.Q5_0: "q5_0",
-    GGMLType.Q5_1: "q5_1",
-    GGMLType.Q8_0: "q8_0",
-    GGMLType.Q4_K: "q4_k",
-    GGMLType.Q5_K: "q5_k",
-    GGMLType.Q6_K: "q6_k",
-    GGMLType.F32: "f32",
-    GGMLType.BF16: "bf16",
-    GGMLType.F16: "f16",
-}
 
 
 @dataclass(frozen=True, slots=True)

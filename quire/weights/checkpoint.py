@@ -18,8 +18,9 @@ from torch import Tensor
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import DENSE_FORMATS
+from quire.quant.ggml_types import PANEL_FORMATS
 from quire.quant.gguf_blocks import GGUFBlocks, check_supported
-from quire.quant.panels import FORMATS, PANEL_BLOCK, ROWS_IN_PANEL, PanelWeight, join
+from quire.quant.panels import PANEL_BLOCK, ROWS_IN_PANEL, PanelWeight, join
 from quire.quant.weight import Dense, Stacked, Weight
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import gguf_name, text_name
@@ -101,7 +102,7 @@ class GGUFCheckpoint:
         return GGUFBlocks(info.type, data, info.cols, dtype)
 
     def panel_format(self, name: str) -> str:
-        return FORMATS.get(self.file.tensors[self.own_name(name)].type, "f32")
+        return PANEL_FORMATS.get(self.file.tensors[self.own_name(name)].type, "f32")
 
     def pack(self, name: str, panels: Any, first: int) -> list[Work]:
         info = self.file.tensors[self.own_name(name)]
@@ -109,7 +110,7 @@ class GGUFCheckpoint:
 
         def pack_rows(rows: slice) -> None:
             place = (first + rows.start, rows.stop - rows.start)
-            if info.type.quantized and panels.format == FORMATS.get(info.type):
+            if info.type.quantized and panels.format == PANEL_FORMATS.get(info.type):
                 raw = self.file.raw(info.name)[rows]
                 panels.pack_gguf(info.type.number, raw.ctypes.data, *place)
             elif info.type.quantized:
@@ -117,7 +118,7 @@ class GGUFCheckpoint:
                 panels.pack_dense("f32", values.data_ptr(), info.cols, *place)
             else:
                 raw = self.file.raw(info.name)[rows]
-                panels.pack_dense(FORMATS[info.type], raw.ctypes.data, info.cols, *place)
+                panels.pack_dense(PANEL_FORMATS[info.type], raw.ctypes.data, info.cols, *place)
             self.file.release(info.name, rows.start, rows.stop)
 
         return [partial(pack_rows, rows) for rows in self._slices(info.name, ROWS_IN_PANEL)]

@@ -82,6 +82,9 @@ def test_info(default_model) -> None:
     assert document["machine"]["cores"] >= 1
     assert document["model"]["family"] == "llama"
     assert document["model"]["context"] == 8192
+    assert document["machine"]["kernels"]
+    if document["machine"]["kernels"].startswith("own"):
+        assert 0.9 < document["model"]["packed_bytes"] / document["model"]["file_bytes"] < 1.1
     text = quire("info").stdout
     assert "amx" in text
     assert "instructions" in text
