@@ -60,7 +60,7 @@ test-sanitized: $(INSTALLED_DEV) ## Run the C++ kernels' tests under AddressSani
 	@$(CONFIGURE) -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DQUIRE_SANITIZE=ON \
 		-DQUIRE_PACKAGE_DIR="$(CURDIR)/$(SANITIZED)/tree/quire" > $(SANITIZED)/configure.log || { cat $(SANITIZED)/configure.log; exit 1; }
 	@$(BUILD) $(SANITIZED)/cmake $(JOBS)
-	@grep -q __asan_report $(SANITIZED)/tree/quire/kernels/cpu/_native*.so
+	@grep -q __asan_load $(SANITIZED)/tree/quire/kernels/cpu/_native*.so
 	@cd $(SANITIZED)/tree && export LD_PRELOAD="$$(cat ../cmake/preload.txt)" \
 		ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:log_path="$$PWD/report" \
 		UBSAN_OPTIONS=print_stacktrace=1:log_path="$$PWD/report" && \
