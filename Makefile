@@ -90,11 +90,11 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing quire and what it needs into $(VENV) (a minute or two the first time)."
+	@echo "Installing quire and what it needs into $(VENV) (a few minutes the first time)."
 	@$(INSTALL) -e .
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing quire with its development tools into $(VENV) (a minute or two the first time)."
+	@echo "Installing quire with its development tools into $(VENV) (a few minutes the first time)."
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(INSTALLED)

@@ -172,9 +172,15 @@ QUIRE_INLINE void find_largest(const float* x, int64_t cols, int64_t* index, flo
     best = max(best, here);
   });
   *value = numbers ? largest(best) : NAN;
-  int64_t at = 0;
-  while (at + 1 < cols && (numbers ? x[at] != *value : x[at] == x[at])) at++;
-  *index = at;
+  for (int64_t at = 0; at < cols; at += kLanes) {
+    const int lanes = cols - at < kLanes ? static_cast<int>(cols - at) : kLanes;
+    f32 here = load_lanes(x + at, lanes);
+    const uint32_t found = (numbers ? same(here, set1(*value)) : ~same(here, here)) & ((1u << lanes) - 1);
+    if (found) {
+      *index = at + __builtin_ctz(found);
+      return;
+    }
+  }
 }
 
 static void argmax(const float* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index, float* value,

@@ -2,8 +2,8 @@
 // dense ones. Included by one translation unit per instruction set.
 //
 // A (row, output) pair is summed in one lane over K from front to back, in the same operations whatever the number of
-// rows: so an answer does not depend on who shares the batch. Few rows unpack codes in registers on the way; for more, two
-// panels are unpacked into a thread's scratch first and pass over all tiles.
+// rows: so an answer does not depend on who shares the batch. Few rows unpack codes in registers on the way; for more, a
+// group of panels is unpacked into a thread's scratch first and passes over all tiles.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@ namespace quire {
 namespace QUIRE_ISA {
 
 constexpr int64_t kUnit = 2 * kLanes;        // outputs that make one block of the next product
-constexpr int64_t kPassBytes = 640 * 1024;   // of activations that pass over a pair of panels: they stay in L2
+constexpr int64_t kPassBytes = 640 * 1024;   // of activations that pass over a group of panels: they stay in L2
 constexpr int kPrefetchBlocks = 8;
 
 template <int value>

@@ -50,7 +50,9 @@ def machine() -> dict[str, Any]:
 def describe_kernels(cpu: isa.CPU) -> str:
     """Whose ops compute here: our own and for which instructions, or why not."""
     found = native.find(cpu)
-    return found.reason if isinstance(found, native.Missing) else f"own, {found.isa} on {found.threads} threads"
+    if isinstance(found, native.Missing):
+        return f"torch's: {found.reason}"
+    return f"own, {found.isa} on {found.threads} threads"
 
 
 def packed_bytes(path: Path) -> int | None:

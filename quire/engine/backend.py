@@ -60,23 +60,23 @@ def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, de
     if isinstance(found, Native):
         return found
     if config.kernels == "native":
-        raise UnsupportedModel(f"kernels is 'native', but {found.reason}")
+        raise UnsupportedModel(f"kernels is 'native', but {found.reason}. Use 'auto' or 'torch'.")
     if device.type == "cpu":
-        log.warning("%s", found.reason)
+        log.warning("%s; torch's are used, several times slower.", found.reason)
     return None
 
 
 def unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why our own CPU kernels cannot serve a model, or None if they can."""
+    """Why our own CPU kernels cannot serve a model, as a clause, or None if they can."""
     if device.type != "cpu":
-        return f"quire's own CPU kernels do not run on {device.type}."
+        return f"quire's own CPU kernels do not run on {device.type}"
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
-        return f"quire's own CPU kernels compute in float32, not in {name}; torch's are used."
+        return f"quire's own CPU kernels compute in float32, not in {name}"
     if model.head_dim % HEAD_DIM_UNIT or model.head_dim > MAX_HEAD_DIM:
         return (
             f"quire's own CPU kernels need heads of a multiple of {HEAD_DIM_UNIT} dimensions, at most {MAX_HEAD_DIM}, "
-            f"and this model's have {model.head_dim}; torch's are used."
+            f"and this model's have {model.head_dim}"
         )
     return None
 

@@ -89,11 +89,11 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         quantize = choose_quantize(config.quantize, checkpoint)
+        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
         loaded = build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         )
     layout = lay_out(model.windows)
-    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
     size = size_cache(
         block_bytes=block_bytes(layout, block),

@@ -65,11 +65,11 @@ class ModelRunner:
         best, drawn = Places([], []), Places([], [])
         positions: list[Position] = []
         for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
-            for place in range(ends[row] - num_yields, ends[row]):
-                (best if request.takes_best else drawn).add(row, place)
+            for num_drafts in range(num_yields):
+                (best if request.takes_best else drawn).add(row, ends[row] - num_yields + num_drafts)
                 if not request.takes_best:
-                    num_drafts = place - (ends[row] - num_yields)
-                    positions.append(Position(request, request.tokens + request.drafts[:num_drafts]))
+                    before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
+                    positions.append(Position(request, before))
         if best.rows:
             likeliest, scores = self.model.best(hidden, best.places)
             for row, found, score in zip(best.rows, likeliest, scores, strict=True):

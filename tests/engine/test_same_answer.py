@@ -83,18 +83,11 @@ def test_batch_chunks_order_preemption_and_cache(family: str, sampled: bool) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_at_random_moments(family: str) -> None:
-    rng = random.Random(4)
     requests = questions(sampled=True)
     expected = alone(family, requests)
     engine = TinyEngine(FAMILIES[family], model=MODELS[family], max_tokens=24, max_requests=16)
-    for request in requests:
-        engine.scheduler.add(request)
-    while engine.scheduler.has_work:
-        engine.step()
-        if engine.scheduler.running and rng.random() < 0.3:
-            engine.scheduler._preempt(rng.choice(engine.scheduler.running))
+    assert engine.answer_preempted(requests, seed=4) == expected
     assert engine.scheduler.counters.preemptions > 5
-    assert [request.tokens[request.num_prompt :] for request in requests] == expected
 
 
 @pytest.mark.parametrize("seed", range(8))

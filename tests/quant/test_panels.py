@@ -12,25 +12,14 @@ from torch import Tensor
 
 from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
+from tests.tools.native import DENSE, SCALES_AT
 
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the C++ kernels are not built")
 
 pytestmark = pytest.mark.cpu
 
-# Where the float16 scales of a block begin.
-SCALES = {
-    GGMLType.Q4_0: (0,),
-    GGMLType.Q4_1: (0, 2),
-    GGMLType.Q5_0: (0,),
-    GGMLType.Q5_1: (0, 2),
-    GGMLType.Q8_0: (0,),
-    GGMLType.Q4_K: (0, 2),
-    GGMLType.Q5_K: (0, 2),
-    GGMLType.Q6_K: (208,),
-}
-KINDS = list(SCALES)
+KINDS = list(SCALES_AT)
 ROWS = (1, 15, 16, 17, 48, 100)
-DENSE = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 by_type = pytest.mark.parametrize("name", list(DENSE))
@@ -41,7 +30,7 @@ def random_blocks(kind: GGMLType, rows: int, cols: int, seed: int = 0) -> Tensor
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows, kind.row_bytes(cols)), dtype=torch.uint8, generator=generator)
     blocks = data.view(-1, kind.type_size)
-    for at in SCALES[kind]:
+    for at in SCALES_AT[kind]:
         blocks[:, at + 1] &= 0xBF
     return data
 

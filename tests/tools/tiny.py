@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -88,6 +89,17 @@ class TinyEngine:
     def step(self) -> None:
         if plan := self.scheduler.schedule():
             self.scheduler.commit(plan, self.runner.run(plan))
+
+    def answer_preempted(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
+        """The same, with requests thrown out at random moments."""
+        rng = random.Random(seed)
+        for request in requests:
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            self.step()
+            if self.scheduler.running and rng.random() < 0.3:
+                self.scheduler._preempt(rng.choice(self.scheduler.running))
+        return [request.tokens[request.num_prompt :] for request in requests]
 
     def answer(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run requests to their end; what each answered."""

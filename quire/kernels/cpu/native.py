@@ -32,7 +32,7 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why there are no kernels of our own, and what to do."""
+    """Why there are no kernels of our own, as a clause."""
 
     reason: str
 
@@ -44,7 +44,7 @@ def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
         return module
     isas = usable(cpu, module.built())
     if not isas:
-        return Missing("This CPU has no AVX2, which quire's own kernels need; torch's are used.")
+        return Missing("quire's own CPU kernels need AVX2, which this CPU lacks")
     return Native(module, isas[0], threads or cpu.cores)
 
 
@@ -53,8 +53,8 @@ def load() -> ModuleType | Missing:
         return import_module("quire.kernels.cpu._native")
     except ImportError as error:
         note = Path(__file__).with_name("native_missing.txt")
-        why = note.read_text().strip() if note.is_file() else f"they could not be loaded ({error})."
-        return Missing(f"quire's own CPU kernels are missing: {why} Torch's are used, several times slower.")
+        why = note.read_text().strip().rstrip(".") if note.is_file() else f"they could not be loaded ({error})"
+        return Missing(f"quire's own CPU kernels are missing: {why}")
 
 
 def usable(cpu: CPU, built: list[str]) -> list[str]:

@@ -45,18 +45,6 @@ class Family:
         return TinyEngine(self.config, model=model, ops=ops, kv_dtype=self.kind, **options)
 
 
-def preempt_at_random(engine: TinyEngine, requests: list[Request]) -> list[list[int]]:
-    rng = random.Random(4)
-    for request in requests:
-        engine.scheduler.add(request)
-    while engine.scheduler.has_work:
-        engine.step()
-        if engine.scheduler.running and rng.random() < 0.3:
-            engine.scheduler._preempt(rng.choice(engine.scheduler.running))
-    assert engine.scheduler.counters.preemptions > 2
-    return [request.tokens[request.num_prompt :] for request in requests]
-
-
 @each_isa
 @pytest.mark.parametrize("family", FITTING)
 def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> None:
@@ -84,7 +72,9 @@ def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> Non
     assert own.engine().answer(questions()[::-1]) == expected[::-1]
     scores[-1].check(alone)
     scores.append(Scores())
-    assert preempt_at_random(own.engine(max_tokens=24, max_requests=16), questions()) == expected
+    crowded = own.engine(max_tokens=24, max_requests=16)
+    assert crowded.answer_preempted(questions(), seed=4) == expected
+    assert crowded.scheduler.counters.preemptions > 2
     scores[-1].check(alone)
 
 
