@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,17 @@ Progress = Callable[[int, int], None]
 
 
 def start_engine(config: EngineConfig, path: Path, progress: Progress | None = None) -> Engine:
-    """Build an engine. The CPU is probed first: torch must not find instructions that only seem to be there."""
+    """Build an engine. The CPU is probed first: torch must not find instructions that only seem to be there.
+
+    Torch's own objects, half a million, are set aside from garbage collection, which would hold up a step for as long
+    as it takes to look through them.
+    """
     isa.prepare()
+    is_first = "torch" not in sys.modules
     from quire.engine.engine import build_engine
 
+    if is_first:
+        gc.freeze()
     return build_engine(config, path, progress)
 
 

@@ -6,7 +6,7 @@ a `tokenizers.Tokenizer`. Called by `Tokenizer.from_gguf`; reading the file itse
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -62,9 +62,10 @@ class GGUFVocabulary:
             self.named[key] for key in _END_KEYS if key in self.named
         }
 
-    def token(self, token_id: int) -> str | None:
-        """The text of an id, if there is one."""
-        return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else None
+    def id_to_token(self) -> Callable[[int], str | None]:
+        """Gives the text of an id, if there is one. It keeps the tokens in memory and nothing else of the file."""
+        tokens = self.tokens
+        return lambda token_id: tokens[token_id] if 0 <= token_id < len(tokens) else None
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
@@ -98,14 +99,14 @@ def build_backend(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces]:
 
 def _build_byte_level(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, bool]:
     split = word_split(str(vocabulary.metadata.get(_PREFIX + "pre", "default")))
-    merges = [_cut_merge(merge) for merge in _strings(vocabulary.metadata, "merges")]
+    merges = _cut_merges(_strings(vocabulary.metadata, "merges"))
     backend = Backend(_make_bpe(vocabulary.ids, merges, ignore_merges=split.whole_words))
     backend.pre_tokenizer = split.pre_tokenizer()
     if normalizer := split.normalizer():
         backend.normalizer = normalizer
     backend.decoder = decoders.ByteLevel()
     added = {token_id: vocabulary.tokens[token_id] for token_id in vocabulary.added_ids}
-    return backend, byte_level_pieces(vocabulary.token, added), split.adds_bos
+    return backend, byte_level_pieces(vocabulary.id_to_token(), added), split.adds_bos
 
 
 def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, bool]:
@@ -115,7 +116,7 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, b
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), space]) if prefixed else space
     steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return backend, sentencepiece_pieces(vocabulary.token, prefixed), True
+    return backend, sentencepiece_pieces(vocabulary.id_to_token(), prefixed), True
 
 
 def _make_sentencepiece_bpe(vocabulary: GGUFVocabulary) -> models.BPE:
@@ -144,11 +145,12 @@ def _make_bpe(ids: dict[str, int], merges: list[tuple[str, str]], **options: Any
         raise BadModelFile(f"The GGUF file's vocabulary and merges do not fit together: {error}.") from error
 
 
-def _cut_merge(merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise BadModelFile(f"The GGUF file has the merge {merge!r}; a merge is two tokens with a space between them.")
-    return left, right
+def _cut_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    if not all(left and right for left, right in pairs):
+        bad = next(merge for merge, (left, right) in zip(merges, pairs, strict=True) if not (left and right))
+        raise BadModelFile(f"The GGUF file has the merge {bad!r}; a merge is two tokens with a space between them.")
+    return pairs
 
 
 def _add_tokens(backend: Backend, vocabulary: GGUFVocabulary) -> None:
@@ -192,7 +194,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     values = _plain(metadata.get(_PREFIX + key))
     if values is None:
         raise BadModelFile(f"The GGUF file's tokenizer has no {_PREFIX}{key}.")
-    if not all(isinstance(value, str) for value in values):
+    if set(map(type, values)) - {str}:
         raise BadModelFile(f"{_PREFIX}{key} holds something other than text.")
     return values
 

