@@ -3,8 +3,9 @@
     python benchmarks/cpu_peers.py --peers DIR [--model smollm2:135m] [--model other.gguf] [--only llama,vllm] [--quick]
 
 DIR holds the peers, each on its own: DIR/llama/bin, DIR/vllm, DIR/openvino, DIR/transformers (virtual environments);
-those that are not there are listed with what they need. quire runs first and last, so that a machine that changed its
-speed meanwhile is seen. The report goes to stdout, progress to stderr. peers/engines.py says how each engine is asked.
+those that are not there are listed with what they need. quire runs before and after every peer, which is compared with
+those two runs: the machine's speed may change meanwhile. The report goes to stdout, progress to stderr;
+peers/engines.py says how each engine is asked.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ def start_often(engine: Engine, model: Model, setup: Setup) -> list[Child]:
 
 
 def compare(model: Model, peers: Sequence[Engine], cells: Sequence[Cell], setup: Setup) -> Iterator[dict[str, Any]]:
-    """The result of one engine after another; quire comes first and again last."""
-    order: list[Engine] = [Quire(), *peers, Quire()]
+    """The result of one engine after another; quire comes first, and again after every peer."""
+    order: list[Engine] = [Quire()]
+    for peer in peers:
+        order += [peer, Quire()]
     for engine in order:
         print(f"{model.name}: {engine.name} ...", file=sys.stderr, flush=True)
         yield measure(engine, model, cells, setup)

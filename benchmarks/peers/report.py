@@ -1,7 +1,7 @@
 """From the document of a run to what people read: markdown tables and ratios. Plain dictionaries in, text out.
 
-The document is what benchmarks/cpu_peers.py writes with --json. quire appears in `results` once for each time it ran;
-its ratio to the best peer takes the mean of those runs.
+The document is what benchmarks/cpu_peers.py writes with --json. quire appears in `results` once for each time it ran:
+before and after every peer. A peer is compared with the mean of the two runs beside it: the machine's speed moves.
 """
 
 from __future__ import annotations
@@ -54,30 +54,44 @@ def model_section(model: Document) -> str:
 
 
 def rate_table(title: str, figure: str, labels: list[str], results: list[Document]) -> str:
-    """Engines down, cells across; the last line is quire against the best peer of each cell."""
+    """Engines down, cells across: quire's mean and range, each peer's figure and how many times that quire was."""
     values: list[Value] = [rate(figure, label) for label in labels]
-    rows = [[result["engine"], result["weights"], *(show(value(result)) for value in values)] for result in results]
-    rows.append(["**quire / best peer**", "", *(show_ratio(results, value, max) for value in values)])
+    rows = lines_of(results, lambda result: [result["engine"], result["weights"]], values, [None] * len(values))
+    rows.append(["**quire / best peer**", "", *(show_best(results, value, max) for value in values)])
     return table([title, "weights", *labels], rows)
 
 
+def lines_of(
+    results: list[Document], head: Callable[[Document], list[str]], values: list[Value], digits: list[int | None]
+) -> list[list[str]]:
+    """One line for quire and one for each peer."""
+    own = next((result for result in results if result["engine"] == OWN), None)
+    lines = []
+    if own is not None:
+        cells = [show_range(results, value, count) for value, count in zip(values, digits, strict=True)]
+        lines.append([*head(own), *cells])
+    for index, result in enumerate(results):
+        if result["engine"] == OWN:
+            continue
+        cells = []
+        for value, count in zip(values, digits, strict=True):
+            ratio = ratio_at(results, index, value)
+            cells.append(show(value(result), count) + (f" ({ratio:.2f}x)" if ratio is not None else ""))
+        lines.append([*head(result), *cells])
+    return lines
+
+
 def state_table(results: list[Document]) -> str:
-    """Start and memory, where less is better, and the machine's pulse just before each engine ran."""
+    """Start and memory, where less is better, and the machine's pulse just before each peer ran."""
     values: list[Value] = [
         lambda result: result["start_s"],
         lambda result: result["start_peak_mib"],
         lambda result: result["peak_mib"],
     ]
-    digits = (2, 0, 0)
-    rows = [
-        [
-            f"{result['engine']} {result['version']}".strip(),
-            *(show(value(result), count) for value, count in zip(values, digits, strict=True)),
-            show_pulse(result["pulse"]),
-        ]
-        for result in results
-    ]
-    rows.append(["**quire / best peer** (less is better)", *(show_ratio(results, value, min) for value in values), ""])
+    rows = lines_of(results, lambda result: [f"{result['engine']} {result['version']}".strip()], values, [2, 0, 0])
+    pulses = [show_pulse(result["pulse"]) for result in results if result["engine"] != OWN]
+    rows = [[*row, pulse] for row, pulse in zip(rows, [NONE, *pulses], strict=True)] if rows else []
+    rows.append(["**quire / best peer** (less is better)", *(show_best(results, value, min) for value in values), ""])
     header = [
         "engine",
         "start to first token, s",
@@ -95,24 +109,35 @@ def rate(figure: str, label: str) -> Value:
     return value
 
 
-def own_mean(results: list[Document], value: Value) -> float | None:
-    """The mean of quire's runs; None if one of them has no figure, since drift could not be seen."""
+def ratio_at(results: list[Document], index: int, value: Value) -> float | None:
+    """quire against the peer at `index`: the mean of the runs right before and after it. None where a figure lacks."""
+    before = next((value(result) for result in reversed(results[:index]) if result["engine"] == OWN), None)
+    after = next((value(result) for result in results[index:] if result["engine"] == OWN), None)
+    peer = value(results[index])
+    if before is None or after is None or not peer:
+        return None
+    return statistics.mean([before, after]) / peer
+
+
+def show_best(results: list[Document], value: Value, best: Callable[..., Any]) -> str:
+    """quire against the peer with the best figure of all."""
+    figures = [(value(result), index) for index, result in enumerate(results) if result["engine"] != OWN]
+    known = [(figure, index) for figure, index in figures if figure is not None]
+    if not known:
+        return NONE
+    _, index = best(known, key=lambda pair: pair[0])
+    ratio = ratio_at(results, index, value)
+    return NONE if ratio is None else f"**{ratio:.2f}** ({results[index]['engine']})"
+
+
+def show_range(results: list[Document], value: Value, digits: int | None) -> str:
+    """The mean of quire's runs and, of several, the least and the most."""
     figures = [value(result) for result in results if result["engine"] == OWN]
     known = [figure for figure in figures if figure is not None]
-    return statistics.mean(known) if known and len(known) == len(figures) else None
-
-
-def best_peer(results: list[Document], value: Value, best: Callable[..., Any]) -> tuple[float, str] | None:
-    figures = [(value(result), result["engine"]) for result in results if result["engine"] != OWN]
-    known = [(figure, engine) for figure, engine in figures if figure is not None]
-    return best(known, key=lambda pair: pair[0]) if known else None
-
-
-def show_ratio(results: list[Document], value: Value, best: Callable[..., Any]) -> str:
-    own, peer = own_mean(results, value), best_peer(results, value, best)
-    if own is None or peer is None or not peer[0]:
+    if not known or len(known) < len(figures):
         return NONE
-    return f"**{own / peer[0]:.2f}** ({peer[1]})"
+    mean = show(statistics.mean(known), digits)
+    return mean if len(known) == 1 else f"{mean} ({show(min(known), digits)} to {show(max(known), digits)})"
 
 
 def show(value: float | None, digits: int | None = None) -> str:
