@@ -1,8 +1,8 @@
-# From a fresh clone: `make run` answers a question, `make test` tests. `make help` lists the rest.
+# From a fresh clone: `make run` starts a server, `make test` tests. `make help` lists the rest.
 
 PYTHON ?= python3
 MODEL ?= smollm2:135m
-PROMPT ?= Why is the sky blue? Answer in two sentences.
+PORT ?= 8000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,11 +34,10 @@ BUILD_NATIVE_QUIETLY = mkdir -p build && { { $(BUILD_NATIVE); } > $(NATIVE).log 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: $(INSTALLED) ## Install, fetch the default model, answer a question, and chat if this is a terminal.
+run: $(INSTALLED) ## Install, fetch the default model and serve it; Ctrl-C stops.
 	@$(BUILD_NATIVE_QUIETLY)
 	@$(BIN)/quire pull "$(MODEL)"
-	@$(BIN)/quire generate "$(MODEL)" --chat -p "$(PROMPT)" --max-tokens 80
-	@if [ -t 0 ] && [ -t 1 ]; then $(BIN)/quire chat "$(MODEL)"; fi
+	@exec $(BIN)/quire serve "$(MODEL)" --port $(PORT)
 
 install: $(INSTALLED) ## Install quire into .venv.
 	@$(BUILD_NATIVE_QUIETLY)

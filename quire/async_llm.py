@@ -10,6 +10,7 @@ from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
 from quire.text.exchange import Exchange, Intake, Prompt
+from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.store import resolve
@@ -35,6 +36,7 @@ class AsyncLLM:
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
+        self._intake.grammars = Grammars(self._tokenizer, facts.vocab_size, self._intake.end_token_ids)
 
     async def generate(
         self,

@@ -7,9 +7,11 @@ can cause is raised from here.
     QuireError
     ├── InvalidRequest            400   the request itself is wrong; no other request is touched
     │   ├── InvalidParams               a value out of its range
+    │   ├── InvalidField                a field of an HTTP request that is missing, unknown or of the wrong type
     │   ├── UnknownField                a field that quire does not know, so cannot honour
     │   ├── EmptyPrompt
     │   ├── PromptTooLong               prompt plus max_tokens do not fit the context or the cache
+    │   ├── BadGrammar                  a schema, pattern or grammar that cannot be followed, or is over its bounds
     │   └── TemplateError               a chat template that is broken, missing or over its bounds
     ├── ModelError                500   the model cannot be used
     │   ├── ModelNotFound         404
@@ -19,9 +21,17 @@ can cause is raised from here.
     ├── PullError                 502   a download failed; what was fetched is kept and resumed
     │   ├── ChecksumMismatch
     │   └── DiskFull              507
-    └── EngineError               500   the engine failed, not the request
-        ├── NotEnoughMemory       503
-        └── EngineClosed          503
+    ├── EngineError               500   the engine failed, not the request
+    │   ├── NotEnoughMemory       503
+    │   └── EngineClosed          503
+    └── ServerError               503   the server does not take the request now, or from this caller
+        ├── Overloaded            429   the queue is full; knows when to come back
+        ├── ShuttingDown          503
+        ├── NotReady              503   the model is still being loaded, or again
+        ├── DeadlineExceeded      504
+        ├── BodyTooLarge          413
+        ├── ResponseNotFound      404   a stored response that never was, or is gone
+        └── Unauthorized          401
 """
 
 from __future__ import annotations
@@ -30,21 +40,31 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BadGrammar",
     "BadModelFile",
+    "BodyTooLarge",
     "ChecksumMismatch",
+    "DeadlineExceeded",
     "DiskFull",
     "EmptyPrompt",
     "EngineClosed",
     "EngineError",
+    "InvalidField",
     "InvalidParams",
     "InvalidRequest",
     "ModelError",
     "ModelNotFound",
     "NotEnoughMemory",
+    "NotReady",
+    "Overloaded",
     "PromptTooLong",
     "PullError",
     "QuireError",
+    "ResponseNotFound",
+    "ServerError",
+    "ShuttingDown",
     "TemplateError",
+    "Unauthorized",
     "UnknownField",
     "UnsupportedModel",
     "WeightMismatch",
@@ -67,6 +87,14 @@ class InvalidParams(InvalidRequest, ValueError):
     """A parameter's value is outside what it may be."""
 
 
+class InvalidField(InvalidRequest):
+    """A field of an HTTP request that cannot be read as what it should be; `param` is its name."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class UnknownField(InvalidRequest, TypeError):
     """A field that quire does not know. Accepting it would change nothing, so it is refused."""
 
@@ -87,6 +115,10 @@ class EmptyPrompt(InvalidRequest, ValueError):
 
 class PromptTooLong(InvalidRequest, ValueError):
     """Prompt and requested tokens do not fit into the model's context or into the cache."""
+
+
+class BadGrammar(InvalidRequest, ValueError):
+    """A schema, pattern or grammar for the answer that is wrong, that quire cannot follow, or that is too large."""
 
 
 class TemplateError(InvalidRequest):
@@ -145,3 +177,51 @@ class EngineClosed(EngineError):
     """The engine has been shut down."""
 
     status = 503
+
+
+class ServerError(QuireError):
+    """The server does not take the request."""
+
+    status = 503
+
+
+class Overloaded(ServerError):
+    """The queue is full."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(ServerError):
+    """No new requests are taken."""
+
+
+class NotReady(ServerError):
+    """There is no engine yet, or it is being started again."""
+
+
+class DeadlineExceeded(ServerError):
+    """The request took longer than it may."""
+
+    status = 504
+
+
+class BodyTooLarge(ServerError):
+    """The request has more bytes than the server reads."""
+
+    status = 413
+
+
+class ResponseNotFound(ServerError):
+    """There is no such response of this caller's, or there is no longer."""
+
+    status = 404
+
+
+class Unauthorized(ServerError):
+    """The key is missing or wrong."""
+
+    status = 401

@@ -21,6 +21,7 @@ from quire.engine.client import InProcess, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
 from quire.text.exchange import Exchange, Intake, Prompt
+from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.store import resolve
@@ -48,6 +49,7 @@ class LLM:
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
+        self._intake.grammars = Grammars(self._tokenizer, facts.vocab_size, self._intake.end_token_ids)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,8 +1,8 @@
 """`quire bench offline`: how fast an engine is with nothing around it.
 
 Random token ids, greedy, no end of sequence, prefix cache off. For each batch size the same prompts run twice: once for
-one token each, which is the prefill (and the time to first token over the whole batch), and once for all tokens; the
-difference is the decode.
+one token each, which is the prefill (and the time to first token over the whole batch), and once for all tokens, where
+the decode is timed while all requests are at it: from the last one's first token to the first one's last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
@@ -66,24 +66,30 @@ def run(
 
 
 def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Row:
-    first_s = answer(client, batch, prompt_tokens, 1)
-    total_s = answer(client, batch, prompt_tokens, output_tokens)
-    decode_s = max(total_s - first_s, 1e-9)
-    steps = output_tokens - 1
+    prefill = answer(client, batch, prompt_tokens, 1)
+    whole = answer(client, batch, prompt_tokens, output_tokens)
     return Row(
         batch,
         prompt_tokens,
         output_tokens,
-        prefill_tokens_per_s=batch * prompt_tokens / first_s,
-        decode_tokens_per_s=batch * steps / decode_s,
-        ttft_ms=1e3 * first_s,
-        tpot_ms=1e3 * decode_s / steps,
-        total_s=total_s,
+        prefill_tokens_per_s=batch * prompt_tokens / prefill.total_s,
+        decode_tokens_per_s=whole.num_decoded / whole.decode_s,
+        ttft_ms=1e3 * prefill.total_s,
+        tpot_ms=1e3 * whole.decode_s * batch / whole.num_decoded,
+        total_s=whole.total_s,
     )
 
 
-def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> float:
-    """Seconds until every request of a batch has its tokens."""
+class Answer(NamedTuple):
+    """Seconds in all, and of those in which the whole batch decoded; the tokens that came then."""
+
+    total_s: float
+    decode_s: float
+    num_decoded: int
+
+
+def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Answer:
+    """Run one batch to its end."""
     rng = random.Random(7)
     vocabulary = client.info.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
@@ -96,10 +102,20 @@ def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int
     begin = time.perf_counter()
     for request in requests:
         client.add(request)
-    num_open = batch
+    begun: set[str] = set()
+    num_open, num_decoded, first_s, last_s = batch, 0, 0.0, 0.0
     while num_open:
-        num_open -= sum(update.finish is not None for update in client.step())
-    return time.perf_counter() - begin
+        was_whole = num_open == batch or not num_decoded
+        updates = client.step()
+        now_s = time.perf_counter() - begin
+        if len(begun) < batch:
+            begun.update(update.id for update in updates)
+            first_s = now_s
+        elif was_whole:
+            num_decoded += sum(len(update.tokens) for update in updates)
+            last_s = now_s
+        num_open -= sum(update.finish is not None for update in updates)
+    return Answer(now_s, last_s - first_s, num_decoded)
 
 
 def median(rows: list[Row]) -> Row:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+from pathlib import Path
 from typing import Any
 
 from quire.cli.options import add_engine_options, add_json, engine_config
@@ -18,19 +20,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
     about = "Time prefill and decode of the engine alone: random prompts, greedy, no prefix cache."
     offline = kinds.add_parser("offline", help=about, description=about, allow_abbrev=False)
-    offline.add_argument("--batch", default="1,8,16,32", metavar="N,N,...", help="batch sizes; default %(default)s")
+    add_offline(offline)
+    offline.set_defaults(measure=run_offline)
+    about = "Put load on a server with OpenAI's API and time what its clients would see."
+    serve = kinds.add_parser("serve", help=about, description=about, allow_abbrev=False)
+    add_serve(serve)
+    serve.set_defaults(measure=run_serve)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure speed."""
+    arguments.measure(arguments)
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", default="1,8,16,32", metavar="N,N,...", help="batch sizes; default %(default)s")
     for flag, default, text in (
         ("--prompt-tokens", 128, "tokens in each prompt"),
         ("--output-tokens", 64, "new tokens for each prompt"),
         ("--repeats", 3, "runs of each size, of which the median is reported"),
     ):
-        offline.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
-    add_json(offline)
-    add_engine_options(offline, without=["prefix_cache", "max_requests", "order", "seed"])
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
+    add_json(parser)
+    add_engine_options(parser, without=["prefix_cache", "max_requests", "order", "seed"])
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure speed."""
+def run_offline(arguments: argparse.Namespace) -> None:
     batches = parse_batches(arguments.batch)
     config = engine_config(arguments, max_requests=max(batches), prefix_cache=False)
     from quire.bench.offline import run as measure
@@ -67,3 +82,79 @@ def show(document: dict[str, Any]) -> None:
     print("  ".join(f"{name:>20}" for name in COLUMNS))
     for row in document["rows"]:
         print("  ".join(f"{row[name]:>20,.2f}" if name != "batch" else f"{row[name]:>20}" for name in COLUMNS))
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    add_times(parser)
+    add_prompts(parser)
+    add_trace(parser)
+    add_json(parser)
+    parser.add_argument("--json-requests", action="store_true", help="the same, with a row for every request")
+    slo = "milliseconds such as ttft:500,tpot:50,e2e:9000: goodput counts the requests within them"
+    parser.add_argument("--slo", metavar="LIMITS", help=slo)
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which server")
+    group.add_argument("--base-url", metavar="URL", help="one that runs, with or without /v1")
+    group.add_argument("--api-key", metavar="KEY", help="what it wants as a bearer token")
+    group.add_argument("--spawn", action="store_true", help="start `quire serve` for this, and stop it afterwards")
+    group.add_argument("--spawn-options", metavar="TEXT", help="options for it, as in --spawn-options='--threads 1'")
+    group.add_argument("--model", help="what to ask for (the first it lists if not given), or with --spawn to serve")
+
+
+def add_times(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("when to send")
+    group.add_argument("--rate", type=float, metavar="R", help="open loop: requests a second, or inf for all at once")
+    group.add_argument(
+        "--burstiness", type=float, metavar="B", help="of --rate: 1 (default) is Poisson, less is burstier"
+    )
+    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many at a time; 8 by default")
+    group.add_argument("--num-requests", type=int, metavar="N", help="100, or all of a trace, if not given")
+    group.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the clock starts; default 1")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request; default 600")
+    seed = "fixes prompts and times; a second run with it finds its prompts in the server's cache"
+    group.add_argument("--seed", type=int, metavar="N", help=seed)
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to send")
+    group.add_argument("--chat", action="store_true", help="ask /v1/chat/completions instead of /v1/completions")
+    group.add_argument("--prompt-words", type=int, metavar="N", help="random words in a prompt; 115 if not given")
+    group.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids instead, exactly so many")
+    group.add_argument("--output-tokens", type=int, metavar="N", help="new tokens for each prompt; 64 if not given")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy")
+    strict = "send only what OpenAI knows: no ignore_eos, so answers may be shorter than asked for"
+    group.add_argument("--no-extra-fields", dest="extra_fields", action="store_false", help=strict)
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recorded traffic")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="lengths and times: Azure's CSV, Mooncake's JSON lines"
+    )
+    group.add_argument("--trace-speed", type=float, metavar="X", help="replay it so many times as fast")
+    group.add_argument("--trace-ids", action="store_true", help="send token ids, of exactly the trace's lengths")
+    ratio = "to meet lengths in words; found out from the server if not given"
+    group.add_argument("--tokens-per-word", type=float, metavar="R", help=ratio)
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out requests with longer prompts")
+    group.add_argument("--max-output-tokens", type=int, metavar="N", help="ask for no longer answers than this")
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    from quire.bench.report import page
+    from quire.bench.serve import run as measure
+    from quire.bench.settings import Settings
+
+    given = {name: value for name, value in vars(arguments).items() if name in Settings.__slots__}
+    seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
+    settings = Settings(**{**given, "seed": seed})
+    with bar("requests", unit="requests") as report:
+        document = measure(settings, report, with_requests=arguments.json_requests)
+    if arguments.json or arguments.json_requests:
+        print(json.dumps(document))
+    else:
+        print(page(document))
+    if document["interrupted"]:
+        raise KeyboardInterrupt  # what there is has been said; the exit status tells that it is not all

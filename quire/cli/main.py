@@ -6,10 +6,18 @@ import argparse
 import sys
 
 from quire import __version__
-from quire.cli import bench, chat, generate, info, models, pull
+from quire.cli import bench, chat, generate, info, models, pull, serve
 from quire.cli.options import readable_errors
 
-COMMANDS = {"generate": generate, "chat": chat, "bench": bench, "info": info, "models": models, "pull": pull}
+COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "info": info,
+    "models": models,
+    "pull": pull,
+}
 ABOUT = "An LLM inference engine: runs a model on this machine, alone or many requests at a time."
 
 

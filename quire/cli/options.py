@@ -27,21 +27,25 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """MODEL and a flag for every other field of EngineConfig, but for those that would change nothing there."""
     add_model(parser)
-    group = parser.add_argument_group("engine")
-    hints = get_type_hints(EngineConfig)
-    for field in fields(EngineConfig):
-        if field.name == "model" or field.name in without:
+    add_fields(parser, "engine", EngineConfig, without=("model", *without))
+
+
+def add_fields(parser: argparse.ArgumentParser, title: str, config: type, *, without: Collection[str] = ()) -> None:
+    """A flag for every field of a config made of `option`s."""
+    group = parser.add_argument_group(title)
+    hints = get_type_hints(config)
+    for field in fields(config):
+        if field.name in without:
             continue
         text = field.metadata["help"].replace("%", "%%")
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}", default=field.default, **_shape(hints[field.name], text)
-        )
+        shape = _shape(hints[field.name], text, field.default)
+        group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **shape)
 
 
-def _shape(hint: Any, text: str) -> dict[str, Any]:
+def _shape(hint: Any, text: str, default: Any) -> dict[str, Any]:
     """How a field of that type is written on the command line."""
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": f"{text} Default: on."}
+        return {"action": argparse.BooleanOptionalAction, "help": f"{text} Default: {'on' if default else 'off'}."}
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint), "help": f"{text} Default: %(default)s."}
     if get_origin(hint) is UnionType:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.core.structured import StructuredOutputs as StructuredOutputs
 from quire.errors import InvalidParams, UnknownField
 
 MAX_N = 256
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 64
 MAX_PRIORITY = 100
+MAX_COUNT = 2**31 - 1  # of tokens: no context is as long, and every integer on the way can hold it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class SamplingParams:
     n                   that many answers, which share the prompt's cache
     logprobs            that many likeliest tokens at each position of the answer, with their log probability
     prompt_logprobs     the same for the prompt
+    structured_outputs  what the answer must look like; a mapping of its fields will do
     """
 
     n: int = 1
@@ -64,18 +67,19 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_N)
         self._number("temperature", 0.0, 100.0)
-        self._whole("top_k", 0, None)
+        self._whole("top_k", 0, MAX_COUNT)
         self._number("top_p", 0.0, 1.0, open_below=True)
         self._number("min_p", 0.0, 1.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 0.0, 100.0, open_below=True)
-        self._whole("min_tokens", 0, None)
-        for name, least, most in (("max_tokens", 1, None), ("seed", -(2**63), 2**64 - 1)):
+        self._whole("min_tokens", 0, MAX_COUNT)
+        for name, least, most in (("max_tokens", 1, MAX_COUNT), ("seed", -(2**63), 2**64 - 1)):
             if getattr(self, name) is not None:
                 self._whole(name, least, most)
         for name in ("logprobs", "prompt_logprobs"):
@@ -98,6 +102,8 @@ class SamplingParams:
             self._freeze("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._freeze("logit_bias", _bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            self._freeze("structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -114,7 +120,8 @@ class SamplingParams:
         """Whether the next token is the likeliest one as the model sees it, and nothing more is asked about it."""
         changes = self.allowed_token_ids is not None or self.logit_bias or self.bad_words or self.min_tokens
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        return self.greedy and self.logprobs is None and not changes and not penalties
+        asks_more = self.logprobs is not None or self.structured_outputs is not None
+        return self.greedy and not asks_more and not changes and not penalties
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -149,7 +156,7 @@ def _strings(name: str, value: str | Sequence[str], most: int | None) -> tuple[s
 
 def _token_ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
     ids = tuple(value)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= MAX_COUNT for token in ids):
         raise InvalidParams(f"{name} holds {ids!r}; give token ids, whole numbers from 0.")
     return ids
 

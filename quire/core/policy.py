@@ -71,7 +71,36 @@ class Policy:
     order: Literal["fcfs", "priority"] = "fcfs"
     priority_places: int = PRIORITY_PLACES
 
-    def rank(self, arrival: int, priority: int) -> tuple[int, int]:
-        """What the queue is sorted by, smallest first; `arrival` counts requests."""
-        places = priority * self.priority_places if self.order == "priority" else 0
-        return arrival + places, arrival
+    def rank(self, place: int, priority: int) -> int:
+        """What the queue is sorted by, smallest first."""
+        return place + (priority * self.priority_places if self.order == "priority" else 0)
+
+
+class Turns:
+    """Places in the queue, fair between tenants.
+
+    A tenant's requests stand one behind the other; the first of one that was not waiting stands where the queue is
+    served now. So with one tenant the order is that of arrival, and with several nobody waits for more than about as
+    much of each other's work as there is of their own. Long prompts count for several places.
+    """
+
+    TOKENS_IN_PLACE = 1024
+    MAX_IDLE = 1024  # tenants that are remembered although all their places have been served
+
+    def __init__(self) -> None:
+        self._served = 0
+        self._last: dict[str, int] = {}
+        self._num_waiting = 0  # tenants, when it was last looked
+
+    def place(self, tenant: str, num_tokens: int) -> int:
+        """Where a new request stands."""
+        place = max(self._served, self._last.get(tenant, 0)) + 1
+        self._last[tenant] = place + num_tokens // self.TOKENS_IN_PLACE
+        return place
+
+    def serve(self, place: int) -> None:
+        """The request at this place runs."""
+        self._served = max(self._served, place)
+        if len(self._last) > 2 * self._num_waiting + self.MAX_IDLE:
+            self._last = {tenant: last for tenant, last in self._last.items() if last > self._served}
+            self._num_waiting = len(self._last)

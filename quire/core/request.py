@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class State(Enum):
 class Request:
     """Tokens, how far the cache has caught up with them, and the blocks that hold it.
 
+    output         tokens that the answer already has: of a request that another engine began
+    tenant         on whose behalf; requests of one tenant queue behind each other, not behind those of all others
+    constraint     what the answer must look like, and how far it has come
     num_computed   tokens whose k and v are confirmed in the cache
     num_planned    the same, plus those of plans still in flight; num_computed <= num_planned
     num_expected   sampled tokens that plans in flight will append to `tokens`
@@ -59,8 +63,12 @@ class Request:
     seed: int = 0
     priority: int = 0
     salt: bytes = b""
+    tenant: str = ""
     max_tokens: int = 16
     leader: Request | None = None  # the sample of the same prompt that computes it for this one
+    output: Sequence[int] = ()
+    num_scored: int = 0  # prompt tokens after the first whose logprobs are delivered
+    constraint: Constraint | None = None
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # tokens it can ever have
@@ -72,6 +80,7 @@ class Request:
     capacity: int = field(init=False, default=0)
     tables: list[list[int | None]] = field(init=False, default_factory=list)
     state: State = field(init=False, default=State.NEW)
+    place: int = field(init=False, default=0)  # in the queue, fair between tenants
     rank: tuple[int, int] = field(init=False, default=(0, 0))
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
@@ -81,18 +90,17 @@ class Request:
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
     node: Node | None = field(init=False, default=None)  # deepest published block
     publish_at: int = field(init=False, default=NEVER)  # computed tokens at which the next block can be published
-    num_scored: int = field(init=False, default=0)  # prompt tokens after the first whose logprobs are delivered
     num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
     num_preemptions: int = field(init=False, default=0)
     miss: Miss | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        self.num_prompt = len(self.tokens)
+        self.tokens = [*self.prompt, *self.output]
+        self.num_prompt = len(self.prompt)
         self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
-        self.takes_best = self.params.takes_best and not self.bad_word_ids
+        self.takes_best = self.params.takes_best and not self.bad_word_ids and self.constraint is None
 
     @property
     def num_output(self) -> int:

@@ -16,7 +16,7 @@ from operator import attrgetter
 from quire.core.kv_cache import KVCache
 from quire.core.params import MAX_PRIORITY
 from quire.core.plan import Detail, Plan, Sampled, Update
-from quire.core.policy import Policy
+from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
@@ -61,18 +61,21 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0  # without those that ended while they waited and are still in the heap
         self._num_arrived = 0
+        self._turns = Turns()
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
         """Take a request in, or refuse one that could never be served."""
         self._check(request)
-        request.rank = self.policy.rank(self._num_arrived, request.priority)
+        request.place = self._turns.place(request.tenant, request.num_prompt)
+        request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
         self._num_arrived += 1
         self.requests[request.id] = request
         leader = request.leader
-        if leader and self.requests.get(leader.id) is leader and leader.num_computed < leader.num_prompt - 1:
+        is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output
+        if leader and is_led and leader.num_computed < leader.num_prompt - 1:
             request.state = State.HELD
             leader.forks.append(request)
         else:
@@ -212,6 +215,7 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
+            self._turns.serve(request.place)
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
             quota -= 1

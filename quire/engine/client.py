@@ -7,6 +7,7 @@ same three verbs: submit, abort, health.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import queue
 import sys
@@ -40,6 +41,7 @@ def start_engine(config: EngineConfig, path: Path, progress: Progress | None = N
 
     if is_first:
         gc.freeze()
+        atexit.register(gc.unfreeze)
     return build_engine(config, path, progress)
 
 

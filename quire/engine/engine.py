@@ -50,6 +50,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
+        self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, time.monotonic())
@@ -66,6 +67,8 @@ class Engine:
         if plan is None:
             time.sleep(IDLE_S)
             return []
+        if self.before_run is not None:
+            self.before_run(plan)
         try:
             sampled = self.runner.run(plan)
         except Exception as error:
@@ -77,7 +80,10 @@ class Engine:
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
-        ends = [self.scheduler.abort(plan.requests[row].id, Finish.ERROR, NO_TOKEN_LEFT) for row in sampled.failed]
+        ends = []
+        for request in (plan.requests[row] for row in sampled.failed):
+            reason = request.constraint.error if request.constraint is not None else ""
+            ends.append(self.scheduler.abort(request.id, Finish.ERROR, reason or NO_TOKEN_LEFT))
         return [update for update in ends if update is not None]
 
 

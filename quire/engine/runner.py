@@ -68,6 +68,7 @@ class ModelRunner:
             for num_drafts in range(num_yields):
                 (best if request.takes_best else drawn).add(row, ends[row] - num_yields + num_drafts)
                 if not request.takes_best:
+                    assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
                     before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
                     positions.append(Position(request, before))
         if best.rows:
@@ -89,6 +90,8 @@ class ModelRunner:
             sampled.failed.append(row)
             return
         taken.append(token)
+        if (constraint := plan.requests[row].constraint) is not None:
+            constraint.advance(token)
         if scored is not None:
             sampled.logprobs.setdefault(row, []).append(scored)
 

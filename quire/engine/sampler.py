@@ -3,8 +3,8 @@ position, and of nothing else, so it does not matter who shares the batch or how
 
 For each position, in this order:
   1. log probabilities are taken from the untouched logits, if asked for
-  2. tokens outside `allowed_token_ids` are banned, the bias is added, words in `bad_words` and, up to `min_tokens`,
-     tokens that would end the answer are banned
+  2. tokens that the request's constraint does not allow and those outside `allowed_token_ids` are banned, the bias is
+     added, words in `bad_words` and, up to `min_tokens`, tokens that would end the answer are banned
   3. repetition, frequency and presence penalties
   4. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest
   5. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +27,13 @@ from quire.core.request import Request
 from quire.kernels import Kernels
 
 NO_TOKEN_LEFT = (
-    "No token could be chosen: the model's logits are not numbers, or allowed_token_ids, bad_words and min_tokens "
-    "together ban every one. Loosen the restrictions, or check the model's file."
+    "No token could be chosen: the model's logits are not numbers, or structured_outputs, allowed_token_ids, bad_words "
+    "and min_tokens together ban every one. Loosen the restrictions, or check the model's file."
 )
+MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
+# For each byte of a mask what its eight tokens get added: a branch a token would take ten times as long.
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+BITS_TO_ADDENDS = np.where(BITS, 0.0, -np.inf).astype(np.float32)
 TOP_FIRST = 1024  # most of the probability is usually among so many tokens: try them before sorting all
 
 
@@ -67,6 +72,8 @@ def sample(
 def restrict(logits: Tensor, position: Position) -> None:
     """Ban tokens and add the bias, in place. logits [vocab]"""
     request, params = position.request, position.request.params
+    if request.constraint is not None:
+        forbid_others(logits, request.constraint.allowed())
     if params.allowed_token_ids is not None:
         allowed = _index(params.allowed_token_ids, logits)
         kept = logits[allowed]
@@ -79,6 +86,13 @@ def restrict(logits: Tensor, position: Position) -> None:
         banned += request.stop_ids
     if banned:
         logits[_index(banned, logits)] = -torch.inf
+
+
+def forbid_others(logits: Tensor, allowed: bytes) -> None:
+    """Ban what has no bit set, and what lies behind the last bit, in place. logits [vocab]"""
+    addends = BITS_TO_ADDENDS.take(np.frombuffer(allowed, np.uint8), axis=0).reshape(-1)[: len(logits)]
+    logits[: len(addends)] += torch.from_numpy(addends).to(logits.device)
+    logits[len(addends) :] = -torch.inf
 
 
 def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
@@ -118,9 +132,9 @@ def choose(logits: Tensor, largest: Tensor, positions: Sequence[Position], ops: 
 
 def pick(logits: Tensor, params: SamplingParams, draw: Tensor) -> int:
     """logits [vocab], draw [] in [0, 1) -> the token at that place of the distribution."""
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / max(params.temperature, MIN_TEMPERATURE)
     if params.min_p > 0.0:
-        floor = logits.max() + torch.log(logits.new_tensor(params.min_p))
+        floor = torch.log(logits.new_tensor(params.min_p))
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if 0 < params.top_k < len(logits):
         kept = torch.topk(logits, params.top_k)

@@ -20,8 +20,9 @@ class Detokenizer:
     The pieces that `push` and `finish` return, put together, are `text`; without a stop string that is what
     `tokenizer.decode` gives for all the tokens at once, however they were grouped.
 
-    A stop string counts once it is completed by a token after the first `min_tokens`. `continues`: the tokens go on
-    from a text, so a space that a vocabulary puts in front of every text is a space of the answer and stays.
+    Special tokens have no text but for those `kept`. A stop string counts once it is completed by a token after the
+    first `min_tokens`. `continues`: the tokens go on from a text, so a space that a vocabulary puts in front of every
+    text is a space of the answer and stays.
     """
 
     def __init__(
@@ -30,12 +31,13 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
         include_stop: bool = False,
         min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
         self._pieces = tokenizer.pieces
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - kept if skip_special_tokens else frozenset()
         self._strips_space = tokenizer.pieces.strips_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._scanner = StopScanner(stop) if stop else None

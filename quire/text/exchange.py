@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.core.constraint import Constraint
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from quire.core.params import SamplingParams
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField
 from quire.text.detokenizer import Detokenizer
+from quire.text.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -26,7 +28,14 @@ GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 
 class Exchange:
     """The requests of one prompt (n of them) and the output they fill."""
 
-    def __init__(self, request_id: str, requests: Sequence[Request], text: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        requests: Sequence[Request],
+        text: str | None,
+        tokenizer: Tokenizer,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
         self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(len(requests))])
@@ -37,6 +46,7 @@ class Exchange:
                 tokenizer,
                 stop=params.stop_strings,
                 skip_special_tokens=params.skip_special_tokens,
+                kept=kept,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 continues=True,
@@ -132,6 +142,7 @@ class Intake:
     eos_token_ids: Sequence[int] = ()
     seed: int | None = None
     by_priority: bool = False  # whether the scheduler heeds priorities
+    grammars: Grammars | None = None  # makes constraints; without it the engine's process does
     num_opened: int = 0
     end_token_ids: frozenset[int] = field(init=False)
 
@@ -146,8 +157,13 @@ class Intake:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: str = "",
+        kept: frozenset[int] = frozenset(),
     ) -> Exchange:
-        """Check a prompt and its parameters, and make the requests for it."""
+        """Check a prompt and its parameters, and make the requests for it.
+
+        `kept` are special tokens that stay in the text although others are skipped.
+        """
         text, tokens = self.encode(prompt)
         self._check(tokens, params)
         if priority and not self.by_priority:
@@ -172,11 +188,13 @@ class Intake:
                     seed=(seed + index * GOLDEN) % 2**64,
                     priority=priority,
                     salt=salt,
+                    tenant=tenant,
                     max_tokens=params.max_tokens or self.max_len - len(tokens),
                     leader=requests[0] if requests else None,
+                    constraint=self._constraint(params),
                 )
             )
-        return Exchange(request_id, requests, text, self.tokenizer)
+        return Exchange(request_id, requests, text, self.tokenizer, kept)
 
     def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that are strings with their tokens beside them: together they are encoded on all cores."""
@@ -230,6 +248,11 @@ class Intake:
         if self.seed is not None:
             return (self.seed + (number + 1) * GOLDEN) % 2**64
         return secrets.randbits(64)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if self.grammars is None or params.structured_outputs is None:
+            return None
+        return self.grammars.constraint(params.structured_outputs)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """A word can begin a line or follow a space, and is other tokens there: both are banned."""

@@ -154,3 +154,11 @@ def test_when_no_token_is_left_it_says_so(logits: torch.Tensor, temperature: flo
         bad = position(temperature=temperature)
     tokens, _ = sample(torch.stack([logits.clone(), LOGITS.clone()]), [bad, position(temperature=0.0)], OPS)
     assert tokens == [None, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6])
+def test_hardly_any_temperature_takes_the_likeliest(temperature):
+    logits = torch.tensor([[3.0, 80.0, -torch.inf, 79.99]])
+    request = Request("r", [1], SamplingParams(temperature=temperature), seed=3)
+    tokens, _ = sample(logits, [Position(request, [1])], select("cpu"))
+    assert tokens == [1]

@@ -1,0 +1,39 @@
+"""`quire serve`: answer over HTTP, as OpenAI's, Anthropic's and TGI's clients expect."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from quire.cli.options import add_engine_options, add_fields, engine_config, say
+from quire.progress import bar
+from quire.weights.store import resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from quire.server.config import ServerConfig
+
+    add_fields(parser, "server", ServerConfig)
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve a model over HTTP."""
+    from quire.server.config import ServerConfig
+
+    config = ServerConfig(**{field.name: getattr(arguments, field.name) for field in fields(ServerConfig)})
+    engine = engine_config(arguments)
+    with bar("fetching") as report:
+        files = resolve(engine.model, progress=lambda what, done, total: report(done, total))
+    from quire.server.main import run as serve
+
+    def announce(address: str, summary: str) -> None:
+        key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if config.api_key or config.api_key_file else ""
+        say(summary)
+        say(f"Serving at {address}  (Ctrl-C stops). Try:")
+        say(
+            f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+            """-d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'"""
+        )
+
+    serve(engine, config, files.path, announce)

@@ -1,0 +1,390 @@
+"""Supervised: an engine in a process of its own that is started again when it dies, without losing a request.
+
+It has the verbs of the other clients (submit, abort, health). Every request in flight is kept here with the tokens that
+have arrived. When the engine's process ends or stops answering, a new one is started and is given each request together
+with those tokens: sampling depends on seed and position alone, so the answer goes on as if nothing had happened.
+
+A request that makes the engine die must not do so for ever. Whoever was being computed when it died gets a strike, and
+loses all strikes with the next token that arrives. With two strikes it is ended with an error if it was computed alone;
+otherwise it is a suspect: suspects are given to the engine one at a time, and one under which it dies again is ended. A
+death by a signal from outside, which the memory's guardian sends too, counts for a quarter of a strike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.core.plan import Detail, Update
+from quire.core.request import Finish, Request
+from quire.engine.messages import (
+    Abort,
+    Began,
+    Frames,
+    Order,
+    Ping,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+    ToEngine,
+    ToServer,
+    Unusable,
+    decode_for_server,
+    encode,
+)
+from quire.errors import EngineClosed, EngineError, QuireError
+
+READ_BYTES = 1 << 20
+PING_S = 1.0
+MAX_FAILED_STARTS = 5  # in a row, before giving up
+MAX_PAUSE_S = 10.0
+STRIKES = 2.0
+OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
+log = logging.getLogger("quire.supervisor")
+
+
+class Mailbox:
+    """Where updates wait for the coroutine that reads them: what it has not fetched yet comes in one piece."""
+
+    def __init__(self) -> None:
+        self._updates: list[Update] = []
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        self._updates.append(update)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> list[Update]:
+        await self._arrived.wait()
+        self._arrived.clear()
+        updates, self._updates = self._updates, []
+        if not updates and self._error is not None:
+            raise self._error
+        if self._error is not None:
+            self._arrived.set()
+        return updates
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request on its way: what has arrived of its answer, and how often the engine died under it."""
+
+    request: Request
+    mailbox: Mailbox
+    wire_id: str  # never used again: an id that a caller uses twice must not get the news of its first life
+    output: list[int] = field(default_factory=list)
+    num_scored: int = 0
+    strikes: float = 0.0
+    begun: bool = False  # the engine that runs now computes it
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who wants to know what happens to the engine."""
+
+    stepped: Callable[[Stepped], None] = lambda stepped: None
+    restarted: Callable[[str], None] = lambda reason: None
+
+
+class Supervised:
+    """Make one inside a running event loop, then `await start()`."""
+
+    def __init__(self, config: EngineConfig, path: Path, *, stall_s: float = 120.0, watch: Watch | None = None) -> None:
+        self.facts: Ready | None = None
+        self.num_restarts = 0
+        self._config = config
+        self._path = path
+        self._stall_s = stall_s
+        self._watch = watch or Watch()
+        self._flights: dict[str, Flight] = {}  # by their ids on the wire
+        self._open: dict[str, Flight] = {}  # the same, by the requests' own
+        self._numbers = itertools.count()
+        self._suspects: list[Flight] = []  # not given to the engine yet
+        self._trial: Flight | None = None  # the one suspect that was
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
+        self._heard_s = 0.0
+        self._stalled = False
+        self._closing = False
+        self._first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._keeper: asyncio.Task[None] | None = None
+
+    # ── what clients call ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> Ready:
+        """Start the engine and wait until it has loaded the model."""
+        self._keeper = asyncio.create_task(self._keep_running(), name="quire-supervisor")
+        return await self._first
+
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
+        """Run requests that belong together; yields their updates as steps bring them, until all have ended."""
+        if self._keeper is None or self._keeper.done() or self._closing:
+            raise EngineClosed("The engine has been shut down.")
+        mailbox = Mailbox()
+        for request in requests:
+            if request.id in self._open:
+                raise errors.InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
+        flights = [Flight(request, mailbox, str(next(self._numbers))) for request in requests]
+        for flight in flights:
+            self._flights[flight.wire_id] = self._open[flight.request.id] = flight
+        open_ids = {request.id for request in requests}
+        try:
+            self._send_orders(flights)
+            while open_ids:
+                updates = await mailbox.get()
+                open_ids -= {update.id for update in updates if update.finish}
+                yield updates
+        finally:
+            for request_id in open_ids:
+                self.abort(request_id)
+
+    def abort(self, request_id: str, message: str = "") -> None:
+        """End a request at once; its reader, if it still listens, gets a last update."""
+        if flight := self._open.get(request_id):
+            self._end(flight, Finish.ABORT, message)
+            self._send(Abort(flight.wire_id))
+
+    def health(self) -> bool:
+        """Whether an engine is ready to compute."""
+        return self._writer is not None
+
+    @property
+    def gone(self) -> bool:
+        """Whether no engine will come any more."""
+        return self._keeper is None or self._keeper.done()
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def close(self) -> None:
+        """End the engine's process. Requests still open end with EngineClosed."""
+        self._closing = True
+        self._fail_all(EngineClosed("The server was shut down before the request ended."))
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._reap()
+
+    # ── the life of processes ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_running(self) -> None:
+        """One engine after another. Ends when the first cannot load, or when several in a row could not."""
+        num_failed = 0
+        while True:
+            reader = await self._spawn()
+            try:
+                became_ready = await self._listen(reader)
+            finally:
+                self._writer = None
+            reason = await self._reap()
+            if not self._first.done():
+                self._first.set_exception(EngineError(f"The engine ended while it loaded the model: {reason}."))
+                return
+            if self._first.exception() is not None:
+                return
+            num_failed = 0 if became_ready else num_failed + 1
+            if num_failed == MAX_FAILED_STARTS:
+                log.error("the engine could not be started %d times in a row; giving up", num_failed)
+                self._fail_all(EngineError("The engine died and could not be started again; look into the log."))
+                return
+            self.num_restarts += 1
+            log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
+            self._watch.restarted(reason)
+            self._lay_blame(0.25 if self._was_killed() else 1.0)
+            await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * (2**num_failed - 1)))
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "quire.engine.process", str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        reader, self._channel = await asyncio.open_connection(sock=ours)
+        self._heard_s, self._stalled = time.monotonic(), False
+        self._channel.write(encode(Start(self._config, str(self._path))))
+        return reader
+
+    async def _listen(self, reader: asyncio.StreamReader) -> bool:
+        """Take in all that the engine says until it closes its end; whether it became ready."""
+        frames, watchdog = Frames(), asyncio.create_task(self._watch_for_stalls())
+        try:
+            while data := await reader.read(READ_BYTES):
+                self._heard_s = time.monotonic()
+                for payload in frames.feed(data):
+                    self._take(decode_for_server(payload))
+        except (ConnectionError, msgspec.DecodeError) as error:
+            log.error("the connection to the engine broke: %s", error)
+        finally:
+            watchdog.cancel()
+        return self._writer is not None
+
+    async def _watch_for_stalls(self) -> None:
+        while True:
+            await asyncio.sleep(min(PING_S, self._stall_s / 4))
+            if self._writer is None:
+                continue  # loading takes as long as it takes
+            if time.monotonic() - self._heard_s > self._stall_s:
+                log.error("the engine has not answered for %.0f s", self._stall_s)
+                self._stalled = True
+                self._kill()
+                return
+            self._send(Ping())
+
+    async def _reap(self) -> str:
+        """Make sure that the process has ended; how it did."""
+        if self._process is None:
+            return "it was not started"
+        self._channel.close()
+        self._kill()
+        code = await self._process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            try:
+                self._process.kill()
+            except ProcessLookupError:
+                return
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    def _send_orders(self, flights: Iterable[Flight]) -> None:
+        if orders := [self._order(flight) for flight in flights]:
+            self._send(Submit(orders))
+
+    def _order(self, flight: Flight) -> Order:
+        leader = self._open.get(flight.request.leader.id) if flight.request.leader else None
+        leader_id = leader.wire_id if leader else None
+        return Order.of(flight.request, flight.wire_id, leader_id, flight.output, flight.num_scored)
+
+    def _take(self, message: ToServer) -> None:
+        match message:
+            case Stepped():
+                for update in message.updates:
+                    self._deliver(update)
+                self._watch.stepped(message)
+            case Began(ids):
+                for wire_id in ids:
+                    if flight := self._flights.get(wire_id):
+                        flight.begun = True
+            case Refused(ids, error, text):
+                self._refuse(ids, make_error(error, text))
+            case Ready():
+                self._welcome(message)
+            case Unusable(error, text):
+                if not self._first.done():
+                    self._first.set_exception(make_error(error, text))
+
+    def _welcome(self, ready: Ready) -> None:
+        """A new engine is there: give it everything that is in flight. Suspects come one by one, and last."""
+        self.facts, self._writer = ready, self._channel
+        if not self._first.done():
+            self._first.set_result(ready)
+        held = set(map(id, self._suspects))
+        together: dict[int, list[Flight]] = {}
+        for flight in self._flights.values():
+            if id(flight) not in held:
+                together.setdefault(id(flight.mailbox), []).append(flight)
+        for flights in together.values():
+            self._send_orders(flights)
+        self._try_next()
+
+    def _deliver(self, update: Update) -> None:
+        flight = self._flights.get(update.id)
+        if flight is None:
+            return  # aborted here, while this was on its way
+        flight.output += update.tokens
+        if update.detail is not None and update.detail.prompt_logprobs:
+            flight.num_scored += len(update.detail.prompt_logprobs)
+        if update.tokens or update.finish:
+            flight.strikes = 0.0
+            if flight is self._trial:
+                self._try_next()
+        if update.finish:
+            self._forget(flight)
+        update.id = flight.request.id
+        flight.mailbox.put(update)
+
+    def _refuse(self, ids: Sequence[str], error: QuireError) -> None:
+        for wire_id in ids:
+            if flight := self._flights.get(wire_id):
+                self._forget(flight)
+                flight.mailbox.fail(error)
+
+    def _forget(self, flight: Flight) -> None:
+        del self._flights[flight.wire_id], self._open[flight.request.id]
+
+    def _end(self, flight: Flight, finish: Finish, message: str) -> None:
+        self._forget(flight)
+        if flight in self._suspects:
+            self._suspects.remove(flight)
+        flight.mailbox.put(Update(flight.request.id, [], finish, Detail(message=message)))
+        if flight is self._trial:
+            self._try_next()
+
+    def _fail_all(self, error: QuireError) -> None:
+        flights, self._flights, self._open = list(self._flights.values()), {}, {}
+        self._suspects, self._trial = [], None
+        for flight in flights:
+            flight.mailbox.fail(error)
+
+    # ── whose fault it was ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _was_killed(self) -> bool:
+        """Whether somebody else ended the process; one that did not answer ended itself."""
+        code = self._process.returncode if self._process else None
+        return not self._stalled and code is not None and -code in OUTSIDE
+
+    def _lay_blame(self, weight: float) -> None:
+        """The engine has died: of whoever was being computed, the suspect on trial is to blame, or the only one."""
+        trial, self._trial = self._trial, None
+        begun = [flight for flight in self._flights.values() if flight.begun]
+        for flight in begun:
+            flight.begun = False
+            if trial is None or trial not in begun or flight is trial:
+                flight.strikes += weight
+        if trial is not None and trial not in begun:
+            self._suspects.insert(0, trial)
+        for flight in begun:
+            if flight.strikes >= STRIKES + 1 or (flight.strikes >= STRIKES and len(begun) == 1):
+                log.error("request %s is ended: the engine died under it", flight.request.id)
+                self._end(flight, Finish.ERROR, "The engine died more than once while it computed this request.")
+            elif flight.strikes >= STRIKES and flight not in self._suspects:
+                self._suspects.append(flight)
+
+    def _try_next(self) -> None:
+        self._trial = self._suspects.pop(0) if self._suspects and self._writer is not None else None
+        if self._trial is not None:
+            self._send_orders([self._trial])
+
+
+def make_error(name: str, message: str) -> QuireError:
+    """An error of the other process, by the name of its class."""
+    kind = getattr(errors, name, EngineError)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, QuireError) else EngineError(message)

@@ -1,0 +1,163 @@
+"""A server's life: bind, load, serve, drain, end. `quire serve` calls `run`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from quire.config import EngineConfig
+from quire.engine.supervisor import Supervised, Watch
+from quire.errors import EngineError, InvalidParams
+from quire.server.app import build_app
+from quire.server.config import ServerConfig
+from quire.server.front import Front
+from quire.server.keys import read_keys
+from quire.server.metrics import Metrics
+from quire.server.service import Service
+from quire.text.load import load_tokenizer
+
+POLL_S = 0.05
+BACKLOG = 4096
+IDLE_CONNECTION_S = 75
+
+log = logging.getLogger("quire.server")
+
+
+class Listener(uvicorn.Server):
+    """uvicorn without its own signal handlers: ending is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """The parts of one running server."""
+
+    def __init__(self, engine: EngineConfig, config: ServerConfig, path: Path) -> None:
+        self.engine = engine
+        self.config = config
+        self.path = path
+        self.metrics = Metrics()
+        self.front: Front = build_app(config, read_keys(config.api_key, config.api_key_file), self.metrics)
+        self.num_signals = 0
+        self._stop = asyncio.Event()
+        self._abort = asyncio.Event()
+
+    async def run(self, announce: Callable[[str, str], None]) -> None:
+        """Serve until told to stop. `announce` gets the address and the engine's summary once requests are taken."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._take_signal)
+        with bind(self.config.host, self.config.port) as listening:
+            listener = Listener(self._uvicorn())
+            serving = asyncio.create_task(listener.serve([listening]))
+            client = Supervised(
+                self.engine, self.path, stall_s=self.config.stall_timeout,
+                watch=Watch(self._took_step, self._restarted),
+            )  # fmt: skip
+            try:
+                if await self._load(client):
+                    announce(address(listening, self.config), client.facts.summary if client.facts else "")
+                    await self._until_stopped(client, serving)
+            finally:
+                await client.close()
+                if self.front.service is not None:
+                    await self.front.service.close()
+                listener.should_exit = True
+                await serving
+
+    async def _load(self, client: Supervised) -> bool:
+        """Load the model and let requests in; False if told to stop meanwhile."""
+        tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, self.path)
+        loading = asyncio.ensure_future(client.start())
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            return False
+        stopping.cancel()
+        ready = loading.result()
+        self.metrics.num_blocks = ready.num_blocks
+        self.metrics.ready.set_function(lambda: float(client.health()))
+        self.front.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
+        return True
+
+    async def _until_stopped(self, client: Supervised, serving: asyncio.Task[None]) -> None:
+        service = self.front.service
+        assert service is not None
+        while not self._stop.is_set():
+            if client.gone:
+                raise EngineError("The engine could not be started again; the log says why.")
+            if serving.done():
+                return
+            await asyncio.wait((serving, asyncio.ensure_future(self._stop.wait())), timeout=1.0,
+                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        service.gate.draining = True
+        log.info("draining: %d requests are running; no new ones are taken", service.gate.num_requests)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout):
+                while service.gate.num_requests and not self._abort.is_set():
+                    await asyncio.sleep(POLL_S)
+        if service.gate.num_requests:
+            log.warning("ending %d requests that did not finish in time", service.gate.num_requests)
+
+    def _take_signal(self) -> None:
+        """The first asks to drain, the second to end at once."""
+        self.num_signals += 1
+        (self._stop if self.num_signals == 1 else self._abort).set()
+
+    def _took_step(self, stepped: object) -> None:
+        if self.front.service is not None:
+            self.front.service.took_step(stepped)  # type: ignore[arg-type]
+
+    def _restarted(self, reason: str) -> None:
+        self.metrics.restarted()
+
+    def _uvicorn(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self.front,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=self.config.tls_cert,
+            ssl_keyfile=self.config.tls_key,
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InvalidParams(f"{host}:{port} cannot be listened on: {error.strerror}. Choose another --port.") from None
+
+
+def address(listening: socket.socket, config: ServerConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{'https' if config.tls_cert else 'http'}://{host}:{listening.getsockname()[1]}"
+
+
+def run(engine: EngineConfig, config: ServerConfig, path: Path, announce: Callable[[str, str], None]) -> None:
+    """Serve a model until SIGTERM or Ctrl-C."""
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    async def serve() -> None:
+        await Server(engine, config, path).run(announce)
+
+    uvloop.run(serve())

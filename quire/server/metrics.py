@@ -1,0 +1,104 @@
+"""Metrics: what Prometheus gets to see. The service tells it when requests begin, grow and end; the supervisor when
+steps end and engines are started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quire.core.plan import Update
+from quire.engine.messages import Stepped
+from quire.text.exchange import Exchange
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Metrics:
+    """All figures of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"quire_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"quire_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"quire_{name}", text, registry=registry, buckets=buckets)
+
+        self.requests = counter("requests", "Requests that ended, by how.", "finish")
+        self.responses = counter("http_responses", "HTTP responses, by route and status.", "route", "status")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self.cached_tokens = counter("cached_prompt_tokens", "Of those, tokens found in the prefix cache.")
+        self.output_tokens = counter("output_tokens", "Tokens that were produced.")
+        self.preemptions = counter("preemptions", "Requests that had to make room for others.")
+        self.restarts = counter("engine_restarts", "Times that the engine was started again.")
+        self.running = gauge("requests_running", "Requests that are being computed.")
+        self.waiting = gauge("requests_waiting", "Requests that wait for their turn.")
+        self.kv_use = gauge("kv_cache_use_ratio", "Share of the cache's blocks that running requests hold.")
+        self.ready = gauge("engine_ready", "1 while an engine can compute.")
+        self.ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS)
+        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
+        self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
+        self.step = histogram("step_seconds", "One step of the engine.", SHORT)
+        self.num_blocks = 1
+        self._preemptions = 0
+
+    def begin(self, exchanges: Sequence[Exchange]) -> Clock:
+        return Clock(self, exchanges)
+
+    def took_step(self, stepped: Stepped) -> None:
+        self.running.set(stepped.num_running)
+        self.waiting.set(stepped.num_waiting)
+        self.kv_use.set(1 - stepped.num_free_blocks / self.num_blocks)
+        self.preemptions.inc(max(0, stepped.preemptions - self._preemptions))
+        self._preemptions = stepped.preemptions
+        if stepped.step_s is not None:
+            self.step.observe(stepped.step_s)
+
+    def restarted(self) -> None:
+        self.restarts.inc()
+        self._preemptions = 0
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Clock:
+    """Times the answers of one call."""
+
+    def __init__(self, metrics: Metrics, exchanges: Sequence[Exchange]) -> None:
+        self._metrics = metrics
+        self._exchanges = exchanges
+        self._begin_s = time.perf_counter()
+        self._last_s: dict[str, float] = {}
+
+    def tick(self, updates: Sequence[Update]) -> None:
+        now_s, metrics = time.perf_counter(), self._metrics
+        for update in updates:
+            if not update.tokens:
+                continue
+            metrics.output_tokens.inc(len(update.tokens))
+            last_s = self._last_s.get(update.id)
+            if last_s is None:
+                metrics.ttft.observe(now_s - self._begin_s)
+            else:
+                metrics.inter_token.observe((now_s - last_s) / len(update.tokens))
+            self._last_s[update.id] = now_s
+
+    def stop(self) -> None:
+        """The call is over: all answers have ended, or nobody waits for them any more."""
+        metrics = self._metrics
+        for exchange in self._exchanges:
+            output = exchange.output
+            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            metrics.cached_tokens.inc(output.num_cached_tokens)
+            for answer in output.outputs:
+                metrics.requests.labels(answer.finish_reason or "abort").inc()
+        metrics.end_to_end.observe(time.perf_counter() - self._begin_s)

@@ -1,0 +1,171 @@
+"""What requests of OpenAI's API may say, with the fields that people know from vLLM beside them.
+
+A field that is not here is refused by name. `IGNORED` are fields that say something about the request but do not change
+the answer; they are taken and left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from quire.core.params import SamplingParams
+from quire.errors import InvalidParams
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Ids = list[StrictInt]
+STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_obfuscation: StrictBool = False
+
+
+class SamplingFields(BaseModel):
+    """What completions and chat completions share."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str | None = None
+    n: StrictInt | None = 1
+    temperature: Number | None = None
+    top_p: Number | None = None
+    max_tokens: StrictInt | None = None
+    stop: str | list[str] | None = None
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    seed: StrictInt | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: StrictInt | None = None
+    return_token_ids: StrictBool | None = None
+    priority: StrictInt = 0
+    request_id: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: StrictBool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The parameters as the engine knows them; `more` are those that differ between APIs."""
+        given: dict[str, Any] = {
+            name: value
+            for name in (
+                "n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
+                "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+                "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "stop",
+            )
+            if (value := getattr(self, name)) is not None
+        }  # fmt: skip
+        if given.get("top_k") == -1:
+            given["top_k"] = 0  # how some clients say: keep all
+        if self.logit_bias is not None:
+            given["logit_bias"] = {token_id("logit_bias", key): value for key, value in self.logit_bias.items()}
+        if (structured := self.structure()) is not None:
+            given["structured_outputs"] = structured
+        return SamplingParams.of({**given, **more})
+
+    def structure(self) -> dict[str, Any] | None:
+        """The shape that the answer must have, if one is asked for."""
+        asked = {name: value for name in STRUCTURES if (value := getattr(self, name)) is not None}
+        if len(asked) > 1:
+            raise InvalidParams(f"{' and '.join(asked)} all say what the answer looks like; give one of them.")
+        for name, value in asked.items():
+            return dict(value) if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+        return None
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    echo: StrictBool | None = False
+    logprobs: StrictInt | None = None
+    best_of: StrictInt | None = None
+    suffix: None = None
+
+    def prompts(self, most: int) -> list[str | list[int]]:
+        """Each prompt by itself: texts or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidParams("prompt is an empty list; give at least one prompt.")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        if len(prompt) > most:
+            raise InvalidParams(f"prompt holds {len(prompt)} prompts; give at most {most} in one request.")
+        return list(prompt)
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None  # how Hugging Face's client sends a schema, as a json_object
+
+    def structure(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"json_object": True} if self.value is None else {"json": self.value}
+        if not self.json_schema or "schema" not in self.json_schema:
+            raise InvalidParams("response_format.json_schema.schema is missing; give the schema there.")
+        return {"json": self.json_schema["schema"]}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = False
+    top_logprobs: StrictInt | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    def structure(self) -> dict[str, Any] | None:
+        own = super().structure()
+        asked = self.response_format.structure() if self.response_format else None
+        if own is not None and asked is not None:
+            raise InvalidParams("response_format and structured_outputs both say what the answer looks like; give one.")
+        return own if own is not None else asked
+
+
+def token_id(name: str, key: str) -> int:
+    if not key.isdecimal():
+        raise InvalidParams(f"{name} has the key {key!r}; keys are token ids.")
+    return int(key)

@@ -1,0 +1,206 @@
+"""Service: the model as the routes see it. It turns prompts into exchanges, runs them under the server's limits, and
+counts. What an API's fields are called and how its answers look is the routes' own affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.structured import StructuredOutputs
+from quire.engine.messages import Ready, Stepped
+from quire.engine.supervisor import Supervised
+from quire.errors import DeadlineExceeded, InvalidParams, TemplateError
+from quire.server.config import ServerConfig
+from quire.server.gate import Gate
+from quire.server.keys import Caller
+from quire.server.metrics import Metrics
+from quire.text.chat_template import ChatTemplate
+from quire.text.exchange import Exchange, Intake, Prompt
+from quire.text.grammar_worker import GrammarChecker
+from quire.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+OWN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})  # of a chat template
+LONG_CHARS = 8192  # what takes longer than a step to encode is encoded in a thread
+
+
+class Service:
+    """One model, its limits and its figures."""
+
+    def __init__(
+        self,
+        client: Supervised,
+        ready: Ready,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        engine: EngineConfig,
+        metrics: Metrics,
+    ) -> None:
+        self.client = client
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self.config = config
+        self.metrics = metrics
+        self.model = config.served_model_name or engine.model
+        self.created_s = int(time.time())
+        self.numbers = itertools.count()
+        self.gate = Gate(engine.max_requests, config.max_queue_requests, config.max_queue_tokens)
+        self._intake = Intake(
+            tokenizer,
+            ready.vocab_size,
+            ready.max_len,
+            ready.eos_token_ids,
+            engine.seed,
+            by_priority=engine.order == "priority",
+        )
+        self._template: ChatTemplate | None = None
+        self._threads = ThreadPoolExecutor(2, "quire-text")
+        self._grammars: GrammarChecker | None = None  # made when the first grammar comes
+        self._computed_tokens = 0
+
+    # ── words in ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        open_turn: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as its chat template writes it."""
+        if template is not None and not self.config.allow_request_templates:
+            raise InvalidParams(
+                "chat_template: this server uses the model's own template; it was not started with "
+                "--allow-request-templates."
+            )
+        if taken := OWN_VARIABLES & set(extra or ()):
+            raise InvalidParams(f"chat_template_kwargs.{min(taken)}: this has a field of its own; leave it out here.")
+        chosen = ChatTemplate(template, self.tokenizer.special_tokens) if template is not None else self.chat_template()
+        size = sum(len(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
+        return await self._aside(
+            size, lambda: chosen.render(messages, tools=tools, add_generation_prompt=open_turn, **(extra or {}))
+        )
+
+    def chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            if self.tokenizer.chat_template is None:
+                raise TemplateError(f"{self.model} has no chat template; use completions instead.")
+            self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
+        return self._template
+
+    async def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        caller: Caller,
+        request_id: str,
+        priority: int = 0,
+        kept: frozenset[int] = frozenset(),
+    ) -> Exchange:
+        """Check a prompt and its parameters, and make the requests for it.
+
+        Whether there is room is asked here too, as long as a refusal can still have a status of its own.
+        """
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt, "prompt_token_ids": await self.encode(prompt)}
+        exchange = self._intake.open(
+            prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, kept=kept
+        )
+        self.gate.check(len(exchange.requests), len(exchange.output.prompt_token_ids))
+        return exchange
+
+    async def check_grammar(self, spec: StructuredOutputs) -> None:
+        """Raise BadGrammar if an answer cannot be made to follow this."""
+        if self._grammars is None:
+            self._grammars = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._intake.end_token_ids)
+        await self._grammars.check(spec)
+
+    async def close(self) -> None:
+        """Let go of threads and processes. Requests are the client's affair."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def _aside(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """Do short work at once, and long work in a thread, so that no stream stands still meanwhile."""
+        if num_chars < LONG_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # ── answers out ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def answer(self, exchanges: Sequence[Exchange]) -> AsyncIterator[set[Exchange]]:
+        """Run exchanges that belong together to their end, yielding those that have grown each time some have.
+
+        Whoever stops listening ends them. They end too when their time is over: then DeadlineExceeded is raised.
+        """
+        requests = [request for exchange in exchanges for request in exchange.requests]
+        owners = {request.id: exchange for exchange in exchanges for request in exchange.requests}
+        num_tokens = sum(len(exchange.requests[0].prompt) for exchange in exchanges)
+        with self.gate.admit(len(requests), num_tokens):
+            clock = self.metrics.begin(exchanges)
+            deadline = Deadline(self.client, exchanges, self.config.request_timeout)
+            updates = self.client.submit(requests)
+            try:
+                async for bundle in updates:
+                    deadline.check()
+                    grown = {owners[update.id] for update in bundle}
+                    for update in bundle:
+                        if owners[update.id].take(update):
+                            self.client.abort(update.id)
+                    clock.tick(bundle)
+                    yield grown
+            finally:
+                deadline.cancel()
+                await updates.aclose()  # type: ignore[attr-defined]
+                clock.stop()
+
+    async def complete(self, exchanges: Sequence[Exchange]) -> None:
+        """Run exchanges to their end."""
+        async for _ in self.answer(exchanges):
+            pass
+
+    def took_step(self, stepped: Stepped) -> None:
+        """News from the engine: figures for the gate and for /metrics."""
+        if stepped.step_s is not None:
+            tokens = stepped.computed_tokens - self._computed_tokens
+            self.gate.rate.add(max(0, tokens), stepped.step_s)
+        self._computed_tokens = stepped.computed_tokens
+        self.metrics.took_step(stepped)
+
+
+class Deadline:
+    """Ends exchanges when their time is over, whatever their reader is doing."""
+
+    def __init__(self, client: Supervised, exchanges: Sequence[Exchange], seconds: float) -> None:
+        self._client = client
+        self._exchanges = exchanges
+        self._seconds = seconds
+        self._passed = False
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._pass)
+
+    def _pass(self) -> None:
+        self._passed = True
+        for exchange in self._exchanges:
+            for request_id in exchange.open_ids:
+                self._client.abort(request_id)
+
+    def check(self) -> None:
+        if self._passed:
+            raise DeadlineExceeded(f"The request was ended after {self._seconds:g} s, the longest one may take here.")
+
+    def cancel(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,49 @@
+"""Texts and conversations as tokens, as TGI writes them: each with its id and its place in the text.
+
+POST /chat_tokenize is here. POST /tokenize is `server/tokens.py`'s, which comes here for TGI's form of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.server.context import context
+from quire.server.openai.chat import read_inquiry
+from quire.server.openai.fields import ChatRequest
+from quire.server.stream import JSON
+from quire.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/chat_tokenize")
+async def chat_tokenize(request: Request, body: ChatRequest) -> Response:
+    """The body of a chat completion as the text and the tokens that the model would see."""
+    call = context(request)
+    call.check_model(body.model)
+    prompt = await read_inquiry(body).write(
+        call.service,
+        template=body.chat_template,
+        open_turn=body.add_generation_prompt is not False,
+        extra=body.chat_template_kwargs,
+    )
+    text = prompt["prompt"]
+    tokens = await spans(call.service.tokenizer, text, add_special_tokens=False)
+    return JSON({"tokenize_response": tokens, "templated_text": text})
+
+
+async def spans(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[dict[str, Any]]:
+    """Each token with the characters of the text that it stands for; none for one that was put in front."""
+
+    def work() -> list[dict[str, Any]]:
+        encoded = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        return [
+            {"id": token, "text": text[start:stop], "start": start, "stop": stop}
+            for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True)
+        ]
+
+    return await asyncio.to_thread(work)

@@ -1,0 +1,213 @@
+"""Tools that a request offers to the model, and what it says about using them.
+
+`read_tools` and `read_choice` take OpenAI's `tools` and `tool_choice` and refuse, by the field's path, what cannot be
+honoured. How a model writes a call is `tool_formats.py`; reading one out of an answer is `tool_parser.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.errors import InvalidParams, UnknownField
+
+MAX_TOOLS = 128
+
+Mode = Literal["none", "auto", "required", "named"]
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function of the client's that the model may ask for. `parameters` is the JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    strict: bool  # whether a call must fit the schema also where the model is free to call or not
+
+    def document(self) -> dict[str, Any]:
+        """The tool as OpenAI writes it, which is what chat templates expect."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether there must be calls, of which tools, and whether there may be several.
+
+    mode    none: no calls; auto: as the model likes; required: at least one call; named: one call of the one tool
+    tools   those that may be called; the prompt may show more
+    """
+
+    mode: Mode
+    tools: tuple[Tool, ...]
+    parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+NO_TOOLS = ToolChoice(mode="none", tools=())
+
+
+def make_tool(
+    where: str,
+    *,
+    name: object,
+    description: object = None,
+    parameters: object = None,
+    strict: object = None,
+    schema_field: str = "parameters",
+) -> Tool:
+    """A checked tool. `where` is its path in the request, for errors. Without parameters it takes none."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidParams(f"{where}.name is {name!r}; give 1 to 64 letters, digits, underscores or dashes.")
+    if description is not None and not isinstance(description, str):
+        raise InvalidParams(f"{where}.description is {type(description).__name__}; give text.")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidParams(f"{where}.strict is {strict!r}; give true or false.")
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters
+    _check_schema(f"{where}.{schema_field}", schema)
+    assert isinstance(schema, Mapping)
+    return Tool(name=name, description=description or "", parameters=schema, strict=bool(strict))
+
+
+def read_tools(value: object, where: str = "tools", *, strict: bool = False) -> tuple[Tool, ...]:
+    """OpenAI's list of tools: a function lies in a field of its own (chat) or beside the type (responses).
+
+    `strict` is what a tool is taken for that does not say.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise InvalidParams(f"{where} is {type(value).__name__}; give a list of tools.")
+    return gather_tools([_read_tool(entry, f"{where}[{index}]", strict) for index, entry in enumerate(value)], where)
+
+
+def gather_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
+    """Tools of one request: not too many, and no name twice."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParams(f"{where} holds {len(tools)} tools; give at most {MAX_TOOLS}.")
+    first: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        if first.setdefault(tool.name, index) != index:
+            raise InvalidParams(
+                f"{where}[{index}] has the name {tool.name!r} of {where}[{first[tool.name]}]; rename it."
+            )
+    return tuple(tools)
+
+
+def read_choice(
+    value: object, tools: Sequence[Tool], parallel: bool | None = None, where: str = "tool_choice"
+) -> ToolChoice:
+    """OpenAI's tool_choice and parallel_tool_calls. Left out, the model is free to call whatever there is."""
+    several = parallel is not False
+    if value is None:
+        value = "auto" if tools else "none"
+    if isinstance(value, Mapping):
+        return _read_object_choice(value, tools, several, where)
+    match value:
+        case "none":
+            return NO_TOOLS
+        case "auto":
+            return ToolChoice(mode="auto", tools=tuple(tools), parallel=several) if tools else NO_TOOLS
+        case "required" if tools:
+            return ToolChoice(mode="required", tools=tuple(tools), parallel=several)
+        case "required":
+            raise InvalidParams(f"{where} is 'required', but the request has no tools; give some.")
+    raise InvalidParams(f"{where} is {value!r}; give 'none', 'auto', 'required' or an object that names a function.")
+
+
+def name_choice(name: object, where: str, tools: Sequence[Tool]) -> ToolChoice:
+    """Exactly one call, of this tool. `where` is the name's path in the request."""
+    return ToolChoice(mode="named", tools=(_find(name, where, tools),), parallel=False)
+
+
+def _read_tool(entry: object, where: str, strict: bool) -> Tool:
+    if not isinstance(entry, Mapping):
+        raise InvalidParams(f"{where} is {type(entry).__name__}; a tool is an object with a type.")
+    if entry.get("type") != "function":
+        raise InvalidParams(f"{where}.type is {entry.get('type')!r}; functions are the only tools here: 'function'.")
+    if "function" in entry:
+        UnknownField.check(where, entry, ("type", "function"))
+        function, where = entry["function"], f"{where}.function"
+        if not isinstance(function, Mapping):
+            raise InvalidParams(f"{where} is {type(function).__name__}; give an object with a name and parameters.")
+    else:
+        function = {key: item for key, item in entry.items() if key != "type"}
+    UnknownField.check(where, function, _FUNCTION_FIELDS)
+    given = {"name": None, "strict": strict, **{key: item for key, item in function.items() if item is not None}}
+    return make_tool(where, **given)
+
+
+def _check_schema(where: str, schema: object) -> None:
+    if not isinstance(schema, Mapping):
+        raise InvalidParams(f"{where} is {type(schema).__name__}; give a JSON schema, as an object.")
+    if schema.get("type") != "object":
+        raise InvalidParams(f"{where}.type is {schema.get('type')!r}; arguments are an object: give 'object'.")
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise InvalidParams(f"{where}.properties is {type(schema['properties']).__name__}; give an object of schemas.")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidParams(f"{where}.required is {required!r}; give a list of names.")
+    try:
+        json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParams(
+            f"{where} cannot be written as JSON ({error}); give plain JSON, not nested deeply."
+        ) from None
+
+
+def _read_object_choice(value: Mapping[str, Any], tools: Sequence[Tool], several: bool, where: str) -> ToolChoice:
+    match value.get("type"):
+        case "function":
+            return name_choice(*_named_in(value, where), tools)
+        case "allowed_tools":
+            return _read_allowed(value, tools, several, where)
+    raise InvalidParams(f"{where}.type is {value.get('type')!r}; give 'function' or 'allowed_tools'.")
+
+
+def _read_allowed(value: Mapping[str, Any], tools: Sequence[Tool], several: bool, where: str) -> ToolChoice:
+    if "allowed_tools" in value:
+        UnknownField.check(where, value, ("type", "allowed_tools"))
+        value, where = value["allowed_tools"], f"{where}.allowed_tools"
+        if not isinstance(value, Mapping):
+            raise InvalidParams(f"{where} is {type(value).__name__}; give an object with a mode and tools.")
+    UnknownField.check(where, value, ("type", "mode", "tools"))
+    mode, entries = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidParams(f"{where}.mode is {mode!r}; give 'auto' or 'required'.")
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise InvalidParams(f"{where}.tools is {entries!r}; give a list that names at least one function.")
+    found = [_find(*_named_in(entry, f"{where}.tools[{index}]"), tools) for index, entry in enumerate(entries)]
+    names = {tool.name for tool in found}
+    return ToolChoice(mode=mode, tools=tuple(tool for tool in tools if tool.name in names), parallel=several)
+
+
+def _named_in(value: object, where: str) -> tuple[object, str]:
+    """The name in an object that means a function, and that name's path."""
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        raise InvalidParams(f'{where} is {value!r}; give {{"type": "function", ...}} with the name of a tool.')
+    if "function" not in value:
+        UnknownField.check(where, value, ("type", "name"))
+        return value.get("name"), f"{where}.name"
+    UnknownField.check(where, value, ("type", "function"))
+    function = value["function"]
+    if not isinstance(function, Mapping):
+        raise InvalidParams(f"{where}.function is {type(function).__name__}; give an object with a name.")
+    UnknownField.check(f"{where}.function", function, ("name",))
+    return function.get("name"), f"{where}.function.name"
+
+
+def _find(name: object, where: str, tools: Sequence[Tool]) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise InvalidParams(f"{where} is {name!r}, which none of the {len(tools)} tools has for a name; name one of them.")

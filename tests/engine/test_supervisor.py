@@ -1,0 +1,174 @@
+"""An engine in another process, killed at will: nothing is lost, and nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.request import Finish, Request
+from quire.engine.supervisor import Supervised, Watch
+from quire.errors import EngineClosed, ModelNotFound, PromptTooLong, QuireError
+
+pytestmark = pytest.mark.model
+
+OPTIONS = {"max_len": 512, "kv_memory": 0.25, "max_requests": 32}
+
+
+def requests(count, max_tokens=24, **params):
+    rng = random.Random(3)
+    return [
+        Request(
+            f"r{index}",
+            [rng.randrange(100, 20_000) for _ in range(rng.randrange(3, 90))],
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=(index % 2) * 0.9, **params),
+            seed=index,
+            max_tokens=max_tokens,
+        )
+        for index in range(count)
+    ]
+
+
+async def collect(client, request, seen=None):
+    """All tokens of a request and how it ended."""
+    tokens = []
+    async for updates in client.submit([request]):
+        for update in updates:
+            tokens += update.tokens
+            if seen is not None:
+                seen.append(len(update.tokens))
+            if update.finish:
+                return tokens, update.finish, update.detail
+    raise AssertionError("no final update")
+
+
+def run(default_model, scenario, stall_s=120.0, **options):
+    async def main():
+        restarts = []
+        client = Supervised(
+            EngineConfig(**OPTIONS | options), default_model, stall_s=stall_s, watch=Watch(restarted=restarts.append)
+        )
+        await client.start()
+        try:
+            return await scenario(client, restarts)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_answers_are_the_same_when_the_engine_is_killed(default_model):
+    async def undisturbed(client, restarts):
+        return await asyncio.gather(*(collect(client, request) for request in requests(32)))
+
+    async def disturbed(client, restarts):
+        rng, seen = random.Random(11), []
+        working = [asyncio.ensure_future(collect(client, request, seen)) for request in requests(32)]
+        for _ in range(4):
+            wanted = len(seen) + rng.randrange(0, 150)
+            while len(seen) < wanted or not client.health():
+                await asyncio.sleep(0.002)
+            os.kill(client.process_id, signal.SIGKILL)
+            while client.health():
+                await asyncio.sleep(0.002)
+        return await asyncio.gather(*working), restarts
+
+    calm = run(default_model, undisturbed)
+    stormy, restarts = run(default_model, disturbed)
+    assert len(restarts) == 4
+    assert all(reason == "signal SIGKILL" for reason in restarts)
+    assert [answer[:2] for answer in stormy] == [answer[:2] for answer in calm]
+    assert all(len(tokens) == 24 and finish is Finish.LENGTH for tokens, finish, _ in calm)
+
+
+def test_an_engine_that_stops_answering_is_replaced(default_model):
+    async def scenario(client, restarts):
+        seen = []
+        working = asyncio.ensure_future(collect(client, requests(1, 40)[0], seen))
+        while len(seen) < 5:
+            await asyncio.sleep(0.002)
+        os.kill(client.process_id, signal.SIGSTOP)
+        tokens, finish, _ = await working
+        return tokens, finish, restarts
+
+    tokens, finish, restarts = run(default_model, scenario, stall_s=1.0)
+    assert (len(tokens), finish, len(restarts)) == (40, Finish.LENGTH, 1)
+
+
+def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_model):
+    """The culprit: whenever the engine begins it, the engine dies."""
+
+    async def scenario(client, restarts):
+        *innocent, culprit = requests(4, 200)
+        deliver, begun = client._take, []
+
+        def take(message):
+            deliver(message)
+            flight = client._open.get(culprit.id)
+            if flight is not None and flight.begun:
+                begun.append(message)
+                os.kill(client.process_id, signal.SIGSEGV)
+
+        client._take = take
+        working = [asyncio.ensure_future(collect(client, request)) for request in innocent]
+        guilty = await collect(client, culprit)
+        client._take = deliver
+        return guilty, await asyncio.gather(*working), restarts
+
+    guilty, others, restarts = run(default_model, scenario)
+    assert guilty[1] is Finish.ERROR
+    assert "died" in guilty[2].message
+    assert all(len(tokens) == 200 and finish is Finish.LENGTH for tokens, finish, _ in others)
+    assert 2 <= len(restarts) <= 4
+
+
+def test_an_abandoned_request_is_aborted(default_model):
+    async def scenario(client, restarts):
+        updates = client.submit(requests(1, 400)[:1])
+        await updates.__anext__()
+        await updates.aclose()
+        assert not client._flights
+        tokens, finish, _ = await collect(client, Request("r0", [1, 2, 3], SamplingParams(max_tokens=4), max_tokens=4))
+        return tokens, finish
+
+    assert run(default_model, scenario)[1] in (Finish.LENGTH, Finish.STOP)
+
+
+def test_what_the_engine_refuses_is_raised_here(default_model):
+    async def scenario(client, restarts):
+        with pytest.raises(PromptTooLong):
+            await collect(client, Request("long", [1] * 5000, SamplingParams(max_tokens=4), max_tokens=4))
+        return await collect(client, requests(1)[0])
+
+    assert run(default_model, scenario, num_blocks=64, kv_memory=None)[1] is Finish.LENGTH
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    async def main():
+        client = Supervised(EngineConfig(model="x"), tmp_path / "missing.gguf")
+        try:
+            await client.start()
+        finally:
+            await client.close()
+
+    with pytest.raises((ModelNotFound, QuireError)):
+        asyncio.run(main())
+
+
+def test_closing_ends_what_is_open(default_model):
+    async def scenario(client, restarts):
+        working = asyncio.ensure_future(collect(client, requests(1, 400)[0]))
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(EngineClosed):
+            await working
+        with pytest.raises(EngineClosed):
+            await collect(client, requests(2)[1])
+        return True
+
+    assert run(default_model, scenario)

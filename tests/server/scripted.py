@@ -1,0 +1,42 @@
+"""A service whose one answer is written in a script: for what a real engine does only when things go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from quire.core.outputs import CompletionOutput, RequestOutput
+
+
+def make_exchange(num_prompt: int = 5) -> Any:
+    """As much of an exchange as a route looks at."""
+    return SimpleNamespace(output=RequestOutput("0", None, [0] * num_prompt, [CompletionOutput(0)]))
+
+
+@dataclass
+class ScriptedService:
+    """Grows an answer by the texts, a token each; then ends it, or fails."""
+
+    texts: Sequence[str]
+    finish: str = "stop"
+    error: Exception | None = None
+    num_closed: int = 0
+    model: str = "scripted"
+    exchanges: list[Any] = field(default_factory=list)
+
+    async def answer(self, exchanges: Sequence[Any]) -> AsyncIterator[set[Any]]:
+        (exchange,) = exchanges
+        answer = exchange.output.outputs[0]
+        try:
+            for index, text in enumerate(self.texts):
+                answer.text += text
+                answer.token_ids.append(index)
+                if index == len(self.texts) - 1 and self.error is None:
+                    answer.finish_reason = self.finish
+                yield {index}
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.num_closed += 1

@@ -1,0 +1,244 @@
+"""What happens to responses only when things go wrong, or after very long: drafts that fail, shelves that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from quire.errors import EngineClosed, EngineError, Overloaded, ResponseNotFound
+from quire.server.app import build_app
+from quire.server.config import ServerConfig
+from quire.server.keys import Keys
+from quire.server.metrics import Metrics
+from quire.server.openai import responses_store
+from quire.server.openai.responses_draft import Draft
+from quire.server.openai.responses_items import as_messages
+from quire.server.openai.responses_running import Answering
+from quire.server.openai.responses_store import Record, ResponseStore, Shelf
+from quire.text.tool_formats import HERMES
+from quire.text.tool_parser import ToolParser
+from quire.text.tools import ToolChoice, make_tool
+from tests.server.openapi_schema import validate_event
+from tests.server.scripted import ScriptedService, make_exchange
+
+pytestmark = pytest.mark.server
+
+TOOL = make_tool("tools[0]", name="look", parameters={"type": "object", "properties": {}})
+
+
+def make_record(response_id: str = "resp_1", status: str = "in_progress", **more: Any) -> Record:
+    return Record(Draft(make_document(response_id, status)), [], **more)
+
+
+def make_document(response_id: str, status: str) -> dict[str, Any]:
+    return {
+        "id": response_id, "object": "response", "created_at": 0, "status": status, "error": None,
+        "incomplete_details": None, "instructions": None, "metadata": {}, "model": "scripted", "output": [],
+        "parallel_tool_calls": True, "temperature": 1.0, "tool_choice": "auto", "tools": [], "top_p": 1.0,
+    }  # fmt: skip
+
+
+def make_answering(service: ScriptedService, record: Record, shelf: Shelf | None = None, **more: Any) -> Answering:
+    return Answering(service, make_exchange(), more.pop("parser", None), record, shelf, **more)  # type: ignore[arg-type]
+
+
+def read_events(data: bytes) -> list[dict[str, Any]]:
+    events = [json.loads(line[6:]) for line in data.decode().split("\n") if line.startswith("data: ")]
+    for event in events:
+        validate_event(event)
+    return events
+
+
+async def gather(stream: Any) -> list[dict[str, Any]]:
+    return read_events(b"".join([data async for data in stream]))
+
+
+class TestEndings:
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (EngineError("It broke."), "server_error"),
+            (EngineClosed("Shut down."), "server_error"),
+            (Overloaded("Full."), "rate_limit_exceeded"),
+        ],
+    )
+    def test_an_error_is_the_last_event(self, error, code):
+        record, shelf = make_record(), Shelf(lambda: 0.0)
+        service = ScriptedService(["Once ", "upon"], error=error)
+        events = asyncio.run(gather(make_answering(service, record, shelf).send()))
+        assert events[-1]["type"] == "response.failed"
+        assert events[-1]["response"]["error"] == {"code": code, "message": str(error)}
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Once upon"
+        assert shelf.find("resp_1").draft.document["status"] == "failed"
+
+    def test_an_answer_that_failed_in_the_engine(self):
+        service = ScriptedService(["Once"], finish="error")
+        events = asyncio.run(gather(make_answering(service, make_record()).send()))
+        assert events[-1]["type"] == "response.failed"
+
+    def test_an_empty_answer_has_an_item(self):
+        events = asyncio.run(gather(make_answering(ScriptedService([""]), make_record()).send()))
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
+        assert events[-1]["type"] == "response.completed"
+
+    def test_who_stops_reading_cancels(self):
+        service, record = ScriptedService(["a", "b", "c"]), make_record()
+
+        async def run() -> None:
+            stream = make_answering(service, record).send()
+            for _ in range(3):
+                await anext(stream)
+            await stream.aclose()
+
+        asyncio.run(run())
+        assert service.num_closed == 1
+        assert record.draft.document["status"] == "cancelled"
+
+    def test_calls_between_texts(self):
+        said = ["Well. ", '<tool_call>\n{"name": "look", ', '"arguments": {"a": 1}}\n</tool_call>', " And then."]
+        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,)))
+        events = asyncio.run(gather(make_answering(ScriptedService(said), make_record(), parser=parser).send()))
+        first, call, last = events[-1]["response"]["output"]
+        assert (first["type"], call["type"], last["type"]) == ("message", "function_call", "message")
+        assert json.loads(call["arguments"]) == {"a": 1}
+        assert [item["status"] for item in (first, call, last)] == ["completed"] * 3
+
+    def test_a_call_that_is_cut_is_incomplete(self):
+        said = ['<tool_call>\n{"name": "look", "arguments": {"a": ']
+        parser = ToolParser(HERMES, ToolChoice(mode="required", tools=(TOOL,)))
+        service = ScriptedService(said, finish="length")
+        events = asyncio.run(gather(make_answering(service, make_record(), parser=parser).send()))
+        (call,) = events[-1]["response"]["output"]
+        assert call["status"] == "incomplete"
+        assert call["arguments"] == '{"a": '
+        assert events[-1]["type"] == "response.incomplete"
+
+    def test_the_one_call_that_was_wanted_ends_the_answer(self):
+        said = ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "More", " and more"]
+        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,), parallel=False))
+        service = ScriptedService(said)
+        events = asyncio.run(gather(make_answering(service, make_record(), parser=parser).send()))
+        assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
+        assert events[-1]["response"]["usage"]["output_tokens"] == 1
+        assert service.num_closed == 1
+
+
+class TestFollowers:
+    def test_many_read_the_same(self):
+        async def run() -> list[list[dict[str, Any]]]:
+            record = make_record(status="queued", log=[])
+            answering = make_answering(ScriptedService(["a", "b", "c"]), record)
+            readers = [asyncio.create_task(gather(record.follow())) for _ in range(2)]
+            answering.run_aside()
+            late = asyncio.create_task(gather(record.follow(5)))
+            return await asyncio.gather(*readers, late)
+
+        first, second, late = asyncio.run(run())
+        assert first == second
+        assert late == first[5:]
+        assert first[-1]["type"] == "response.completed"
+
+    def test_are_told_of_a_cancellation(self):
+        async def run() -> list[dict[str, Any]]:
+            record = make_record(status="queued", log=[])
+            service = ScriptedService(["a", "b"])
+            waiting = asyncio.Event()
+
+            async def wait(exchanges: Any) -> Any:
+                async for grown in ScriptedService.answer(service, exchanges):
+                    yield grown
+                    waiting.set()
+                    await asyncio.sleep(60)
+
+            service.answer = wait  # type: ignore[method-assign]
+            reader = asyncio.create_task(gather(record.follow()))
+            make_answering(service, record).run_aside()
+            await waiting.wait()
+            assert record.task is not None
+            record.task.cancel()
+            return await reader
+
+        events = asyncio.run(run())
+        assert events[-1]["response"]["status"] == "cancelled"
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "a"
+
+
+class TestShelf:
+    def test_each_tenant_sees_its_own(self):
+        store = ResponseStore()
+        store.shelf("one").keep(make_record())
+        assert store.shelf("one").find("resp_1")
+        with pytest.raises(ResponseNotFound, match="no response"):
+            store.shelf("two").find("resp_1")
+
+    def test_each_key_sees_its_own(self):
+        keys = {"one": "key-of-one", "two": "key-of-two"}
+        front = build_app(ServerConfig(log_requests=False), Keys(keys), Metrics())
+        front.service = ScriptedService([])  # type: ignore[assignment]
+        front.app.state.responses.shelf("one").keep(make_record(status="completed"))  # type: ignore[attr-defined]
+
+        async def run(method: str, key: str) -> int:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(front), base_url="http://quire") as http:
+                answer = await http.request(method, "/v1/responses/resp_1", headers={"Authorization": f"Bearer {key}"})
+            return answer.status_code
+
+        assert asyncio.run(run("GET", keys["two"])) == 404
+        assert asyncio.run(run("DELETE", keys["two"])) == 404
+        assert asyncio.run(run("GET", "key-of-none")) == 401
+        assert asyncio.run(run("GET", keys["one"])) == 200
+
+    def test_the_oldest_go_when_there_are_too_many(self, monkeypatch):
+        monkeypatch.setattr(responses_store, "MAX_RESPONSES", 2)
+        shelf = Shelf(lambda: 0.0)
+        for number in range(3):
+            shelf.keep(make_record(f"resp_{number}", "completed"))
+        with pytest.raises(ResponseNotFound, match="the last 2 responses"):
+            shelf.find("resp_0")
+        assert shelf.find("resp_1")
+        assert shelf.find("resp_2")
+
+    def test_the_oldest_go_when_they_are_too_large(self, monkeypatch):
+        monkeypatch.setattr(responses_store, "MAX_BYTES", 1 << 20)
+        shelf = Shelf(lambda: 0.0)
+        for number in range(3):
+            record = make_record(f"resp_{number}", "completed")
+            record.items.append({"text": "x" * 500_000})
+            shelf.keep(record)
+        with pytest.raises(ResponseNotFound, match="1 MiB"):
+            shelf.find("resp_0")
+        assert shelf.find("resp_1")
+
+    def test_events_that_are_kept_have_a_size(self, monkeypatch):
+        monkeypatch.setattr(responses_store, "MAX_BYTES", 1 << 20)
+        shelf, record = Shelf(lambda: 0.0), make_record(status="completed", log=[])
+        shelf.keep(record)
+        assert shelf.find("resp_1")
+        record.note([b"x" * (1 << 20)])
+        shelf.settle(record)
+        with pytest.raises(ResponseNotFound, match="1 MiB"):
+            shelf.find("resp_1")
+
+    def test_old_ones_go(self):
+        now_s = 0.0
+        shelf = Shelf(lambda: now_s)
+        shelf.keep(make_record("resp_1", "completed"))
+        shelf.keep(make_record("resp_2", "in_progress"))
+        now_s = responses_store.MAX_AGE_S + 1
+        with pytest.raises(ResponseNotFound, match="hours"):
+            shelf.find("resp_1")
+        assert shelf.find("resp_2"), "one that is still being made stays"
+
+
+def test_calls_join_the_turn_that_they_were_made_in():
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    words = {"type": "message", "role": "assistant", "content": [{"text": "Let me see."}]}
+    result = {"type": "function_call_output", "call_id": "1", "output": "a cat"}
+    messages = as_messages([words, call, {**call, "call_id": "2"}, result, call], "Be kind.")
+    assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant"]
+    assert messages[1]["content"] == "Let me see."
+    assert [made["id"] for made in messages[1]["tool_calls"]] == ["1", "2"]
+    assert messages[3]["content"] is None
