@@ -100,23 +100,40 @@ static void extend_stream(const Pages& pages, int position, int last, Chunk& chu
   }
 }
 
-constexpr int kCopyVectors = 4;  // of keys or values that are copied at a time: they stay in L1
+constexpr int kCopyVectors = 4;  // that are copied, and passed by a task's rows, at a time: they fit into L1
 constexpr int kCopyKeys = kCopyVectors * kLanes;
 
-// Room for copies in float32.
+// A chunk's keys and values in float32, copied when they are first wanted.
 struct Copy {
-  float* items;         // keys, [head_dim][kCopyKeys], or values, [kCopyKeys][head_dim]
+  float* keys;          // [kChunkVectors / kCopyVectors][head_dim][kCopyKeys]
+  float* values;        // [kChunkKeys][head_dim]
   float* key_scales;    // [kChunkKeys]
   float* value_scales;  // [kChunkKeys]
+  int keys_until, values_until;  // vectors of the chunk that are not copied yet begin here
+
+  void restart(const Chunk& chunk) { keys_until = values_until = chunk.first_vector(); }
+  float* key_vector(int vector, int head_dim) const {
+    return keys + (vector / kCopyVectors * head_dim * kCopyVectors + vector % kCopyVectors) * kLanes;
+  }
 };
+
+// Fetches a line of what comes kAhead vectors later in the stream, if `item` of what is copied now begins a line.
+template <class Item>
+QUIRE_INLINE void fetch_beside(const void* ahead, int item) {
+  if (item * sizeof(typename Item::Type) % 64 == 0) fetch(static_cast<const typename Item::Type*>(ahead) + item);
+}
 
 template <class Item>
 static void copy_key_vectors(const Pages& pages, const Copy& copy, int first, int last, const Chunk& chunk) {
   const int head_dim = pages.head_dim, lanes = pages.lanes;
   for (int vector = first; vector < last; ++vector) {
     const typename Item::Type* keys = static_cast<const typename Item::Type*>(chunk.keys[vector]);
-    float* to = copy.items + vector % kCopyVectors * kLanes;
-    for (int d = 0; d < head_dim; ++d, keys += lanes, to += kCopyKeys) store(to, Item::widen(keys));
+    const void* ahead = chunk.stream[vector - chunk.first_vector() + kAhead];
+    float* to = copy.key_vector(vector, head_dim);
+    for (int d = 0; d < head_dim; ++d, keys += lanes, to += kCopyKeys) {
+      fetch_beside<Item>(ahead, d * kLanes);
+      store(to, Item::widen(keys));
+    }
   }
 }
 
@@ -127,14 +144,16 @@ static void copy_key_columns(const Pages& pages, const Copy& copy, int begin, in
   for (int key = begin; key < end; ++key) {
     Place place = pages.find(chunk.position + key);
     const Type* column = reinterpret_cast<const Type*>(pages.keys_of(place.block)) + place.offset;
-    float* to = copy.items + key % kCopyKeys;
+    float* to = copy.key_vector(key / kLanes, pages.head_dim) + key % kLanes;
     for (int d = 0; d < pages.head_dim; ++d) to[d * kCopyKeys] = Item::widen_one(column[d * pages.lanes]);
   }
 }
 
-// Copies the keys of vectors [first, last), which lie between two multiples of kCopyVectors, and points to the copy.
+// Copies the keys of the vectors before `last` that are not copied yet, and points to the copy.
 template <class Item>
-static void copy_keys(const Pages& pages, const Copy& copy, int first, int last, Chunk& chunk) {
+static void copy_keys(const Pages& pages, Copy& copy, int last, Chunk& chunk) {
+  const int first = copy.keys_until;
+  if (last <= first) return;
   if (side_by_side(pages.block_size)) {
     copy_key_vectors<Item>(pages, copy, first, last, chunk);
   } else {
@@ -142,8 +161,9 @@ static void copy_keys(const Pages& pages, const Copy& copy, int first, int last,
     int end = chunk.end < last * kLanes ? chunk.end : last * kLanes;
     copy_key_columns<Item>(pages, copy, begin, end, chunk);
   }
-  for (int vector = first; vector < last; ++vector) chunk.keys[vector] = copy.items + vector % kCopyVectors * kLanes;
+  for (int vector = first; vector < last; ++vector) chunk.keys[vector] = copy.key_vector(vector, pages.head_dim);
   chunk.key_stride = kCopyKeys;
+  copy.keys_until = last;
 }
 
 template <class Item>
@@ -151,8 +171,12 @@ static void copy_value_vectors(const Pages& pages, const Copy& copy, int first, 
   const int size = kLanes * pages.head_dim;
   for (int vector = first; vector < last; ++vector) {
     const typename Item::Type* values = static_cast<const typename Item::Type*>(chunk.values[vector]);
-    float* to = copy.items + vector % kCopyVectors * size;
-    for (int i = 0; i < size; i += kLanes) store(to + i, Item::widen(values + i));
+    const void* ahead = chunk.stream[vector + chunk.last_vector() - 2 * chunk.first_vector() + kAhead];
+    float* to = copy.values + vector * size;
+    for (int i = 0; i < size; i += kLanes) {
+      fetch_beside<Item>(ahead, i);
+      store(to + i, Item::widen(values + i));
+    }
   }
 }
 
@@ -162,14 +186,16 @@ static void copy_value_rows(const Pages& pages, const Copy& copy, int begin, int
     Place place = pages.find(chunk.position + key);
     const uint8_t* values = pages.values_of(place.block);
     const auto* row = reinterpret_cast<const typename Item::Type*>(values) + int64_t{place.offset} * pages.head_dim;
-    float* to = copy.items + key % kCopyKeys * pages.head_dim;
+    float* to = copy.values + key * pages.head_dim;
     for (int d = 0; d < pages.head_dim; d += kLanes) store(to + d, Item::widen(row + d));
   }
 }
 
-// Copies the values of vectors [first, last), as copy_keys does.
+// Copies the values of the vectors before `last`, as copy_keys does.
 template <class Item>
-static void copy_values(const Pages& pages, const Copy& copy, int first, int last, Chunk& chunk) {
+static void copy_values(const Pages& pages, Copy& copy, int last, Chunk& chunk) {
+  const int first = copy.values_until;
+  if (last <= first) return;
   if (side_by_side(pages.block_size)) {
     copy_value_vectors<Item>(pages, copy, first, last, chunk);
   } else {
@@ -178,8 +204,9 @@ static void copy_values(const Pages& pages, const Copy& copy, int first, int las
     copy_value_rows<Item>(pages, copy, begin, end, chunk);
   }
   for (int vector = first; vector < last; ++vector) {
-    chunk.values[vector] = copy.items + vector % kCopyVectors * kLanes * pages.head_dim;
+    chunk.values[vector] = copy.values + vector * kLanes * pages.head_dim;
   }
+  copy.values_until = last;
 }
 
 // Copies the scales of all wanted keys, for pages that do not lie side by side.

@@ -1,7 +1,8 @@
 // Who does what in one call of attention. Work is cut into tasks (a row's queries, a tile at a time, of one key head),
-// which lie in one line by what they cost; each thread takes an equal stretch of it. A task that lies across a border
-// and is long is shared by chunks of its keys, if there is room for the parts. All threads compute the same plan, so
-// nothing is communicated. Nothing here touches a key; called by attention.inl.
+// which lie in one line by what they cost; each thread takes an equal part of it. A task that lies across a border and
+// is long is shared by chunks of its keys, if there is room for the parts. Whole tasks of one thread that see the same
+// keys are joined to stretches. All threads compute the same plan, so nothing is communicated. Nothing here touches a
+// key; called by attention.inl.
 #pragma once
 
 #include "attention.h"
@@ -12,7 +13,8 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int kTaskRows = 96;  // rows that share one reading of the keys, if there are as many
+constexpr int kTaskRows = 48;     // rows whose products pass the same keys in L1, if there are as many
+constexpr int kStretchTasks = 16;  // at most; their rows share one copy of a chunk in L2
 
 QUIRE_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 QUIRE_INLINE int larger(int a, int b) { return a > b ? a : b; }
@@ -54,8 +56,10 @@ struct Tasks {
   }
 
   int64_t cost(const Task& task) const {
-    constexpr int reading = 4;  // a key's own cost, in rows
-    return int64_t{task.last_key - task.first_key} * (task.num_queries * group + reading);
+    constexpr int reading = 4;     // a key's own cost, in rows
+    constexpr int beginning = 32;  // a row's own cost, in keys
+    int64_t keys = task.last_key - task.first_key, rows = int64_t{task.num_queries} * group;
+    return keys * reading + (keys + beginning) * rows;
   }
 
  private:
@@ -81,6 +85,30 @@ struct Unit {
   Task task;
   int first_chunk, last_chunk;
   float* parts;  // of the task's first chunk
+
+  bool has(int chunk) const { return first_chunk <= chunk && chunk < last_chunk; }
+};
+
+// Units that one thread computes together, chunk by chunk: consecutive tiles of a row's queries for one key head.
+struct Stretch {
+  Unit units[kStretchTasks];
+  int count = 0;
+
+  // Shared units stay alone: their chunks need not be those of their neighbours.
+  bool takes(const Unit& unit) const {
+    if (count == 0) return true;
+    const Task &last = units[count - 1].task, &task = unit.task;
+    bool whole = units[0].parts == nullptr && unit.parts == nullptr;
+    return whole && count < kStretchTasks && last.row == task.row && last.head == task.head;
+  }
+
+  void add(const Unit& unit) { units[count++] = unit; }
+
+  // Later tiles see no key before the first one that earlier ones see, and no earlier last one.
+  int first_chunk() const { return units[0].first_chunk; }
+  int last_chunk() const { return units[count - 1].last_chunk; }
+  int first_key() const { return units[0].task.first_key; }
+  int last_key() const { return units[count - 1].task.last_key; }
 };
 
 // Walks the units of one thread.

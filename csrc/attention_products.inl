@@ -89,18 +89,23 @@ static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sums[r][v] = zero();
   }
-  for (int d = 0; d < head_dim; ++d) {
-    f32 k[V];
+  constexpr int step = Item::paged ? 64 / (kLanes * sizeof(Type)) : 1;  // dimensions that are fetched together
+  for (int first = 0; first < head_dim; first += step) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      k[v] = Item::widen(keys[v] + d * stride);
-      if (Item::paged) fetch(ahead[v] + d * kLanes);
+      if (Item::paged) fetch(ahead[v] + first * kLanes);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      f32 x = set1(q[r * head_dim + d]);
+    for (int d = first; d < first + step; ++d) {
+      f32 k[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[r][v] = fma(x, k[v], sums[r][v]);
+      for (int v = 0; v < V; ++v) k[v] = Item::widen(keys[v] + d * stride);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        f32 x = set1(q[r * head_dim + d]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(x, k[v], sums[r][v]);
+      }
     }
   }
 #pragma GCC unroll 8

@@ -16,6 +16,11 @@ struct Query {
   const uint8_t* own;  // mask of the row's own tokens, or null
 };
 
+// [first, last), none if last <= first.
+struct Vectors {
+  int first, last;
+};
+
 // Which keys the queries of one task see, and from how far.
 struct Sight {
   const AttentionCall& call;
@@ -44,9 +49,11 @@ struct Sight {
     }
   }
 
-  // Whether the query sees all keys [first, last).
-  bool all_seen(const Query& query, int first, int last) const {
-    return query.first_key <= first && last <= (query.own != nullptr ? task.context : query.last_key);
+  // The vectors of 16 keys from `position` on all of whose keys the query sees.
+  Vectors whole_vectors(const Query& query, int position) const {
+    int last_key = query.own != nullptr ? smaller(task.context, query.last_key) : query.last_key;
+    int first = (larger(0, query.first_key - position) + kLanes - 1) / kLanes;
+    return {first, larger(0, last_key - position) / kLanes};
   }
 
   // Positions of 16 keys, less the query's.

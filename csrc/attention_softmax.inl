@@ -25,20 +25,35 @@ struct State {
     for (int d = 0; d < head_dim; d += kLanes) store(row + d, zero());
   }
 
-  // Joins the softmax of later keys.
-  void merge(float* row, const float* later) const {
-    float* top = highest(row);
-    float later_top = later[head_dim + kLanes], common = *top > later_top ? *top : later_top;
-    f32 fade = exp(set1(*top - common)), later_fade = exp(set1(later_top - common));
-    for (int d = 0; d < head_dim + kLanes; d += kLanes) {
-      store(row + d, fma(load(row + d), fade, load(later + d) * later_fade));
+  // Joins the softmax of later keys, for rows one after the other. One of 16 lanes raises for each row.
+  void merge(int rows, float* row, const float* later) const {
+    for (int done = 0; done < rows; done += kLanes) {
+      const int count = rows - done < kLanes ? rows - done : kLanes;
+      float fades[kLanes] = {}, later_fades[kLanes] = {};
+      for (int i = 0; i < count; ++i) set_common(row + i * stride(), later + i * stride(), fades[i], later_fades[i]);
+      store(fades, exp(load(fades)));
+      store(later_fades, exp(load(later_fades)));
+      for (int i = 0; i < count; ++i, row += stride(), later += stride()) {
+        const f32 fade = set1(fades[i]), later_fade = set1(later_fades[i]);
+        for (int d = 0; d < head_dim + kLanes; d += kLanes) {
+          store(row + d, fma(load(row + d), fade, load(later + d) * later_fade));
+        }
+      }
     }
-    *top = common;
   }
 
   void finish(const float* row, float* out) const {
     f32 total = set1(sum(load(row + head_dim)));
     for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(row + d) / total + zero());
+  }
+
+ private:
+  // Raises the highest score to that of both; how far each lay below it is what its weights fade by.
+  void set_common(float* row, const float* later, float& below, float& later_below) const {
+    float top = *highest(row), later_top = later[head_dim + kLanes], common = top > later_top ? top : later_top;
+    below = top - common;
+    later_below = later_top - common;
+    *highest(row) = common;
   }
 };
 

@@ -51,11 +51,16 @@ QUIRE_INLINE f32 select(uint32_t bits, f32 yes, f32 no) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), no.v, yes.v)};
 }
 QUIRE_INLINE uint32_t less(f32 a, f32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+QUIRE_INLINE uint32_t not_less(f32 a, f32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ); }
 QUIRE_INLINE uint32_t same(f32 a, f32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 QUIRE_INLINE float sum(f32 a) { return _mm512_reduce_add_ps(a.v); }
 QUIRE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a.v); }
 // x * 2^n for whole n in [-126, 127].
 QUIRE_INLINE f32 scale_by_power(f32 x, f32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// The same where a bit is set, 0 elsewhere, whatever x and n are there.
+QUIRE_INLINE f32 scale_by_power(uint32_t bits, f32 x, f32 n) {
+  return {_mm512_maskz_scalef_ps(static_cast<__mmask16>(bits), x.v, n.v)};
+}
 
 QUIRE_INLINE f32 load_bf16(const uint16_t* p) {
   __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -177,6 +182,7 @@ QUIRE_INLINE uint32_t compare(f32 x, f32 y) {
   return low | high << 8;
 }
 QUIRE_INLINE uint32_t less(f32 x, f32 y) { return compare<_CMP_LT_OQ>(x, y); }
+QUIRE_INLINE uint32_t not_less(f32 x, f32 y) { return compare<_CMP_NLT_UQ>(x, y); }
 QUIRE_INLINE uint32_t same(f32 x, f32 y) { return compare<_CMP_EQ_OQ>(x, y); }
 QUIRE_INLINE float sum(f32 x) {
   __m256 eight = _mm256_add_ps(x.a, x.b);
@@ -197,6 +203,7 @@ QUIRE_INLINE __m256 power_of_two(__m256 n) {
 QUIRE_INLINE f32 scale_by_power(f32 x, f32 n) {
   return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
 }
+QUIRE_INLINE f32 scale_by_power(uint32_t bits, f32 x, f32 n) { return select(bits, scale_by_power(x, n), zero()); }
 
 QUIRE_INLINE __m128i half_of(const void* p, int index) {
   return _mm_loadu_si128(static_cast<const __m128i*>(p) + index);
@@ -332,21 +339,33 @@ QUIRE_INLINE HalfSums sum_codes(__m256i codes) {
   return {_mm256_cvtsi256_si32(sums), _mm_cvtsi128_si32(_mm256_extracti128_si256(sums, 1))};
 }
 
-// e^x to about one unit in the last place; 0 below the smallest normal number, large values saturate.
-QUIRE_INLINE f32 exp(f32 x) {
-  const f32 lowest = set1(-87.3f);
-  uint32_t vanished = less(x, lowest);
-  f32 bounded = min(max(x, lowest), set1(88.3f));
-  f32 n = round(bounded * set1(1.44269504f));
-  f32 r = fma(n, set1(-0.693359375f), bounded);
+// e^x / 2^n for n = round(x / ln 2), to about one unit in the last place.
+QUIRE_INLINE f32 exp_rest(f32 x, f32 n) {
+  f32 r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
   f32 p = fma(set1(1.9875691e-4f), r, set1(1.3981999e-3f));
   p = fma(p, r, set1(8.3334519e-3f));
   p = fma(p, r, set1(4.1665796e-2f));
   p = fma(p, r, set1(1.6666666e-1f));
   p = fma(p, r, set1(0.5f));
-  p = fma(p, r * r, r + set1(1.0f));
-  return select(vanished, zero(), scale_by_power(p, n));
+  return fma(p, r * r, r + set1(1.0f));
+}
+
+constexpr float kVanishing = -87.3f;  // where e^x is about the smallest normal number
+
+// e^x; 0 below the smallest normal number, large values saturate.
+QUIRE_INLINE f32 exp(f32 x) {
+  const f32 lowest = set1(kVanishing);
+  uint32_t vanished = less(x, lowest);
+  f32 bounded = min(max(x, lowest), set1(88.3f));
+  f32 n = round(bounded * set1(1.44269504f));
+  return select(vanished, zero(), scale_by_power(exp_rest(bounded, n), n));
+}
+
+// The same for x <= 0, in fewer steps; NaN stays NaN.
+QUIRE_INLINE f32 exp_of_negative(f32 x) {
+  f32 n = round(x * set1(1.44269504f));
+  return scale_by_power(not_less(x, set1(kVanishing)), exp_rest(x, n), n);
 }
 
 // 1 / (1 + e^-x)

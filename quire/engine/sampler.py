@@ -58,10 +58,8 @@ def sample(
         restrict(logits[index], position)
         penalize(logits[index], position)
     largest, best = ops.argmax(logits)
-    tokens: list[int | None] = choose(logits, largest, positions, ops)
-    for index, value in enumerate(best.tolist()):
-        if not math.isfinite(value):
-            tokens[index] = None
+    has_choice = [math.isfinite(value) for value in best.tolist()]
+    tokens = choose(logits, largest, has_choice, positions, ops)
     logprobs: list[TokenLogprobs | None] = [None] * len(positions)
     for index, values in raw.items():
         if (token := tokens[index]) is not None:
@@ -116,10 +114,14 @@ def penalize(logits: Tensor, position: Position) -> None:
         logits[index] -= params.frequency_penalty * times + params.presence_penalty
 
 
-def choose(logits: Tensor, largest: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
-    """Greedy positions take the largest logit, the others draw."""
-    tokens: list[int | None] = largest.tolist()
-    drawn = [index for index, position in enumerate(positions) if not position.request.params.greedy]
+def choose(
+    logits: Tensor, largest: Tensor, has_choice: Sequence[bool], positions: Sequence[Position], ops: Kernels
+) -> list[int | None]:
+    """Greedy positions take the largest logit, the others draw; those without a choice get none."""
+    tokens = [token if good else None for token, good in zip(largest.tolist(), has_choice, strict=True)]
+    drawn = [
+        index for index, position in enumerate(positions) if has_choice[index] and not position.request.params.greedy
+    ]
     if not drawn:
         return tokens
     seeds = torch.tensor([signed(positions[index].request.seed) for index in drawn], device=logits.device)

@@ -53,6 +53,7 @@ PING_S = 1.0
 MAX_FAILED_STARTS = 5  # in a row, before giving up
 MAX_PAUSE_S = 10.0
 STRIKES = 2.0
+OUTSIDE_WEIGHT = 0.25
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 log = logging.getLogger("quire.supervisor")
@@ -190,7 +191,7 @@ class Supervised:
 
     async def _keep_running(self) -> None:
         """One engine after another. Ends when the first cannot load, or when several in a row could not."""
-        num_failed = 0
+        num_failed = 0.0
         while True:
             reader = await self._spawn()
             try:
@@ -203,15 +204,16 @@ class Supervised:
                 return
             if self._first.exception() is not None:
                 return
-            num_failed = 0 if became_ready else num_failed + 1
-            if num_failed == MAX_FAILED_STARTS:
-                log.error("the engine could not be started %d times in a row; giving up", num_failed)
+            weight = OUTSIDE_WEIGHT if self._was_killed() else 1.0
+            num_failed = 0.0 if became_ready else num_failed + weight
+            if num_failed >= MAX_FAILED_STARTS:
+                log.error("the engine could not be started again and again; giving up")
                 self._fail_all(EngineError("The engine died and could not be started again; look into the log."))
                 return
             self.num_restarts += 1
             log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
             self._watch.restarted(reason)
-            self._lay_blame(0.25 if self._was_killed() else 1.0)
+            self._lay_blame(weight)
             await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * (2**num_failed - 1)))
 
     async def _spawn(self) -> asyncio.StreamReader:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from quire.core.structured import StructuredOutputs
 from quire.errors import BadGrammar
 from quire.text.grammar_compiler import Compiler, Vocabulary, in_one_line
-from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from quire.text.tokenizer import Tokenizer
 
 NUM_KEPT = 16  # compiled grammars: the same schema often comes again
 
@@ -60,7 +61,8 @@ class GrammarConstraint:
     def _has_failed(self) -> bool:
         if self._matcher.is_error():
             self._forced.clear()
-            self.error = f"The grammar could not be followed any further: {in_one_line(self._matcher.get_error())}"
+            reason = in_one_line(self._matcher.get_error())
+            self.error = f"The schema or grammar could not be followed any further: {reason}; simplify it."
         return bool(self.error)
 
     def _only(self, token: int) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
 import signal
 import struct
@@ -24,6 +25,7 @@ import msgspec
 
 from quire.core.structured import StructuredOutputs
 from quire.errors import BadGrammar, EngineClosed, EngineError
+from quire.text.grammar import GrammarConstraint
 from quire.text.grammar_compiler import Compiler, Vocabulary
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ MEMORY_BYTES = 256 << 20  # beyond what the process has when it is ready
 STACK_BYTES = 2 << 20  # a quarter of what the engine has, where the same is compiled again
 START_LIMIT_S = 60.0
 NUM_KEPT = 4096  # verdicts
+NUM_FOLLOWED = 100  # tokens
 
 OVERRUNS: dict[int, str] = {
     signal.SIGPROF: f"took more than {PROCESSOR_LIMIT_S:g} s of processor time to compile",
@@ -161,24 +164,54 @@ async def exchange(process: asyncio.subprocess.Process, message: bytes) -> str:
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer until the other side has gone."""
     vocabulary = msgspec.msgpack.decode(receive(source), type=Vocabulary)
-    compiler = Compiler(vocabulary)
+    trial = Trial(Compiler(vocabulary), vocabulary)
     send(sink, READY)
     bound_memory()
     hush()
     while message := receive(source):
         signal.setitimer(signal.ITIMER_PROF, PROCESSOR_LIMIT_S)  # ends the process
-        reason = try_out(compiler, msgspec.msgpack.decode(message, type=StructuredOutputs))
+        reason = trial.run(msgspec.msgpack.decode(message, type=StructuredOutputs))
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(sink, reason)
 
 
-def try_out(compiler: Compiler, spec: StructuredOutputs) -> str:
-    """Why a grammar cannot be had; nothing if it can."""
-    try:
-        compiler.compile(spec)
-    except BadGrammar as error:
-        return str(error)
-    return ""
+class Trial:
+    """Compiles a grammar and follows it for a while: a string that is too much for a step shows when it begins.
+
+    The tokens are drawn, the same for a grammar each time, most of them from those that bring an answer to its next
+    part.
+    """
+
+    def __init__(self, compiler: Compiler, vocabulary: Vocabulary) -> None:
+        self._compiler = compiler
+        self._vocabulary = vocabulary
+        self._marks = [token for token, piece in enumerate(vocabulary.tokens) if piece and not piece.strip(b'",:]}')]
+
+    def run(self, spec: StructuredOutputs) -> str:
+        """Why a grammar cannot be had; nothing if it can."""
+        try:
+            self._follow(GrammarConstraint(self._compiler.compile(spec), len(self._vocabulary.tokens)))
+        except BadGrammar as error:
+            return str(error)
+        return ""
+
+    def _follow(self, constraint: GrammarConstraint) -> None:
+        rng = random.Random(0)
+        for _ in range(NUM_FOLLOWED):
+            mask = constraint.allowed()
+            if not mask:
+                raise BadGrammar(constraint.error)
+            token = self._draw(mask, rng)
+            if token in self._vocabulary.end_ids:
+                return
+            constraint.advance(token)
+
+    def _draw(self, mask: bytes, rng: random.Random) -> int:
+        marks = [token for token in self._marks if mask[token >> 3] >> (token & 7) & 1]
+        if marks and rng.random() < 0.8:
+            return rng.choice(marks)
+        place = rng.choice([place for place, bits in enumerate(mask) if bits])
+        return 8 * place + mask[place].bit_length() - 1
 
 
 def bound_memory() -> None:

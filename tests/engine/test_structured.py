@@ -161,16 +161,21 @@ def run_to_end(tiny: TinyEngine, many: list[Request]) -> dict[str, Update]:
     return updates
 
 
-def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason(temperature: float) -> None:
     contradictory = request("choice", 0, sampled=False)
-    contradictory.params = replace(contradictory.params, allowed_token_ids=[3])
+    options = {"temperature": temperature, "top_p": 0.5, "top_k": 5, "min_p": 0.1}
+    contradictory.params = replace(contradictory.params, allowed_token_ids=[3], **options)
     failing = request("regex", 0, sampled=True)
     failing.constraint = GRAMMARS.constraint(StructuredOutputs(regex="a"))
     failing.constraint.advance(TOKENIZER.encode("b")[0])
     good = request("json", 1, sampled=True)
     updates = run_to_end(engine(), [contradictory, failing, good])
     assert updates[good.id].finish is Finish.STOP
-    for one, message in ((contradictory, NO_TOKEN_LEFT), (failing, "The grammar could not be followed any further: ")):
+    for one, message in (
+        (contradictory, NO_TOKEN_LEFT),
+        (failing, "The schema or grammar could not be followed any further: "),
+    ):
         detail = updates[one.id].detail
         assert updates[one.id].finish is Finish.ERROR
         assert detail is not None

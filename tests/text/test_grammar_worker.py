@@ -136,6 +136,7 @@ def mutual() -> dict:
     return {"$ref": "#/$defs/d0", "$defs": rules}
 
 
+LONG = r"^(\S+\s+){0,999}\S+(x|\S\s){20,300}$"
 HOSTILE = {
     "repeated choice": StructuredOutputs(regex="(a|a)*" * 200 + "{1000}"),
     "nested repetition": StructuredOutputs(regex="((((a{100}){100}){100}){100}){100}"),
@@ -166,6 +167,13 @@ HOSTILE = {
     "negated lark": StructuredOutputs(
         grammar="start: A\nA: " + " & ".join(f"~/(.*)a.{{{n}}}b(.*)/" for n in range(20))
     ),
+    "string too complex": StructuredOutputs(
+        json={
+            "type": "object",
+            "properties": {"a": {"type": "string", "maxLength": 50_000, "pattern": LONG}},
+            "required": ["a"],
+        }
+    ),
     "long multiple": StructuredOutputs(json={"type": "integer", "multipleOf": 999_999_937}),
     "long bounds": StructuredOutputs(json={"type": "string", "minLength": 100_000, "maxLength": 10_000_000}),
 }
@@ -179,6 +187,7 @@ REFUSED = {
     "deep lark": "too deeply nested",
     "doubling terminals": "too big",
     "long multiple": "fuel",
+    "string too complex": "too many expressions",
 }
 
 
