@@ -47,11 +47,16 @@ def registry() -> Registry[Any]:
 
 
 def relax(value: Any) -> Any:
-    """A discriminator picks one of several schemas that may overlap; JSON Schema does not know it, so any will do."""
+    """What JSON Schema does not know, in its own words.
+
+    A discriminator picks one of several schemas that may overlap: any will do. Nullable: null will do too.
+    """
     if isinstance(value, list):
         return [relax(entry) for entry in value]
     if not isinstance(value, dict):
         return value
+    if value.get("nullable") is True:
+        return {"anyOf": [relax({key: entry for key, entry in value.items() if key != "nullable"}), {"type": "null"}]}
     if "discriminator" in value and "oneOf" in value:
         value = {("anyOf" if key == "oneOf" else key): entry for key, entry in value.items()}
     return {key: relax(entry) for key, entry in value.items()}

@@ -92,6 +92,20 @@ def test_a_reader_that_never_reads_harms_nobody(server):
     assert (reason, errors) == ("length", [])
 
 
+def test_ten_thousand_requests_wait_their_turn(server):
+    """A hundred calls of a hundred prompts each, at once; somebody else is answered in the middle of it."""
+    body = {"prompt": [f"Number {n}" for n in range(100)], "max_tokens": 1, "temperature": 0}
+    with server.client() as http, concurrent.futures.ThreadPoolExecutor(100) as pool:
+        asked = [pool.submit(http.post, "/v1/completions", json=body, timeout=300) for _ in range(100)]
+        wait_for(lambda: figure(http, "quire_requests_waiting") > 1000)
+        assert http.get("/health").status_code == 200
+        answers = [task.result() for task in asked]
+    texts = {tuple(choice["text"] for choice in answer.json()["choices"]) for answer in answers}
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(texts) == 1
+    assert len(texts.pop()) == 100
+
+
 def test_sigterm_lets_running_requests_finish(default_model):
     with Running(*SMALL) as running, concurrent.futures.ThreadPoolExecutor(4) as pool:
         seen = []

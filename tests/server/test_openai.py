@@ -8,6 +8,8 @@ import json
 import openai
 import pytest
 
+from tests.server.openapi_schema import is_there, validate
+
 pytestmark = pytest.mark.server
 
 MODEL = "smollm2:135m"
@@ -224,6 +226,21 @@ class TestHealth:
         assert float(figures["quire_engine_ready"]) == 1
         for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_seconds", "step_seconds"):
             assert float(figures[f"quire_{name}_count"]) > 0
+
+
+@pytest.mark.skipif(not is_there, reason="OpenAI's schema is not beside the project")
+def test_bodies_are_what_openai_has_published(http):
+    options = {"max_tokens": 4, "temperature": 0, "model": MODEL}
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **options}
+    validate("CreateChatCompletionResponse", http.post("/v1/chat/completions", json=chat).json())
+    plain = {"prompt": PROMPT, "logprobs": 2, **options}
+    validate("CreateCompletionResponse", http.post("/v1/completions", json=plain).json())
+    validate("ListModelsResponse", http.get("/v1/models").json())
+    body = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    for line in lines:
+        validate("CreateChatCompletionStreamResponse", json.loads(line[6:]))
 
 
 def test_raw_stream_is_what_curl_sees(http):
