@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
     from quire.core.outputs import CompletionOutput, Logprob, RequestOutput
-    from quire.core.params import SamplingParams
+    from quire.core.params import SamplingParams, StructuredOutputs
     from quire.errors import QuireError
     from quire.llm import LLM
 
@@ -29,6 +29,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "QuireError": "quire.errors",
     "RequestOutput": "quire.core.outputs",
     "SamplingParams": "quire.core.params",
+    "StructuredOutputs": "quire.core.params",
 }
 
 
