@@ -18,7 +18,7 @@ COMMANDS = {
     "models": models,
     "pull": pull,
 }
-ABOUT = "An LLM inference engine: runs a model on this machine, alone or many requests at a time."
+ABOUT = "An LLM inference and serving engine: runs a model on this machine, for one or for many."
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -103,8 +103,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     max_len: int
     eos_token_ids: list[int]
     num_blocks: int
-    block_size: int
-    weight_bytes: int
     device: str
     summary: str
 
@@ -139,7 +137,6 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_waiting: int = 0
     num_free_blocks: int = 0
     computed_tokens: int = 0
-    cached_tokens: int = 0
     preemptions: int = 0
 
 

@@ -153,7 +153,6 @@ class EngineLoop:
                 scheduler.num_waiting,
                 scheduler.kv.pool.num_free,
                 scheduler.counters.computed_tokens,
-                scheduler.counters.cached_tokens,
                 scheduler.counters.preemptions,
             )
         )
@@ -178,8 +177,6 @@ def load(link: Link) -> EngineLoop | None:
             info.max_len,
             sorted(info.config.eos_token_ids),
             info.cache.num_blocks,
-            info.cache.block_size,
-            info.weight_bytes,
             info.device,
             info.summary,
         )

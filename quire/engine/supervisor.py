@@ -111,8 +111,6 @@ class Supervised:
     """Make one inside a running event loop, then `await start()`."""
 
     def __init__(self, config: EngineConfig, path: Path, *, stall_s: float = 120.0, watch: Watch | None = None) -> None:
-        self.facts: Ready | None = None
-        self.num_restarts = 0
         self._config = config
         self._path = path
         self._stall_s = stall_s
@@ -210,7 +208,6 @@ class Supervised:
                 log.error("the engine could not be started again and again; giving up")
                 self._fail_all(EngineError("The engine died and could not be started again; look into the log."))
                 return
-            self.num_restarts += 1
             log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
             self._watch.restarted(reason)
             self._lay_blame(weight)
@@ -300,12 +297,13 @@ class Supervised:
             case Ready():
                 self._welcome(message)
             case Unusable(error, text):
+                log.error("the engine could not load the model: %s", text)
                 if not self._first.done():
                     self._first.set_exception(make_error(error, text))
 
     def _welcome(self, ready: Ready) -> None:
         """A new engine is there: give it everything that is in flight. Suspects come one by one, and last."""
-        self.facts, self._writer = ready, self._channel
+        self._writer = self._channel
         if not self._first.done():
             self._first.set_result(ready)
         held = set(map(id, self._suspects))
@@ -324,12 +322,12 @@ class Supervised:
         flight.output += update.tokens
         if update.detail is not None and update.detail.prompt_logprobs:
             flight.num_scored += len(update.detail.prompt_logprobs)
-        if update.tokens or update.finish:
+        if update.finish:
+            self._forget(flight)
+        elif update.tokens:
             flight.strikes = 0.0
             if flight is self._trial:
                 self._try_next()
-        if update.finish:
-            self._forget(flight)
         update.id = flight.request.id
         flight.mailbox.put(update)
 
@@ -340,15 +338,16 @@ class Supervised:
                 flight.mailbox.fail(error)
 
     def _forget(self, flight: Flight) -> None:
+        """It has ended, one way or another; if it was a suspect, the next one has its turn."""
         del self._flights[flight.wire_id], self._open[flight.request.id]
+        if flight in self._suspects:
+            self._suspects.remove(flight)
+        if flight is self._trial:
+            self._try_next()
 
     def _end(self, flight: Flight, finish: Finish, message: str) -> None:
         self._forget(flight)
-        if flight in self._suspects:
-            self._suspects.remove(flight)
         flight.mailbox.put(Update(flight.request.id, [], finish, Detail(message=message)))
-        if flight is self._trial:
-            self._try_next()
 
     def _fail_all(self, error: QuireError) -> None:
         flights, self._flights, self._open = list(self._flights.values()), {}, {}

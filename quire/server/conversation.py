@@ -71,7 +71,8 @@ class Inquiry:
     ) -> dict[str, Any]:
         """The prompt: its text, and its tokens. The rest is for those who know their template."""
         shown = self.tools if self.choice.mode != "none" else ()
-        prepared = prepare_messages(self.messages, shown, dialect_of(service.chat_template()))
+        messages = [known_role(message) for message in self.messages]
+        prepared = prepare_messages(messages, shown, dialect_of(service.chat_template()))
         text = await service.render(
             prepared.messages, tools=prepared.tools, template=template, open_turn=open_turn, extra=extra
         )
@@ -87,6 +88,12 @@ class Inquiry:
         if self.choice.mode == "none":
             return None
         return ToolParser(dialect_of(service.chat_template()).format, self.choice)
+
+
+def known_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates know no developers: what one says counts as the system's."""
+    is_developers = isinstance(message, Mapping) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developers else message
 
 
 @lru_cache(maxsize=2)

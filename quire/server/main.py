@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from quire.config import EngineConfig
+from quire.engine.messages import Stepped
 from quire.engine.supervisor import Supervised, Watch
 from quire.errors import EngineError, InvalidParams
 from quire.server.app import build_app
@@ -63,9 +64,11 @@ class Server:
                 watch=Watch(self._took_step, self._restarted),
             )  # fmt: skip
             try:
-                if await self._load(client):
-                    announce(address(listening, self.config), client.facts.summary if client.facts else "")
-                    await self._until_stopped(client, serving)
+                service = await self._load(client)
+                if service is not None:
+                    announce(address(listening, self.config), service.ready.summary)
+                    await self._until_stopped(service, serving)
+                    await self._drain(service)
             finally:
                 await client.close()
                 if self.front.service is not None:
@@ -73,32 +76,33 @@ class Server:
                 listener.should_exit = True
                 await serving
 
-    async def _load(self, client: Supervised) -> bool:
-        """Load the model and let requests in; False if told to stop meanwhile."""
+    async def _load(self, client: Supervised) -> Service | None:
+        """Load the model and let requests in; None if told to stop meanwhile."""
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, self.path)
         loading = asyncio.ensure_future(client.start())
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
-            return False
+            return None
         stopping.cancel()
         ready = loading.result()
         self.metrics.num_blocks = ready.num_blocks
         self.metrics.ready.set_function(lambda: float(client.health()))
         self.front.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
-        return True
+        return self.front.service
 
-    async def _until_stopped(self, client: Supervised, serving: asyncio.Task[None]) -> None:
-        service = self.front.service
-        assert service is not None
-        while not self._stop.is_set():
-            if client.gone:
+    async def _until_stopped(self, service: Service, serving: asyncio.Task[None]) -> None:
+        """Told to stop, or unable to go on."""
+        stopping = asyncio.ensure_future(self._stop.wait())
+        while not stopping.done() and not serving.done():
+            if service.client.gone:
                 raise EngineError("The engine could not be started again; the log says why.")
-            if serving.done():
-                return
-            await asyncio.wait((serving, asyncio.ensure_future(self._stop.wait())), timeout=1.0,
-                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            await asyncio.wait((serving, stopping), timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
+    async def _drain(self, service: Service) -> None:
+        """No new requests; those that run have some time to finish."""
         service.gate.draining = True
         log.info("draining: %d requests are running; no new ones are taken", service.gate.num_requests)
         with contextlib.suppress(TimeoutError):
@@ -113,9 +117,9 @@ class Server:
         self.num_signals += 1
         (self._stop if self.num_signals == 1 else self._abort).set()
 
-    def _took_step(self, stepped: object) -> None:
+    def _took_step(self, stepped: Stepped) -> None:
         if self.front.service is not None:
-            self.front.service.took_step(stepped)  # type: ignore[arg-type]
+            self.front.service.took_step(stepped)
 
     def _restarted(self, reason: str) -> None:
         self.metrics.restarted()
@@ -156,6 +160,7 @@ def run(engine: EngineConfig, config: ServerConfig, path: Path, announce: Callab
     import uvloop
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     async def serve() -> None:
         await Server(engine, config, path).run(announce)

@@ -123,7 +123,7 @@ def _speak_of_calls(
 def _explain(messages: list[Message], tools: Sequence[Tool], dialect: Dialect) -> list[Message]:
     explanation = explain_tools(tools, dialect.format)
     first = messages[0]
-    if first["role"] in ("system", "developer"):
+    if first["role"] == "system":
         return [{**first, "content": f"{_text_of(first)}\n\n{explanation}"}, *messages[1:]]
     if dialect.takes_system:
         return [{"role": "system", "content": explanation}, *messages]

@@ -12,7 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
-from quire.engine.supervisor import Supervised, Watch
+from quire.engine.supervisor import Flight, Mailbox, Supervised, Watch
 from quire.errors import EngineClosed, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
@@ -125,6 +125,23 @@ def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_m
     assert "died" in guilty[2].message
     assert all(len(tokens) == 200 and finish is Finish.LENGTH for tokens, finish, _ in others)
     assert 2 <= len(restarts) <= 4
+
+
+def test_a_suspect_that_is_refused_lets_the_next_one_have_its_turn(default_model):
+    async def scenario(client, restarts):
+        first, second = requests(2, 6)
+        flights = [Flight(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
+        for flight in flights:
+            client._flights[flight.wire_id] = client._open[flight.request.id] = flight
+        client._suspects = [flights[1]]
+        client._trial = flights[0]
+        client._refuse([flights[0].wire_id], PromptTooLong("too long"))
+        with pytest.raises(PromptTooLong):
+            await flights[0].mailbox.get()
+        assert client._trial is flights[1]
+        return await flights[1].mailbox.get()
+
+    assert run(default_model, scenario)[0].tokens
 
 
 def test_an_abandoned_request_is_aborted(default_model):

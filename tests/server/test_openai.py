@@ -154,12 +154,23 @@ class TestChat:
         plain = client.chat.completions.create(messages=MESSAGES, **options)
         assert client.chat.completions.create(messages=parts, **options).choices == plain.choices
 
+    def test_a_developer_is_heard_as_the_system(self, client):
+        options = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+        said = [
+            client.chat.completions.create(messages=[{"role": role, "content": "Be brief."}, *MESSAGES], **options)
+            for role in ("system", "developer")
+        ]
+        assert said[0].choices == said[1].choices
+        assert said[0].usage.prompt_tokens == said[1].usage.prompt_tokens
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "body", "words"),
         [
             ("/v1/completions", {"prompt": "x", "frobnicate": 1}, ["frobnicate"]),
+            ("/v1/completions", {"prompt": "x", "request_id": "a"}, ["request_id"]),
+            ("/v1/completions", {"prompt": "x", "stream_options": {"include_obfuscation": True}}, ["obfuscation"]),
             ("/v1/completions", {"max_tokens": 1}, ["prompt", "missing"]),
             ("/v1/completions", {"prompt": "x", "temperature": -1}, ["temperature", "-1"]),
             ("/v1/completions", {"prompt": "x", "temperature": "hot"}, ["temperature"]),

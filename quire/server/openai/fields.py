@@ -1,7 +1,7 @@
 """What requests of OpenAI's API may say, with the fields that people know from vLLM beside them.
 
-A field that is not here is refused by name. `IGNORED` are fields that say something about the request but do not change
-the answer; they are taken and left alone.
+A field that is not here is refused by name. The last ones of `SamplingFields`, from `user` on, say something about the
+request but do not change the answer; they are taken and left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StreamOptions(BaseModel):
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
-    include_obfuscation: StrictBool = False
+    include_obfuscation: Literal[False] = False
 
 
 class SamplingFields(BaseModel):
@@ -57,7 +57,6 @@ class SamplingFields(BaseModel):
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     priority: StrictInt = 0
-    request_id: str | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None

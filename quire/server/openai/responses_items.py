@@ -12,8 +12,6 @@ from quire.server.openai.responses_fields import CallItem, CallOutputItem, Input
 
 Document = dict[str, Any]
 
-ROLES = {"developer": "system"}  # what templates know
-
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
@@ -48,7 +46,7 @@ def as_messages(items: Sequence[Document], instructions: str | None) -> list[Doc
     for item in items:
         match item["type"]:
             case "message":
-                messages.append({"role": ROLES.get(item["role"], item["role"]), "content": as_content(item["content"])})
+                messages.append({"role": item["role"], "content": as_content(item["content"])})
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
