@@ -15,7 +15,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.params import StructuredOutputs
-from quire.engine.supervisor import Supervised
+from quire.engine.supervisor import Supervised, Watch
 from quire.errors import BadGrammar
 from quire.text.exchange import Exchange, Intake
 from quire.text.load import load_tokenizer
@@ -102,23 +102,25 @@ def test_in_a_process_of_its_own_that_dies_in_the_middle(llm: LLM, default_model
     kinds = [params(0.0, json=CITY), params(1.0, json=CITY), params(1.0, regex="([a-f]{4} ){20}!")]
     expected = [llm.generate(PROMPT, one)[0].outputs[0] for one in kinds]
     tokenizer = load_tokenizer(default_model)
+    config = EngineConfig(model=DEFAULT_MODEL, max_len=2048, kv_memory=0.5)
+    restarts: list[str] = []
 
     async def answer(client: Supervised, exchange: Exchange, kill_at: int) -> None:
         async for updates in client.submit(exchange.requests):
             for update in updates:
                 exchange.take(update)
-            if client.num_restarts == 0 and len(exchange.output.outputs[0].token_ids) >= kill_at:
+            if not restarts and len(exchange.output.outputs[0].token_ids) >= kill_at:
                 assert client.process_id is not None
                 os.kill(client.process_id, signal.SIGKILL)
 
     async def run() -> list[Exchange]:
-        client = Supervised(EngineConfig(model=DEFAULT_MODEL, max_len=2048, kv_memory=0.5), default_model)
+        client = Supervised(config, default_model, watch=Watch(restarted=restarts.append))
         try:
             facts = await client.start()
             intake = Intake(tokenizer, facts.vocab_size, facts.max_len, facts.eos_token_ids)
             exchanges = [intake.open(PROMPT, one) for one in kinds]
             await asyncio.gather(*(answer(client, exchange, 12) for exchange in exchanges))
-            assert client.num_restarts == 1
+            assert restarts == ["signal SIGKILL"]
             with pytest.raises(BadGrammar, match="unclosed group"):
                 await answer(client, intake.open(PROMPT, params(0.0, regex="(a")), 1)
             return exchanges
