@@ -112,7 +112,7 @@ def load(port: int, streams: int) -> dict[str, float]:
         "tokens_per_s": summary["output_tokens_per_s"],
         "ttft_p50_s": summary["ttft_ms"]["p50"] / 1e3,
         "itl_p99_ms": summary["itl_ms"]["p99"],
-        "failed": summary["requests"]["failed"],
+        "failed": summary["num_failed"],
     }
 
 

@@ -84,9 +84,10 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               reinterpret_cast<const float*>(bias),
               parse_activation(activation),
               rows_of(gated),
+              nullptr,
               nullptr};
   op->quantize = quantize;
-  program.add(std::move(op));
+  program.add_product(std::move(op));
 }
 
 void add_rope(Program& program, View x, int64_t heads, int64_t head_dim, Address table, int64_t dim,
@@ -218,7 +219,8 @@ Choice multiply(const std::string& isa, int threads, const PanelStore& weight, c
                    nullptr,
                    Activation::NONE,
                    {nullptr, 0},
-                   y.first ? nullptr : best.data()},
+                   y.first ? nullptr : best.data(),
+                   nullptr},
                   floats(x),
                   x.second,
                   rows.data()};

@@ -40,6 +40,7 @@ struct MatmulCall {
   Activation activation;
   Activations gated;  // data null: not wanted
   Best* best;         // or null: the largest of each row, [workers][rows]; the answer is in the first
+  const MatmulCall* following;  // the next product, whose weights may be asked for in advance; or null
 };
 
 // Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight. With a residual the sum of both is

@@ -61,24 +61,24 @@ QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const flo
   value_scales[offset] = quantize_row(v, shape.head_dim, codes);
 }
 
-// k and v are [num_tokens][kv_heads][head_dim], tokens k_stride and v_stride floats apart.
+// k and v are [num_tokens][kv_heads][head_dim], tokens k_stride and v_stride floats apart. Heads are shared out: even a
+// single token has lines to write all over its block of keys.
 static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride,
                      const float* v, int64_t v_stride, const Worker& worker) {
   const CacheShape& shape = cache.shape;
-  Span tokens = share(worker, num_tokens);
-  for (int64_t token = tokens.first; token < tokens.last; ++token) {
-    int64_t block = slots[token] / shape.block_size;
-    int offset = static_cast<int>(slots[token] % shape.block_size);
-    for (int head = 0; head < shape.kv_heads; ++head) {
-      const float* key = k + token * k_stride + int64_t{head} * shape.head_dim;
-      const float* value = v + token * v_stride + int64_t{head} * shape.head_dim;
-      uint8_t* keys = cache.keys + block * shape.key_bytes() + head * shape.key_head_bytes();
-      uint8_t* values = cache.values + block * shape.value_bytes() + head * shape.value_head_bytes();
-      switch (shape.type) {
-        case CacheType::F32: store_dense<float>(shape, offset, key, value, keys, values); break;
-        case CacheType::BF16: store_dense<uint16_t>(shape, offset, key, value, keys, values); break;
-        case CacheType::INT8: store_quantized(shape, offset, key, value, keys, values); break;
-      }
+  const Span own = share(worker, int64_t{num_tokens} * shape.kv_heads);
+  for (int64_t at = own.first; at < own.last; ++at) {
+    const int64_t token = at / shape.kv_heads, head = at % shape.kv_heads;
+    const int64_t block = slots[token] / shape.block_size;
+    const int offset = static_cast<int>(slots[token] % shape.block_size);
+    const float* key = k + token * k_stride + head * shape.head_dim;
+    const float* value = v + token * v_stride + head * shape.head_dim;
+    uint8_t* keys = cache.keys + block * shape.key_bytes() + head * shape.key_head_bytes();
+    uint8_t* values = cache.values + block * shape.value_bytes() + head * shape.value_head_bytes();
+    switch (shape.type) {
+      case CacheType::F32: store_dense<float>(shape, offset, key, value, keys, values); break;
+      case CacheType::BF16: store_dense<uint16_t>(shape, offset, key, value, keys, values); break;
+      case CacheType::INT8: store_quantized(shape, offset, key, value, keys, values); break;
     }
   }
 }

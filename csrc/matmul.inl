@@ -95,20 +95,28 @@ QUIRE_INLINE f32 read_minimum(const uint8_t* scales, int64_t block) {
 template <Codes codes>
 constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
 
+// Where a thread goes on when it is through with a panel: asked for ahead of time, as the rest of the panel is.
+struct Ahead {
+  const uint8_t *codes, *scales;
+
+  static Ahead at(const Panels& weight, int64_t panel) { return {weight.codes(panel), weight.scales(panel)}; }
+};
+
 // A panel as it lies in memory; codes are unpacked in registers on the way.
 template <Codes codes, Scales scales>
 struct PackedPanel {
   const uint8_t* codes_at;
   const uint8_t* scales_at;
   int64_t blocks;
-  int64_t to_next;  // bytes from the end of these codes to those of the panel that this thread will take next
+  int64_t codes_to_next, scales_to_next;  // bytes from the end of these to those that this thread will read next
   static constexpr int64_t step = block_bytes(codes);
+  static constexpr int64_t scale_step = scales == Scales::D ? 32 : 64;
   static constexpr bool packed = true;
 
-  static PackedPanel of(const Panels& weight, int64_t panel, int64_t next) {
-    const uint8_t* from = weight.codes(panel);
-    const int64_t bytes = weight.blocks() * step;
-    return {from, weight.scales(panel), weight.blocks(), next < weight.count() ? weight.codes(next) - from - bytes : 0};
+  static PackedPanel of(const Panels& weight, int64_t panel, Ahead ahead) {
+    const uint8_t *codes_at = weight.codes(panel), *scales_at = weight.scales(panel);
+    const int64_t blocks = weight.blocks();
+    return {codes_at, scales_at, blocks, ahead.codes - codes_at - blocks * step, ahead.scales - scales_at - blocks * scale_step};
   }
   template <int j>
   i32 quad_of(int64_t at) const {
@@ -118,13 +126,13 @@ struct PackedPanel {
   f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
   void prefetch(int64_t block) const {
     const int64_t wanted = block + kPrefetchBlocks;
-    const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : to_next);
+    const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : codes_to_next);
     unroll<step / 64>([&](auto line) {
       _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * line.v), _MM_HINT_T0);
     });
     if constexpr (scales == Scales::D || scales == Scales::DM) {
-      constexpr int64_t bytes = scales == Scales::D ? 32 : 64;
-      _mm_prefetch(reinterpret_cast<const char*>(scales_at + wanted * bytes), _MM_HINT_T0);
+      const uint8_t* scale = scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next);
+      _mm_prefetch(reinterpret_cast<const char*>(scale), _MM_HINT_T0);
     }
   }
 };
@@ -159,8 +167,8 @@ struct UnpackedPanel {
   f32 minimum(int64_t block) const { return load(minima_at + block * 16); }
   void prefetch(int64_t) const {}
 
-  void fill(const Panels& weight, int64_t panel) const {
-    auto packed = PackedPanel<codes, scales>::of(weight, panel, panel + 1);
+  void fill(const Panels& weight, int64_t panel, Ahead ahead) const {
+    auto packed = PackedPanel<codes, scales>::of(weight, panel, ahead);
     for (int64_t block = 0; block < weight.blocks(); block++) {
       const int64_t from = block * packed.step;
       packed.prefetch(block);
@@ -286,10 +294,11 @@ QUIRE_INLINE void with_tile(int64_t size, F f) {
   if constexpr (limit >= 12) return f(Number<12>());
 }
 
-// Two or four panels that are multiplied together, and the one that follows each.
+// Two or four panels that are multiplied together, and what follows each.
 struct Group {
   int count;
-  int64_t panels[4], next[4];
+  int64_t panels[4];
+  Ahead ahead[4];
 };
 
 // What differs between formats, behind one function each. x is a tile's first record or, for dense panels, its first
@@ -334,13 +343,13 @@ struct QuantizedMultiplier {
   static void packed(const MatmulCall& call, const Group& group, const void* x, int64_t size, float* out,
                      int64_t out_stride) {
     Packed panels[4];
-    for (int p = 0; p < group.count; p++) panels[p] = Packed::of(call.weight, group.panels[p], group.next[p]);
+    for (int p = 0; p < group.count; p++) panels[p] = Packed::of(call.weight, group.panels[p], group.ahead[p]);
     tile(panels, group.count, call.weight.blocks(), x, size, out, out_stride);
   }
   static void unpack(const MatmulCall& call, const Group& group, uint8_t* memory) {
     const int64_t blocks = call.weight.blocks();
     for (int p = 0; p < group.count; p++)
-      Unpacked::at(memory + p * unpacked_bytes(blocks), blocks).fill(call.weight, group.panels[p]);
+      Unpacked::at(memory + p * unpacked_bytes(blocks), blocks).fill(call.weight, group.panels[p], group.ahead[p]);
   }
   static void unpacked(const MatmulCall& call, const Group& group, uint8_t* memory, const void* x, int64_t size,
                        float* out, int64_t out_stride) {
@@ -465,28 +474,50 @@ QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_
   }
 }
 
-// A worker's share of one product. Outputs are shared out in units of 32, a block of the next product; groups of panels
-// are two units wide where the share allows, and for gated products one unit of each half.
+// Outputs are shared out in units of 32, a block of the next product. A worker takes two units at once where its share
+// allows, and of gated products one unit of each half.
+struct Units {
+  const MatmulCall& call;
+  bool gated;
+  Span own;
+
+  static Units of(const MatmulCall& call, const Worker& worker) {
+    const bool gated = call.activation != Activation::NONE;
+    const int64_t outputs = gated ? call.weight.rows / 2 : call.weight.rows;
+    return {call, gated, share(worker, (outputs + kUnit - 1) / kUnit)};
+  }
+  int64_t outputs() const { return gated ? call.weight.rows / 2 : call.weight.rows; }
+  int64_t taken_at(int64_t unit) const { return gated || own.last - unit < 2 ? 1 : 2; }
+  int panels_at(int64_t unit) const { return gated ? 4 : 2 * static_cast<int>(taken_at(unit)); }
+
+  int64_t panel(int64_t unit, int p) const {
+    const int64_t half = call.weight.rows / 2 / kLanes, last = call.weight.count() - 1;
+    const int64_t panel = gated && p >= 2 ? half + 2 * unit + p - 2 : 2 * unit + p;
+    return panel < last ? panel : last;
+  }
+};
+
+// A worker's share of one product.
 struct Product {
   const MatmulCall& call;
+  Units units, following;  // these of the product after this one, or the same again
   Multiplier multiplier;
   Tiling tiling;
-  bool unpack, gated;
+  bool unpack;
   int thread;
   float* products;    // of a tile: [rows][64]
   uint8_t* unpacked;  // a group of panels
 
   static constexpr int64_t stride = 2 * kUnit;
 
-  int64_t outputs() const { return gated ? call.weight.rows / 2 : call.weight.rows; }
-
-  Group group_at(int64_t unit, int64_t units) const {
-    Group group{2 * (gated ? 2 : static_cast<int>(units)), {}, {}};
-    const int64_t half = call.weight.rows / 2 / kLanes, last = call.weight.count() - 1;
+  Group group_at(int64_t unit) const {
+    const int64_t next = unit + units.taken_at(unit);
+    const Units& then = next < units.own.last ? units : following;
+    const int64_t then_unit = next < units.own.last ? next : following.own.first;
+    Group group{units.panels_at(unit), {}, {}};
     for (int p = 0; p < group.count; p++) {
-      const int64_t panel = gated && p >= 2 ? half + 2 * unit + p - 2 : 2 * unit + p;
-      group.panels[p] = panel < last ? panel : last;
-      group.next[p] = panel + (gated ? 2 : group.count);
+      group.panels[p] = units.panel(unit, p);
+      group.ahead[p] = Ahead::at(then.call.weight, then.panel(then_unit, p));
     }
     return group;
   }
@@ -503,16 +534,16 @@ struct Product {
     } else {
       multiplier.packed(call, group, rows_of(tile), tile.size, products, stride);
     }
-    if (gated) return finish_gated(call, tile, products, stride, output);
+    if (units.gated) return finish_gated(call, tile, products, stride, output);
     if (call.y) finish_plain(call, tile, products, stride, output, width);
     if (call.best) finish_best(call, tile, products, stride, output, width, thread);
   }
 
-  // Tiles [begin, end) times `units` units from `unit` on.
-  void pass(int64_t unit, int64_t units, int64_t begin, int64_t end) const {
-    const Group group = group_at(unit, units);
-    const int64_t output = unit * kUnit, left = outputs() - output;
-    const int64_t width = units * kUnit < left ? units * kUnit : left;
+  // Tiles [begin, end) times the units taken at `unit`.
+  void pass(int64_t unit, int64_t begin, int64_t end) const {
+    const Group group = group_at(unit);
+    const int64_t output = unit * kUnit, left = units.outputs() - output, most = units.taken_at(unit) * kUnit;
+    const int64_t width = most < left ? most : left;
     if (unpack) multiplier.unpack(call, group, unpacked);
     for (int64_t tile = begin; tile < end; tile++) run(group, output, width, tiling.tile(tile));
   }
@@ -538,23 +569,24 @@ static void merge_best(const MatmulCall& call, int workers) {
 static void matmul(const MatmulCall& call, Worker& worker) {
   const bool quantized = call.weight.format.quantized();
   const Tiling tiling = quantized ? cut_activations(call.rows) : cut_into_tiles(call.rows, kMaxDenseTile);
-  Product product{call, find_multiplier(call.weight.format), tiling, quantized && call.rows > kFewRows,
-                  call.activation != Activation::NONE, worker.index, nullptr, nullptr};
+  Product product{call, Units::of(call, worker), Units::of(call.following ? *call.following : call, worker),
+                  find_multiplier(call.weight.format), tiling, quantized && call.rows > kFewRows, worker.index, nullptr,
+                  nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
   uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);
   product.unpacked = memory + product_bytes;
   for (int64_t row = 0; row < call.rows && call.best; row++)
     call.best[worker.index * call.rows + row] = {-__builtin_inff(), 0};
-  const Span units = share(worker, (product.outputs() + kUnit - 1) / kUnit);
-  const int64_t at_once = product.gated ? 1 : 2, tiles = tiles_in_pass(call, tiling.tile(0));
+  const Units& units = product.units;
+  const int64_t tiles = tiles_in_pass(call, tiling.tile(0));
 #ifdef __AMX_INT8__
   if (product.unpack) begin_tiles();
 #endif
   for (int64_t begin = 0; begin < tiling.count(); begin += tiles) {
     const int64_t end = begin + tiles < tiling.count() ? begin + tiles : tiling.count();
-    for (int64_t unit = units.first; unit < units.last; unit += at_once)
-      product.pass(unit, units.last - unit < at_once ? 1 : at_once, begin, end);
+    for (int64_t unit = units.own.first; unit < units.own.last; unit += units.taken_at(unit))
+      product.pass(unit, begin, end);
   }
 #ifdef __AMX_INT8__
   if (product.unpack) end_tiles();

@@ -46,6 +46,12 @@ void walk_timed(void* argument, Worker worker) {
 
 }  // namespace
 
+void Program::add_product(std::unique_ptr<MatmulOp> op) {
+  if (last_product_) last_product_->call.following = &op->call;
+  last_product_ = op.get();
+  add(std::move(op));
+}
+
 void Program::run(int threads, const Step& step) const {
   Run run{kernels_, ops_, step, nullptr};
   run_team(threads, walk, &run);

@@ -38,6 +38,8 @@ class Op {
   virtual void run(const KernelTable& kernels, const Step& step, Worker& worker) const = 0;
 };
 
+struct MatmulOp;
+
 class Program {
  public:
   explicit Program(const KernelTable& kernels) : kernels_(kernels) {}
@@ -45,6 +47,7 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void add(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
+  void add_product(std::unique_ptr<MatmulOp> op);  // the product before it will know what follows
   void run(int threads, const Step& step) const;
 
   // The same, and the nanoseconds that each op took are added to `times`, one for each op.
@@ -54,6 +57,7 @@ class Program {
  private:
   const KernelTable& kernels_;
   std::vector<std::unique_ptr<Op>> ops_;
+  MatmulOp* last_product_ = nullptr;
 };
 
 // The ops. Numbers that depend on the step (rows, positions, tables) are filled in when they run.

@@ -54,7 +54,9 @@ class EngineConfig:
     )
     max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
     max_requests: int = option(64, "How many requests run at once.")
-    max_tokens_per_step: int = option(512, "How many tokens one step computes; longer prompts are split into chunks.")
+    max_tokens_per_step: int | None = option(
+        None, "How many tokens one step computes, prompts in chunks; 192 on a CPU and 8192 on a GPU if not set."
+    )
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
     kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.")
@@ -71,12 +73,12 @@ class EngineConfig:
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens_per_step", "block_size"):
+        for name in ("max_requests", "block_size"):
             self._at_least(name, 1)
-        for name in ("max_len", "num_blocks", "batch_size", "threads"):
+        for name in ("max_len", "max_tokens_per_step", "num_blocks", "batch_size", "threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        if self.max_tokens_per_step < self.max_requests:
+        if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.max_requests:
             raise InvalidParams(
                 f"max_tokens_per_step is {self.max_tokens_per_step}, below max_requests ({self.max_requests}): every "
                 "running request needs a token a step. Raise the one or lower the other."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import resource
 import shlex
 import signal
@@ -181,3 +182,9 @@ def raise_file_limit() -> None:
     """Every request in flight is a socket, so take what the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def step_back() -> None:
+    """Take no core from a server on this machine in the middle of its work; the server, if a child, is not bound."""
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))

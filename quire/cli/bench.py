@@ -145,11 +145,13 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> None:
     from quire.bench.report import page
     from quire.bench.serve import run as measure
+    from quire.bench.serve import step_back
     from quire.bench.settings import Settings
 
     given = {name: value for name, value in vars(arguments).items() if name in Settings.__slots__}
     seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
     settings = Settings(**{**given, "seed": seed})
+    step_back()
     with bar("requests", unit="requests") as report:
         document = measure(settings, report, with_requests=arguments.json_requests)
     if arguments.json or arguments.json_requests:

@@ -21,6 +21,7 @@ log = logging.getLogger("quire.engine")
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
+STEP_TOKENS = {"cpu": 192, "cuda": 8192}
 
 
 def choose_device(device: str) -> torch.device:
@@ -35,6 +36,11 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def choose_step_tokens(config: EngineConfig, device: torch.device) -> int:
+    """So few that a prompt which arrives does not hold up the running requests for long, and enough for full speed."""
+    return config.max_tokens_per_step or max(STEP_TOKENS[device.type], config.max_requests)
 
 
 def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:

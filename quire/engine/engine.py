@@ -16,7 +16,15 @@ from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
-from quire.engine.backend import choose_device, choose_dtype, choose_kv_dtype, choose_ops, choose_quantize, describe_ops
+from quire.engine.backend import (
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_ops,
+    choose_quantize,
+    choose_step_tokens,
+    describe_ops,
+)
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
 from quire.engine.memory import CacheSize, describe, size_cache
@@ -99,13 +107,14 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         loaded = build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         )
+    step_tokens = choose_step_tokens(config, device)
     layout = lay_out(model.windows)
     block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
     size = size_cache(
         block_bytes=block_bytes(layout, block),
         block_size=config.block_size,
         windows=layout.windows,
-        max_tokens_per_step=config.max_tokens_per_step,
+        max_tokens_per_step=step_tokens,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,
         max_len=model.max_len,
@@ -117,17 +126,17 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
     cache = CacheTensors(layout, size, block, device)
     buffers = BatchBuffers(
-        config.max_tokens_per_step, config.max_requests, size.max_len, len(layout.windows), config.block_size, device
+        step_tokens, config.max_requests, size.max_len, len(layout.windows), config.block_size, device
     )
-    runner = ModelRunner(ops.record(loaded.model, cache.layers, config.max_tokens_per_step), cache, buffers, ops)
-    return Engine(build_scheduler(config, size, layout), runner, info)
+    runner = ModelRunner(ops.record(loaded.model, cache.layers, step_tokens), cache, buffers, ops)
+    return Engine(build_scheduler(config, size, layout, step_tokens), runner, info)
 
 
-def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout) -> Scheduler:
+def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int) -> Scheduler:
     return Scheduler(
         size.num_blocks,
         size.block_size,
-        config.max_tokens_per_step,
+        step_tokens,
         config.max_requests,
         Policy(choose_batching(config), config.order),
         windows=layout.windows,

@@ -65,25 +65,29 @@ class Mailbox:
     def __init__(self) -> None:
         self._updates: list[Update] = []
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, update: Update) -> None:
         self._updates.append(update)
-        self._arrived.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._arrived.set()
+        self._wake()
 
     async def get(self) -> list[Update]:
-        await self._arrived.wait()
-        self._arrived.clear()
-        updates, self._updates = self._updates, []
-        if not updates and self._error is not None:
+        """What has arrived, or the error once there is nothing else."""
+        if not self._updates and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if not self._updates and self._error is not None:
             raise self._error
-        if self._error is not None:
-            self._arrived.set()
+        updates, self._updates = self._updates, []
         return updates
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

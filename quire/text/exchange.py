@@ -92,10 +92,9 @@ class Exchange:
         by_token = update.finish is Finish.STOP
         if by_token and not request.params.include_stop_str_in_output:
             tokens = tokens[:-1]
-        detokenizer.push(tokens)
+        answer.text += detokenizer.push(tokens)
         if update.finish and detokenizer.stop_hit is None:
-            detokenizer.finish()
-        answer.text = detokenizer.text
+            answer.text += detokenizer.finish()
         if detokenizer.stop_hit is not None:
             del answer.token_ids[detokenizer.num_tokens_used :]
             if answer.logprobs is not None:

@@ -126,7 +126,7 @@ class TestLoads:
         assert document["summary"]["send_delay_ms"]["max"] >= 0
 
     def test_a_trace_with_shared_beginnings(self, tmp_path):
-        rows = [(0, 1100, 3, [0, 1, 2]), (10, 1400, 500, [0, 1, 5]), (15, 9000, 2, [0] * 18), (20, 700, 2, [0, 8])]
+        rows = [(0, 1100, 3, [0, 1, 2]), (500, 1400, 500, [0, 1, 5]), (700, 9000, 2, [0] * 18), (1000, 700, 2, [0, 8])]
         names = ("timestamp", "input_length", "output_length", "hash_ids")
         path = tmp_path / "trace.jsonl"
         path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
