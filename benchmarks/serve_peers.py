@@ -51,7 +51,8 @@ def commands(peers: Path, model: Path, port: int) -> dict[str, list[str]]:
                   "--no-prefix-cache", "--no-log-requests", "--served-model-name", "m"],
         "llama": [str(peers / "llama/bin/llama-server"), "-m", str(model), "--port", str(port), "-t", "2", "-np", "64",
                   "-c", str(64 * 512), "--alias", "m"],
-        "vllm": [str(peers / "vllm/bin/vllm"), "serve", str(safetensors(peers)), "--port", str(port),
+        "vllm": [str(peers / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+                 "--model", str(safetensors(peers)), "--port", str(port),
                  "--served-model-name", "m", "--no-enable-prefix-caching", "--max-model-len", "512",
                  "--max-num-seqs", "64"],
     }  # fmt: skip
@@ -73,7 +74,8 @@ def running(command: list[str], port: int) -> Iterator[None]:
         wait_until_ready(process, port)
         yield
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

@@ -30,6 +30,13 @@ class Failure(Exception):
         self.detail = detail
 
 
+class Unanswered(Failure):
+    """The connection ended before the first byte of a response."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("connection", detail)
+
+
 class Connection(asyncio.Protocol):
     """One socket. `exchange` sends a request and hands on the body of the response piece by piece."""
 
@@ -103,7 +110,7 @@ class Connection(asyncio.Protocol):
         elif reader.status:
             self._end(Failure("cut_off", str(error or "the connection ended in the middle of the response")))
         else:
-            self._end(Failure("connection", str(error or "the server closed the connection without an answer")))
+            self._end(Unanswered(str(error or "the server closed the connection without an answer")))
 
     def _end(self, failure: Failure | None) -> None:
         if self._ended is None or self._ended.done():
@@ -124,7 +131,14 @@ class Pool:
         self._address: str | None = None
 
     async def exchange(self, request: bytes, take: Take) -> ResponseReader:
-        connection = self._find() or await self._open()
+        if (kept := self._find()) is not None:
+            try:
+                return await self._use(kept, request, take)
+            except Unanswered:
+                pass  # a server may end an idle connection at any time, and this was the time
+        return await self._use(await self._open(), request, take)
+
+    async def _use(self, connection: Connection, request: bytes, take: Take) -> ResponseReader:
         reader = await connection.exchange(request, take)
         if connection.usable:
             connection.rest()

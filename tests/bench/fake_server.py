@@ -81,8 +81,9 @@ async def whole_answer(call: Call) -> AsyncIterator[bytes]:
 class FakeServer:
     """Serves while the block runs; keeps the calls that asked for an answer, and counts connections."""
 
-    def __init__(self, answer: Answer = whole_answer, port: int = 0) -> None:
+    def __init__(self, answer: Answer = whole_answer, port: int = 0, *, hangs_up: bool = False) -> None:
         self.answer = answer
+        self.hangs_up = hangs_up  # on whoever asks a second time on one connection
         self.port = port
         self.calls: list[Call] = []
         self.num_connections = 0
@@ -128,7 +129,9 @@ class FakeServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await self._answer_one(reader, writer):
-                pass
+                if self.hangs_up:
+                    await reader.readuntil(b"\r\n\r\n")
+                    break
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:

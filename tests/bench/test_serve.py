@@ -125,6 +125,12 @@ class TestLoads:
         assert document["summary"]["peak_concurrency"] == 6
         assert document["summary"]["send_delay_ms"]["max"] >= 0
 
+    def test_a_kept_connection_that_the_server_ends_is_no_failure(self):
+        with FakeServer(hangs_up=True) as server:
+            document = measure(server, concurrency=1, num_requests=4)
+        assert document["summary"]["num_ok"] == 4
+        assert not document["errors"]
+
     def test_a_trace_with_shared_beginnings(self, tmp_path):
         rows = [(0, 1100, 3, [0, 1, 2]), (500, 1400, 500, [0, 1, 5]), (700, 9000, 2, [0] * 18), (1000, 700, 2, [0, 8])]
         names = ("timestamp", "input_length", "output_length", "hash_ids")
