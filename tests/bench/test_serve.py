@@ -232,10 +232,19 @@ async def never(call: Call) -> AsyncIterator[bytes]:
 
 
 class TestFailures:
+    def test_no_answer_on_a_new_connection_either(self):
+        async def only_once(call: Call) -> AsyncIterator[bytes]:
+            async for data in reset(call) if call.number else whole_answer(call):
+                yield data
+
+        with FakeServer(only_once) as server:
+            document = measure(server, concurrency=1, num_requests=3)
+        assert document["errors"]["connection"]["count"] == document["summary"]["num_failed"] == 3
+        assert "without an answer" in document["errors"]["connection"]["first"]
+
     @pytest.mark.parametrize(
         ("answer", "kind", "words"),
         [
-            (reset, "connection", "without an answer"),
             (cut_in_a_chunk, "cut_off", "middle"),
             (ends_too_early, "cut_off", "neither [DONE] nor"),
             (no_json, "malformed", "{oops"),
