@@ -31,7 +31,7 @@ BUILD_NATIVE = { { [ -f $(NATIVE)/CMakeCache.txt ] && [ ! -f quire/kernels/cpu/n
 BUILD_NATIVE_QUIETLY = mkdir -p build && { { $(BUILD_NATIVE); } > $(NATIVE).log 2>&1 || { cat $(NATIVE).log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run install native test test-core test-sanitized lint format clean
+.PHONY: help run install native test test-core test-cuda test-sanitized lint format clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test: $(INSTALLED_DEV) ## Run every test that this machine can run.
 
 test-core: $(INSTALLED_DEV) ## Run the tests that need no torch (seconds).
 	@$(BIN)/pytest -m core
+
+test-cuda: ## Run the tests that need an NVIDIA GPU, with the Python that has torch for it; elsewhere they are skipped.
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest tests/cuda
 
 # The tests run in a copy of the package that holds the sanitized kernels, so no other build of them can be meant.
 test-sanitized: $(INSTALLED_DEV) ## Run the C++ kernels' tests under AddressSanitizer and UBSan.

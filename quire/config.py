@@ -46,6 +46,9 @@ class EngineConfig:
     kernels: Literal["auto", "native", "torch"] = option(
         "auto", "Whose ops compute on a CPU: quire's own, torch's, or the former wherever they can (auto)."
     )
+    weights: Literal["file", "random"] = option(
+        "file", "Where weights come from; random ones, in the shapes of a config.json, are for measuring speed."
+    )
     quantize: Literal["none", "int8", "int4"] = option(
         "none", "Round weights that are stored in full precision while they are loaded (own kernels only)."
     )
@@ -90,6 +93,7 @@ class EngineConfig:
         self._one_of("device", ("auto", "cpu", "cuda"))
         self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._one_of("kernels", ("auto", "native", "torch"))
+        self._one_of("weights", ("file", "random"))
         self._one_of("quantize", ("none", "int8", "int4"))
         self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "int8"))
         self._one_of("batching", ("continuous", "static", "dynamic"))

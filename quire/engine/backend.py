@@ -55,7 +55,7 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         torch.set_num_threads(config.threads or isa.prepare().cores)
     if native is None and config.quantize != "none":
         raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
-    return select(device, native)
+    return select(device, native, plain=config.kernels == "torch")
 
 
 def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Native | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
@@ -22,6 +23,7 @@ class Batch:
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     paging: Paging
+    feeds: Tensor | None = None  # [rows] int32: where among the last step's tokens a row's first one is, or -1
 
 
 class Buffer:
@@ -33,15 +35,22 @@ class Buffer:
         self._views: dict[tuple[int, ...], Tensor] = {}
         self.host = self._on_host.numpy()
 
-    def send(self, *sizes: int) -> Tensor:
-        """The leading part of the buffer, on the device. Steps of one size come often, so views are kept."""
+    def send(self, size: int) -> Tensor:
+        """The leading part of the buffer, on the device."""
+        self.send_rows(0, size)
+        return self.view(size)
+
+    def send_rows(self, first: int, last: int) -> None:
+        if self._on_device is not self._on_host:
+            self._on_device[first:last].copy_(self._on_host[first:last], non_blocking=True)
+
+    def view(self, *sizes: int) -> Tensor:
+        """The leading part on the device as it is. Steps of one size come often, so views are kept."""
         view = self._views.get(sizes)
         if view is None:
             if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             view = self._views[sizes] = self._on_device[tuple(map(slice, sizes))]
-        if self._on_device is not self._on_host:
-            view.copy_(self._on_host[tuple(map(slice, sizes))], non_blocking=True)
         return view
 
 
@@ -51,6 +60,7 @@ class TableBuffer:
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self.buffer = Buffer((max_rows, max_blocks), torch.int32, device)
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
+        self._changed: list[int] = []  # rows, since the last sending
 
     def fill(self, row: int, blocks: list[int | None]) -> None:
         kept = self._kept[row]
@@ -59,6 +69,14 @@ class TableBuffer:
         same = len(kept) if kept == blocks[: len(kept)] else 0
         self.buffer.host[row, same : len(blocks)] = [block or 0 for block in blocks[same:]]
         self._kept[row] = blocks.copy()
+        self._changed.append(row)
+
+    def send(self, num_rows: int, num_blocks: int) -> Tensor:
+        """The tables of the first rows; only what lies between the first and the last changed one is copied."""
+        if self._changed:
+            self.buffer.send_rows(min(self._changed), max(self._changed) + 1)
+            self._changed.clear()
+        return self.buffer.view(num_rows, num_blocks)
 
 
 class BatchBuffers:
@@ -69,6 +87,9 @@ class BatchBuffers:
     ) -> None:
         max_blocks = -(-max_len // block_size)
         self.block_size = block_size
+        self.max_blocks = max_blocks
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.feeds = Buffer((max_rows,), torch.int32, device)
         self.tokens = Buffer((max_tokens,), torch.int64, device)
         self.positions = Buffer((max_tokens,), torch.int64, device)
         self.query_starts = Buffer((max_rows + 1,), torch.int32, device)
@@ -76,28 +97,61 @@ class BatchBuffers:
         self.tables = [TableBuffer(max_rows, max_blocks, device) for _ in range(num_groups)]
         self.slots = [Buffer((max_tokens,), torch.int64, device) for _ in range(num_groups)]
 
-    def fill(self, plan: Plan) -> Batch:
-        """Lay a plan out. What an earlier step left behind the parts in use is never looked at."""
+    def fill(
+        self, plan: Plan, in_flight: Mapping[str, int] | None = None, size: int | None = None, rows: int | None = None
+    ) -> Batch:
+        """Lay a plan out. What an earlier step left behind the parts in use is never looked at.
+
+        `in_flight` says where among the last step's tokens a request's own is, if the host has not read it yet. With a
+        `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are shown, the
+        last of which have no context.
+        """
+        self._sent_before()
         num_rows, num_tokens = len(plan), plan.num_tokens
         query_starts = list(accumulate(plan.counts, initial=0))
         seq_lens = list(map(add, plan.starts, plan.counts))
         self.query_starts.host[: num_rows + 1] = query_starts
         self.seq_lens.host[:num_rows] = seq_lens
         self._fill_positions(plan, query_starts)
-        self._fill_tokens(plan)
+        has_feeds = self._fill_tokens(plan, in_flight)
         for group in range(len(self.tables)):
             self._fill_blocks(plan, group, query_starts)
         max_blocks = -(-max(seq_lens) // self.block_size)
-        paging = Paging(
-            self.query_starts.send(num_rows + 1),
-            self.seq_lens.send(num_rows),
-            [table.buffer.send(num_rows, max_blocks) for table in self.tables],
-            [slots.send(num_tokens) for slots in self.slots],
-            self.block_size,
-            query_starts,
-            seq_lens,
+        if size is not None and rows is not None:
+            self._pad(num_tokens, size, num_rows, rows)
+            num_rows, num_tokens, max_blocks, has_feeds = rows, size, self.max_blocks, True
+        batch = Batch(
+            self.tokens.send(num_tokens),
+            self.positions.send(num_tokens),
+            Paging(
+                self.query_starts.send(num_rows + 1),
+                self.seq_lens.send(num_rows),
+                [table.send(num_rows, max_blocks) for table in self.tables],
+                [slots.send(num_tokens) for slots in self.slots],
+                self.block_size,
+                query_starts,
+                seq_lens,
+            ),
+            self.feeds.send(num_rows) if has_feeds else None,
         )
-        return Batch(self.tokens.send(num_tokens), self.positions.send(num_tokens), paging)
+        self._has_sent()
+        return batch
+
+    def _has_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.record()
+
+    def _sent_before(self) -> None:
+        """What the last step was given must have left the host before it is overwritten."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
+        for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slots)):
+            buffer.host[num_tokens:size] = value
+        self.seq_lens.host[num_rows:rows] = 0
+        self.feeds.host[num_rows:rows] = -1
+        self.query_starts.host[num_rows + 1 : rows + 1] = self.query_starts.host[num_rows]
 
     def _fill_positions(self, plan: Plan, query_starts: list[int]) -> None:
         if plan.num_tokens == len(plan):
@@ -106,14 +160,27 @@ class BatchBuffers:
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
             self.positions.host[first : first + count] = range(start, start + count)
 
-    def _fill_tokens(self, plan: Plan) -> None:
+    def _fill_tokens(self, plan: Plan, in_flight: Mapping[str, int] | None) -> bool:
+        """Returns whether some are still on the device."""
         tokens: list[int] = []
+        feeds: list[int] = []
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             known = request.tokens[start : start + count]
             tokens += known
+            feed = -1
             if len(known) < count:
-                tokens += request.drafts[: count - len(known)]
+                missing = request.drafts[: count - len(known)]
+                if not missing:
+                    assert in_flight is not None
+                    assert count == 1, "only the last token of a request can be in flight"
+                    missing, feed = [0], in_flight[request.id]
+                tokens += missing
+            feeds.append(feed)
         self.tokens.host[: len(tokens)] = tokens
+        if in_flight is None:
+            return False
+        self.feeds.host[: len(feeds)] = feeds
+        return max(feeds) >= 0
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
         """Where each token's k and v go: its block's first slot and its place in the block."""

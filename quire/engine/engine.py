@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from quire.config import EngineConfig
 from quire.core.plan import Plan, Sampled, Update
@@ -28,13 +32,17 @@ from quire.engine.backend import (
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
 from quire.engine.memory import CacheSize, describe, size_cache
-from quire.engine.runner import ModelRunner, Runner
+from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
+from quire.kernels import Kernels
 from quire.models.config import ModelConfig
-from quire.weights.loader import build_model, opened, shorten
+from quire.models.decoder import Decoder
+from quire.weights.config import read_directory_config
+from quire.weights.loader import LoadedModel, build_model, build_random_model, opened, shorten
 
 log = logging.getLogger("quire.engine")
 
+BufferShape = tuple[int, int, int, int, int, torch.device]
 IDLE_S = 0.001  # between two looks at a batch that is still forming
 
 
@@ -58,6 +66,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
+        self._launched: deque[tuple[Plan, Pending]] = deque()
         self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
@@ -68,24 +77,47 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._launched)
 
     def step(self) -> list[Update]:
-        plan = self.scheduler.schedule(time.monotonic())
-        if plan is None:
+        """Launch what the runner has room for and take in the oldest plan.
+
+        A runner that works ahead computes the next one while the host takes in this one's tokens.
+        """
+        while len(self._launched) < self.runner.depth and self._launch():
+            pass
+        if not self._launched:
             time.sleep(IDLE_S)
             return []
-        if self.before_run is not None:
-            self.before_run(plan)
+        plan, pending = self._launched.popleft()
         try:
-            sampled = self.runner.run(plan)
+            sampled = pending()
         except Exception as error:
-            log.exception("step %d failed with %d requests", plan.step, len(plan))
-            return self.scheduler.fail(plan, f"The engine failed on this request: {error}")
+            return self._fail(plan, error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+
+    def _launch(self) -> bool:
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan is None:
+            return False
+        if self.before_run is not None:
+            self.before_run(plan)
+        try:
+            pending = self.runner.launch(plan)
+        except Exception as error:
+            pending = partial(reraise, error)
+        except BaseException:
+            self.scheduler.fail(plan, "interrupted")
+            raise
+        self._launched.append((plan, pending))
+        return True
+
+    def _fail(self, plan: Plan, error: Exception) -> list[Update]:
+        log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
+        return self.scheduler.fail(plan, f"The engine failed on this request: {error}")
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
         ends = []
@@ -95,18 +127,17 @@ class Engine:
         return [update for update in ends if update is not None]
 
 
+def reraise(error: Exception) -> Sampled:
+    raise error
+
+
 def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int], None] | None = None) -> Engine:
     """Load the model at `path` and put an engine around it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    with opened(path) as (described, checkpoint):
-        model = shorten(described, config.max_len, path)
-        ops = choose_ops(config, model, dtype, device)
-        quantize = choose_quantize(config.quantize, checkpoint)
-        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
-        loaded = build_model(
-            model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
-        )
+    loaded, ops = load(config, path, dtype, device, progress)
+    model = loaded.config
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     step_tokens = choose_step_tokens(config, device)
     layout = lay_out(model.windows)
     block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
@@ -125,11 +156,39 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     summary = describe(config.model, model.family, describe_ops(ops, dtype), loaded.weight_bytes, size, kv_dtype)
     info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
     cache = CacheTensors(layout, size, block, device)
-    buffers = BatchBuffers(
-        step_tokens, config.max_requests, size.max_len, len(layout.windows), config.block_size, device
-    )
-    runner = ModelRunner(ops.record(loaded.model, cache.layers, step_tokens), cache, buffers, ops)
+    shape = (step_tokens, config.max_requests, size.max_len, len(layout.windows), config.block_size, device)
+    runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
     return Engine(build_scheduler(config, size, layout, step_tokens), runner, info)
+
+
+def load(
+    config: EngineConfig,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[LoadedModel, Kernels]:
+    """The model, and the ops that it is made of."""
+    if config.weights == "random":
+        model = shorten(read_directory_config(path), config.max_len, path)
+        ops = choose_ops(config, model, dtype, device)
+        return build_random_model(model, dtype=dtype, device=device, ops=ops), ops
+    with opened(path) as (described, checkpoint):
+        model = shorten(described, config.max_len, path)
+        ops = choose_ops(config, model, dtype, device)
+        quantize = choose_quantize(config.quantize, checkpoint)
+        return build_model(
+            model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
+        ), ops
+
+
+def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: BufferShape) -> Runner:
+    if ops.rope_store is None:
+        return ModelRunner(model, cache, BatchBuffers(*shape), ops)
+    from quire.engine.gpu_batch import GpuBuffers  # these load Triton
+    from quire.engine.gpu_runner import GpuRunner
+
+    return GpuRunner(model, cache, GpuBuffers(*shape), ops)
 
 
 def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int) -> Scheduler:

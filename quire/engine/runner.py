@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.core.plan import Plan, Sampled, TokenLogprobs
-from quire.engine.batch import BatchBuffers
+from quire.engine.batch import Batch, BatchBuffers
 from quire.engine.cache import CacheTensors
 from quire.engine.sampler import Position, report, sample
 from quire.kernels import Kernels
@@ -21,9 +22,20 @@ from quire.models.decoder import Decoder
 SCORED_AT_ONCE = 64  # prompt positions whose logits are held at the same time
 
 
+Pending = Callable[[], Sampled]
+
+
 class Runner(Protocol):
-    def run(self, plan: Plan) -> Sampled:
-        """Compute the plan's rows. A row whose next token could not be chosen is in `Sampled.failed`."""
+    @property
+    def depth(self) -> int:
+        """How many plans may be launched before the first of them is taken in."""
+        ...
+
+    def launch(self, plan: Plan) -> Pending:
+        """Begin to compute the plan's rows; what comes back waits for their tokens, and is called in order.
+
+        A row whose next token could not be chosen is in `Sampled.failed`.
+        """
         ...
 
 
@@ -39,7 +51,9 @@ class Places(NamedTuple):
 
 
 class ModelRunner:
-    """A model, its cache and its buffers."""
+    """A model, its cache and its buffers. It computes a plan when it is launched."""
+
+    depth = 1
 
     def __init__(self, model: Decoder, cache: CacheTensors, buffers: BatchBuffers, ops: Kernels) -> None:
         self.model = model
@@ -48,9 +62,13 @@ class ModelRunner:
         self.ops = ops
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Sampled:
+    def launch(self, plan: Plan) -> Pending:
         self.cache.copy_blocks(plan.copies)
-        batch = self.buffers.fill(plan)
+        sampled = self._finish(plan, self.buffers.fill(plan))
+        return lambda: sampled
+
+    def _finish(self, plan: Plan, batch: Batch) -> Sampled:
+        """Run the model on a batch and choose its rows' tokens."""
         hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
         ends = batch.paging.host_query_starts[1:]
         sampled = self._sample(plan, hidden, ends)

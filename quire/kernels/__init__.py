@@ -34,19 +34,23 @@ class Kernels:
     argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
     cache_shapes: Callable[[str, int, int, int], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     record: Callable[..., Any]
+    linear: Callable[[Tensor, Tensor], Tensor]
+    rope_store: Callable[..., tuple[Tensor, Tensor]] | None = None  # `rope` and `store_kv` at once
     native: Native | None = None  # set where weights must be packed for our own kernels
 
 
-def select(device: str | torch.device, native: Native | None = None) -> Kernels:
-    """The ops for a device: on a CPU those of our own, where `native` found them, or torch's."""
+def select(device: str | torch.device, native: Native | None = None, *, plain: bool = False) -> Kernels:
+    """The ops for a device: on a CPU those of our own, where `native` found them, or torch's; on a GPU those in Triton,
+    or with `plain` the reference."""
     import torch
 
     from quire.kernels import reference
 
     device = torch.device(device)
-    backend = _backend(device.type, native)
-    names = [field.name for field in fields(Kernels) if field.name not in ("device", "native")]
-    return Kernels(device, **{name: getattr(backend, name, getattr(reference, name)) for name in names}, native=native)
+    backend = reference if plain and device.type != "cpu" else _backend(device.type, native)
+    names = [field.name for field in fields(Kernels) if field.name not in ("device", "rope_store", "native")]
+    chosen = {name: getattr(backend, name, getattr(reference, name)) for name in names}
+    return Kernels(device, **chosen, rope_store=getattr(backend, "rope_store", None), native=native)
 
 
 def _backend(kind: str, native: Native | None) -> Any:
@@ -59,6 +63,10 @@ def _backend(kind: str, native: Native | None) -> Any:
         from quire.kernels.cpu import ops
 
         return ops
+    if kind == "cuda":
+        from quire.kernels.cuda import ops as in_triton
+
+        return in_triton
     from quire.kernels import reference
 
     return reference

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class Paging:
     host_query_starts: list[int]
     host_seq_lens: list[int]
     ancestors: Tensor | None = None  # [tokens, max_query] bool, for trees of drafts: which of its row's tokens one sees
+    work: Any = None  # what a backend has worked out about these rows, so that it does so once a step
 
     @property
     def max_query_len(self) -> int:

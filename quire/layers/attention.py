@@ -55,7 +55,18 @@ class Attention:
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)
-        q, k = self.ops.rope(q, k, positions, self.rotary.table, self.rotary.interleaved)
-        self.ops.store_kv(k, v, cache, paging.slots[cache.group])
-        out = self.ops.attention(q, cache, paging, scale=self.scale, window=self.window, softcap=self.softcap)
+        q, k = self._turn_and_store(q, k, v, positions, paging.slots[cache.group], cache)
+        out = self.ops.attention(
+            q, cache, paging, scale=self.scale, window=self.window, softcap=self.softcap, own=(k, v)
+        )
         return self.output(out.flatten(1))
+
+    def _turn_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        ops, table, interleaved = self.ops, self.rotary.table, self.rotary.interleaved
+        if ops.rope_store is not None:
+            return ops.rope_store(q, k, v, positions, table, interleaved, cache, slots)
+        q, k = ops.rope(q, k, positions, table, interleaved)
+        ops.store_kv(k, v, cache, slots)
+        return q, k

@@ -67,6 +67,10 @@ class Decoder:
         """hidden [m, hidden_size] -> [m, vocab_size] float32"""
         return self.head(hidden)
 
+    def products(self, hidden: Tensor) -> Tensor:
+        """Logits as the head computes them, before they are capped or made float32: their order is the same."""
+        return self.head.weight.matmul(hidden)
+
     def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         """The likeliest next token of each of the given rows, and its score: what greedy sampling needs of `logits`."""
         return self.head.best(hidden, rows)

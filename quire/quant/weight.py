@@ -5,11 +5,12 @@ A quantization scheme is a class with these methods and nothing else in quire kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class Weight(Protocol):
@@ -53,9 +54,10 @@ def find_best(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int]
 class Dense:
     """A plain matrix in the dtype it computes in."""
 
-    def __init__(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
         assert data.dim() == 2, data.shape
         self.data = data
+        self._linear = linear
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,19 +68,19 @@ class Dense:
         return self.data.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.data)
+        return self._linear(x, self.data)
 
     def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         return find_best(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(index, self.data)
+        return functional.embedding(index, self.data)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.data.to(dtype)
 
     def shard(self, rank: int, size: int, dim: int) -> Weight:
-        return Dense(self.data.chunk(size, dim)[rank].contiguous())
+        return Dense(self.data.chunk(size, dim)[rank].contiguous(), self._linear)
 
 
 class Stacked:

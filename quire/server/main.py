@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -66,6 +67,8 @@ class Server:
             try:
                 service = await self._load(client)
                 if service is not None:
+                    gc.collect()
+                    gc.freeze()  # what is here now stays: looking through it again and again would hold up streams
                     announce(address(listening, self.config), service.ready.summary)
                     await self._until_stopped(service, serving)
                     await self._drain(service)

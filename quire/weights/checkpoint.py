@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import DENSE_FORMATS
@@ -196,6 +197,7 @@ class CheckpointSource:
         *,
         packed: bool = False,
         native: Native | None = None,
+        linear: Callable[[Tensor, Tensor], Tensor] = functional.linear,
         quantize: str | None = None,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
@@ -204,6 +206,7 @@ class CheckpointSource:
         self.device = device
         self.keep_packed = packed
         self.native = native
+        self._linear = linear
         self.quantize = quantize
         self.on_read = on_read
         self.nbytes = 0  # of the weights handed out, as they lie in memory
@@ -268,7 +271,7 @@ class CheckpointSource:
         out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [rows for _, rows in parts]), strict=True):
             self._filling.append((name, [self._pool.submit(work) for work in self.checkpoint.fill(name, part)]))
-        return Dense(out)
+        return Dense(out, self._linear)
 
     def _stored(self, name: str, rows: int, cols: int) -> Weight:
         blocks = self.checkpoint.packed(name, self.device, self.dtype)

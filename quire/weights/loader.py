@@ -22,6 +22,7 @@ from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoin
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
+from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.survey import Survey, check
 
@@ -84,10 +85,23 @@ def build_model(
     total = sum(checkpoint.nbytes(name) for name in expected)
     on_read = counter(total, progress)
     with CheckpointSource(
-        checkpoint, dtype, device, packed=packed, native=ops.native, quantize=quantize, on_read=on_read
+        checkpoint,
+        dtype,
+        device,
+        packed=packed,
+        native=ops.native,
+        linear=ops.linear,
+        quantize=quantize,
+        on_read=on_read,
     ) as source:
         model = MODELS[config.family](config, source, ops)
     return LoadedModel(model, config, source.nbytes)
+
+
+def build_random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ops: Kernels) -> LoadedModel:
+    """The model with numbers from a seed, for measuring: no file is read."""
+    source = RandomWeights(0, dtype, device, ops.linear)
+    return LoadedModel(MODELS[config.family](config, source, ops), config, source.nbytes)
 
 
 def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig:

@@ -6,11 +6,12 @@ other numbers on another kind of device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.quant.weight import Dense, Weight
 
@@ -20,22 +21,32 @@ SPREAD = 0.05  # of norm weights around one, and of biases around zero
 class RandomWeights:
     """Matrices are normal with deviation 1 / sqrt(cols), so activations keep their size from layer to layer."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Callable[[Tensor, Tensor], Tensor] = functional.linear,
+    ) -> None:
         self.seed = seed
         self.dtype = dtype
         self.device = device
+        self.nbytes = 0
+        self._linear = linear
 
     def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
         out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [rows for _, rows in parts]), strict=True):
             part.normal_(0.0, cols**-0.5, generator=self._generator(name))
-        return Dense(out)
+        self.nbytes += out.nbytes
+        return Dense(out, self._linear)
 
     def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
         for (name, _), part in zip(parts, torch.split(out, [size for _, size in parts]), strict=True):
             mean = 0.0 if name.endswith(".bias") else 1.0
             part.normal_(mean, SPREAD, generator=self._generator(name))
+        self.nbytes += out.nbytes
         return out
 
     def _generator(self, name: str) -> torch.Generator:

@@ -233,7 +233,7 @@ def test_when_every_token_is_banned_only_that_request_ends_with_an_error(llm: LL
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch, caplog) -> None:
     runner = llm._client.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda plan: (_ for _ in ()).throw(RuntimeError("out of luck")))
+        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("out of luck")))
         (out,) = llm.generate("hi", GREEDY)
     assert out.outputs[0].finish_reason == "error"
     assert "out of luck" in (out.outputs[0].error or "")
@@ -243,7 +243,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, mo
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch) -> None:
     runner = llm._client.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], GREEDY)
     scheduler = llm._client.engine.scheduler

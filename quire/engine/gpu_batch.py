@@ -1,0 +1,53 @@
+"""GpuBuffers: a plan as tensors for captured steps, whose shapes and addresses never change.
+
+What differs from step to step is in the numbers: which rows have one query, and which tiles the others are cut into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.core.plan import Plan
+from quire.engine.batch import Batch, BatchBuffers, Buffer
+from quire.kernels.cuda.attention import Work, cut
+from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles
+
+SPARE_TILES = 32  # beside full ones: each row may have one that is not
+
+
+class GpuBuffers(BatchBuffers):
+    """Room for the largest step there can be, on the host and on the device."""
+
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device
+    ) -> None:
+        super().__init__(max_tokens, max_rows, max_len, num_groups, block_size, device)
+        self.max_rows = max_rows
+        self.singles = Buffer((max_rows,), torch.int32, device)
+        num_tiles = max_tokens // TILE_QUERIES + SPARE_TILES
+        self.tile_rows = Buffer((num_tiles,), torch.int32, device)
+        self.tile_firsts = Buffer((num_tiles,), torch.int32, device)
+
+    def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch:
+        """A step of single tokens, filled up to `size` of them."""
+        batch = self.fill(plan, in_flight, size, size)
+        batch.paging.work = {plain: Work(True, None, None, []) for plain in (False, True)}
+        return batch
+
+    def fill_mixed(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch | None:
+        """Any step, filled up to `size` tokens; None if its rows are too many for the tiles of that size."""
+        singles, tiles = cut(plan.counts, {}, trees=False)
+        num_tiles = size // TILE_QUERIES + SPARE_TILES
+        if len(tiles) > num_tiles:
+            return None
+        batch = self.fill(plan, in_flight, size, self.max_rows)
+        self.singles.host[: len(singles)], self.singles.host[len(singles) :] = singles, -1
+        self.tile_rows.host[: len(tiles)], self.tile_rows.host[len(tiles) : num_tiles] = [row for row, _ in tiles], -1
+        self.tile_firsts.host[: len(tiles)] = [first for _, first in tiles]
+        shown = Tiles(self.tile_rows.send(num_tiles), self.tile_firsts.send(num_tiles))
+        work = Work(False, self.singles.send(self.max_rows) if singles else None, shown, [])
+        batch.paging.work = dict.fromkeys((False, True), work)
+        self._has_sent()
+        return batch

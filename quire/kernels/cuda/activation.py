@@ -1,0 +1,56 @@
+"""Gated activations on the GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+
+WIDTH = 1024
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gelu(x):
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(inner)) is sigmoid(2 * inner)
+
+
+@triton.jit
+def _gate(x, y, size, IS_SILU: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr):
+    let_next(CHAINED)
+    after_last(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = columns < size
+    gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    value = (silu(gate) if IS_SILU else gelu(gate)) * up
+    tl.store(y + row * size + columns, value.to(y.dtype.element_ty), mask=inside)
+
+
+def _launch(gate_up: Tensor, is_silu: bool) -> Tensor:
+    assert gate_up.is_contiguous()
+    size = gate_up.shape[-1] // 2
+    y = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    rows = gate_up.numel() // (2 * size)
+    if rows:
+        _gate[(rows, triton.cdiv(size, WIDTH))](
+            gate_up, y, size, IS_SILU=is_silu, WIDTH=WIDTH, num_warps=4, **chained()
+        )
+    return y
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return _launch(gate_up, True)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    return _launch(gate_up, False)

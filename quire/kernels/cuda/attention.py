@@ -1,0 +1,104 @@
+"""Attention on the GPU, for any mix of rows: single queries go one way, tiles of queries another.
+
+What depends only on the step's shape is worked out once, by the first layer, and kept in the Paging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cuda.decode import decode_attention
+from quire.kernels.cuda.fresh import FreshRows, attend_fresh, find_fresh
+from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, prefill_attention
+from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.paging import LayerCache, Paging
+
+
+@dataclass(slots=True)
+class Work:
+    """A step's rows by how they are computed."""
+
+    all_single: bool
+    singles: Tensor | None  # [n] int32, rows of one query, where not all are
+    tiles: Tiles | None
+    fresh: list[FreshRows]  # rows without an earlier context that are worth a call of their own
+
+
+def plan_work(paging: Paging, device: torch.device, may_be_fresh: bool) -> Work:
+    counts = [stop - start for start, stop in pairwise(paging.host_query_starts)]
+    if paging.ancestors is None and all(count == 1 for count in counts):
+        return Work(True, None, None, [])
+    fresh = find_fresh(paging, counts) if may_be_fresh and paging.ancestors is None else []
+    done = {row: rows.length for rows in fresh for row in rows.rows}
+    singles, tiles = cut(counts, done, trees=paging.ancestors is not None)
+    return Work(False, _column(singles, device), _tiles(tiles, device), fresh)
+
+
+def cut(counts: Sequence[int], done: Mapping[int, int], *, trees: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Rows of one query, and tiles of the others: (row, first query). `done` says how many of a row's need nothing."""
+    singles = [] if trees else [row for row, count in enumerate(counts) if count == 1]
+    tiles = [
+        (row, first)
+        for row, count in enumerate(counts)
+        if trees or count != 1
+        for first in range(done.get(row, 0), count, TILE_QUERIES)
+    ]
+    return singles, tiles
+
+
+def _column(numbers: Sequence[int], device: torch.device) -> Tensor | None:
+    if not numbers:
+        return None
+    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _tiles(tiles: Sequence[tuple[int, int]], device: torch.device) -> Tiles | None:
+    if not tiles:
+        return None
+    both = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device, non_blocking=True)
+    return Tiles(both[0], both[1])
+
+
+def attention(
+    q: Tensor,
+    cache: LayerCache,
+    paging: Paging,
+    *,
+    scale: float,
+    window: int | None = None,
+    slopes: Tensor | None = None,
+    softcap: float | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As in the reference."""
+    scoring = Scoring(scale, window, slopes, softcap)
+    may_be_fresh = own is not None and scoring.is_plain and q.dtype != torch.float32
+    work = find_work(paging, q.device, may_be_fresh)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tables = paging.block_tables[cache.group]
+    if work.all_single:
+        decode_attention(q, cache, tables, paging.seq_lens, out, scoring)
+        return out
+    for rows in work.fresh:
+        assert own is not None
+        attend_fresh(q, *own, rows, out, scale)
+    if work.singles is not None:
+        decode_attention(q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts)
+    if work.tiles is not None:
+        prefill_attention(q, cache, paging, work.tiles, out, scoring)
+    return out
+
+
+def find_work(paging: Paging, device: torch.device, may_be_fresh: bool) -> Work:
+    """This step's, worked out by the first layer of its kind."""
+    if paging.work is None:
+        paging.work = {}
+    if may_be_fresh not in paging.work:
+        paging.work[may_be_fresh] = plan_work(paging, device, may_be_fresh)
+    work: Work = paging.work[may_be_fresh]
+    return work

@@ -1,0 +1,77 @@
+"""The likeliest token of each row, straight from the head's products: no copy of the logits in float32 is made."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+
+WIDTH = 4096
+SPLITS = 16
+
+
+@triton.jit
+def _best(
+    logits,
+    tokens,
+    scores,
+    parts,
+    places,
+    arrived,
+    row_stride,
+    size,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    let_next(CHAINED)
+    after_last(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    share = tl.cdiv(size, SPLITS)
+    begin = split * share
+    end = tl.minimum(begin + share, size)
+    best = tl.full([WIDTH], float("-inf"), tl.float32)
+    where = tl.zeros([WIDTH], tl.int32)
+    for at in range(begin, end, WIDTH):
+        columns = at + tl.arange(0, WIDTH)
+        value = tl.load(logits + row * row_stride + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
+        value = tl.where(value != value, float("inf"), value)
+        higher = value > best
+        best = tl.where(higher, value, best)
+        where = tl.where(higher, columns, where)
+    top = tl.max(best, axis=0)
+    place = tl.min(tl.where(best == top, where, size), axis=0)
+    tl.store(parts + row * SPLITS + split, top)
+    tl.store(places + row * SPLITS + split, place)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
+    if before == SPLITS - 1:
+        lanes = tl.arange(0, SPLITS)
+        tops = tl.load(parts + row * SPLITS + lanes, cache_modifier=".cg")
+        found = tl.load(places + row * SPLITS + lanes, cache_modifier=".cg")
+        top = tl.max(tops, axis=0)
+        tl.store(scores + row, top)
+        tl.store(tokens + row, tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64))
+        tl.store(arrived + row, 0)
+
+
+class BestFinder:
+    """Finds the first largest of each row; a NaN counts as infinity."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._parts = torch.empty(max_rows * SPLITS, dtype=torch.float32, device=device)
+        self._places = torch.empty(max_rows * SPLITS, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: Tensor, tokens: Tensor, scores: Tensor) -> None:
+        """logits [rows, vocab] -> tokens and scores, their first `rows` entries."""
+        rows, size = logits.shape
+        assert logits.stride(1) == 1
+        _best[(rows, SPLITS)](
+            logits, tokens, scores, self._parts, self._places, self._arrived, logits.stride(0), size, WIDTH=WIDTH,
+            SPLITS=SPLITS, num_warps=8, **chained(),
+        )  # fmt: skip

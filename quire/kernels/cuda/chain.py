@@ -1,0 +1,39 @@
+"""Kernels that follow each other without a gap: programmatic dependent launch, on GPUs that have it.
+
+A kernel's programs are started while the one before it still runs. Each waits with `after_last` before it touches what
+an earlier kernel writes or reads; what never changes, such as weights, may be loaded before that. Every program must
+wait, even one that has nothing to do, or the next kernel would be let go too soon.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def let_next(CHAINED: tl.constexpr):
+    """The next kernel may be started."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def after_last(CHAINED: tl.constexpr):
+    """All earlier kernels have ended."""
+    if CHAINED:
+        gdc_wait()
+
+
+@cache
+def is_chained() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def chained() -> dict[str, bool]:
+    """What a launch of such a kernel is given."""
+    return {"CHAINED": is_chained(), "launch_pdl": is_chained()}

@@ -1,0 +1,50 @@
+"""RMSNorm on the GPU: one program a row, the residual added on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+
+
+@triton.jit
+def _norm(
+    x, residual, weight, y, total, groups, x_row, x_group, size, eps,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next(CHAINED)
+    at = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < size
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    after_last(CHAINED)
+    values = tl.load(x + at // groups * x_row + at % groups * x_group + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + at * size + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + at * size + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    tl.store(y + at * size + columns, (values * factor * scale).to(y.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """As in the reference; the sum is written into `residual`."""
+    size = x.shape[-1]
+    rows = x if x.dim() == 3 else x.unsqueeze(1)
+    assert rows.stride(-1) == 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = residual if residual is not None else y
+    assert total.is_contiguous()
+    width = triton.next_power_of_2(size)
+    count = rows.shape[0] * rows.shape[1]
+    if count:
+        _norm[(count,)](
+            rows, total, weight, y, total, rows.shape[1], rows.stride(0), rows.stride(1), size, eps,
+            HAS_RESIDUAL=residual is not None, WIDTH=width, num_warps=min(16, max(1, width // 512)),
+            **chained(),
+        )  # fmt: skip
+    return y if residual is None else (y, residual)

@@ -1,0 +1,24 @@
+"""The ops of `reference` on an NVIDIA GPU, in Triton. `select` takes from here what is here.
+
+A block of the cache is [kv_heads, block_size, head_dim]: one head's keys of a block lie side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.cuda.activation import gelu_mul, silu_mul
+from quire.kernels.cuda.attention import attention
+from quire.kernels.cuda.norm import rms_norm
+from quire.kernels.cuda.rotary import rope_store, store_kv
+from quire.kernels.cuda.skinny import linear
+from quire.kernels.reference import DTYPES
+
+__all__ = ["attention", "cache_shapes", "gelu_mul", "linear", "rms_norm", "rope_store", "silu_mul", "store_kv"]
+
+
+def cache_shapes(
+    dtype: str, block_size: int, kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    shape = (kv_heads, block_size, head_dim)
+    return shape, shape, DTYPES[dtype]

@@ -1,0 +1,140 @@
+"""Attention of rows with many queries: tiles of queries over the paged context, each with one query head.
+
+`Tiles` says which queries make a tile; it is worked out once a step. A row's own tokens see what lies before them, or
+what their tree's mask says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.scoring import Scoring, soften
+from quire.kernels.paging import LayerCache, Paging
+
+TILE_QUERIES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of queries: the row of each, and its first query in the row."""
+
+    rows: Tensor  # [tiles] int32
+    firsts: Tensor  # [tiles] int32
+
+
+@triton.jit
+def _prefill(
+    q, keys, values, out, tables, seq_lens, starts, rows, firsts, slopes, mask, scale, cap, window, q_row, out_row,
+    table_row, block_stride, head_stride, mask_row,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next(CHAINED)
+    after_last(CHAINED)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the long ones first
+    head = tl.program_id(1)
+    row = tl.load(rows + tile)
+    if row < 0:
+        return
+    first_query = tl.load(firsts + tile)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    seq_len = tl.load(seq_lens + row)
+    context = seq_len - count
+
+    lanes = first_query + tl.arange(0, QUERIES)
+    columns = tl.arange(0, WIDTH)
+    is_query = lanes < count
+    is_column = columns < DIM
+    inside = is_query[:, None] & is_column[None, :]
+    tokens = (start + lanes).to(tl.int64)
+    query = tl.load(q + tokens[:, None] * q_row + head * DIM + columns[None, :], mask=inside, other=0.0)
+    if HAS_MASK:
+        depth = tl.zeros([QUERIES], tl.int32)
+        for other in range(count):
+            depth += tl.load(mask + tokens * mask_row + other, mask=is_query, other=0).to(tl.int32)
+        at = context + depth - 1
+        end = seq_len
+    else:
+        at = context + lanes
+        end = tl.minimum(seq_len, context + first_query + QUERIES)
+    lowest = 0  # what lies before it may be gone from the block table
+    if HAS_WINDOW:
+        lowest = tl.maximum(context + (0 if HAS_MASK else first_query) - window + 1, 0)
+    slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, WIDTH], tl.float32)
+    within = tl.arange(0, TILE)
+    for key_at in range(lowest // TILE * TILE, end, TILE):
+        places = key_at + within
+        there = (places < end) & (places >= lowest)
+        block = tl.load(tables + row.to(tl.int64) * table_row + places // PAGE, mask=there, other=0).to(tl.int64)
+        offset = block * block_stride + (head // GROUP) * head_stride + places % PAGE * DIM
+        wanted = there[:, None] & is_column[None, :]
+        key = tl.load(keys + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = soften(scores, cap)
+        keys_at = places
+        seen = there[None, :] & is_query[:, None]
+        if HAS_MASK:
+            own = places - context
+            is_own = (own >= 0) & there
+            visible = tl.load(
+                mask + tokens[:, None] * mask_row + own[None, :], mask=is_own[None, :] & is_query[:, None], other=0
+            )
+            seen &= (own < 0)[None, :] | (visible != 0)
+            if HAS_SLOPES or HAS_WINDOW:
+                key_depth = tl.zeros([TILE], tl.int32)
+                for other in range(count):
+                    key_depth += tl.load(mask + (start + own).to(tl.int64) * mask_row + other, mask=is_own, other=0).to(
+                        tl.int32
+                    )
+                keys_at = tl.where(own < 0, places, context + key_depth - 1)
+        else:
+            seen &= places[None, :] <= at[:, None]
+        if HAS_WINDOW:
+            seen &= keys_at[None, :] > at[:, None] - window
+        if HAS_SLOPES:
+            scores += slope * (keys_at[None, :] - at[:, None]).to(tl.float32)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - safe[:, None])
+        fading = tl.exp(top - safe)
+        mass = mass * fading + tl.sum(weights, axis=1)
+        value = tl.load(values + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
+        total = total * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+
+
+def prefill_attention(
+    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring
+) -> None:
+    """The queries of the tiles; others' places in `out` are left alone."""
+    kv_heads, page, dim = cache.k.shape[1:]
+    tables, mask = paging.block_tables[cache.group], paging.ancestors
+    scale, window, slopes, softcap = scoring
+    nothing = paging.seq_lens
+    width = triton.next_power_of_2(dim)
+    wide = width > 128 or q.dtype == torch.float32
+    _prefill[(tiles.rows.shape[0], q.shape[1])](
+        q, cache.k, cache.v, out, tables, paging.seq_lens, paging.query_starts, tiles.rows, tiles.firsts,
+        slopes if slopes is not None else nothing, mask.view(torch.uint8) if mask is not None else nothing, scale,
+        softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
+        cache.k.stride(1), mask.stride(0) if mask is not None else 0, DIM=dim, WIDTH=width,
+        GROUP=q.shape[1] // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=32 if wide else 128,
+        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
+        HAS_MASK=mask is not None, num_warps=8, num_stages=2, **chained(),
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Rotation and the cache's write in one kernel: what comes out of the projection is read once.
+
+Queries and keys are turned in place, and keys and values go to their slots. A slot of -1 is nobody's: rows that
+only fill up a captured batch have those.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.paging import LayerCache
+
+HEADS = 4  # in a program
+
+
+@triton.jit
+def _turn(a, b, cosines, sines):
+    return a * cosines - b * sines, b * cosines + a * sines
+
+
+@triton.jit
+def _rope_store(
+    q, k, v, positions, table, keys, values, slots, q_row, k_row, v_row, num_q, num_kv, block_size, block_stride,
+    head_stride, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next(CHAINED)
+    after_last(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slot = tl.load(slots + token)
+    place = slot // block_size * block_stride + slot % block_size * DIM
+    pairs = tl.arange(0, HALF)
+    first = 2 * pairs if INTERLEAVED else pairs
+    second = first + 1 if INTERLEAVED else pairs + TURNED // 2
+    exists = (pairs < TURNED // 2)[None, :]
+    position = tl.load(positions + token)
+    row = table + position * TURNED
+    cosines = tl.load(row + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
+    sines = tl.load(row + TURNED // 2 + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
+
+    is_q = (heads < num_q)[:, None] & exists
+    at = q + token * q_row + heads[:, None] * DIM
+    a = tl.load(at + first[None, :], mask=is_q, other=0.0).to(tl.float32)
+    b = tl.load(at + second[None, :], mask=is_q, other=0.0).to(tl.float32)
+    a, b = _turn(a, b, cosines, sines)
+    tl.store(at + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
+    tl.store(at + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
+
+    key_heads = heads - num_q
+    stored = (key_heads >= 0) & (key_heads < num_kv) & (slot >= 0)
+    is_k = stored[:, None] & exists
+    at = k + token * k_row + key_heads[:, None] * DIM
+    a = tl.load(at + first[None, :], mask=is_k, other=0.0).to(tl.float32)
+    b = tl.load(at + second[None, :], mask=is_k, other=0.0).to(tl.float32)
+    a, b = _turn(a, b, cosines, sines)
+    a, b = a.to(k.dtype.element_ty), b.to(k.dtype.element_ty)
+    tl.store(at + first[None, :], a, mask=is_k)
+    tl.store(at + second[None, :], b, mask=is_k)
+    to = keys + place + key_heads[:, None] * head_stride
+    tl.store(to + first[None, :], a.to(keys.dtype.element_ty), mask=is_k)
+    tl.store(to + second[None, :], b.to(keys.dtype.element_ty), mask=is_k)
+
+    columns = tl.arange(0, WIDTH)
+    if TURNED < DIM:
+        passed = stored[:, None] & ((columns >= TURNED) & (columns < DIM))[None, :]
+        rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
+        tl.store(to + columns[None, :], rest.to(keys.dtype.element_ty), mask=passed)
+
+    is_v = stored[:, None] & (columns < DIM)[None, :]
+    at = v + token * v_row + key_heads[:, None] * DIM
+    to = values + place + key_heads[:, None] * head_stride
+    value = tl.load(at + columns[None, :], mask=is_v, other=0.0)
+    tl.store(to + columns[None, :], value.to(values.dtype.element_ty), mask=is_v)
+
+
+def rope_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, interleaved: bool, cache: LayerCache,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q and k [tokens, heads, dim] turned in place; k and v are in the cache."""
+    tokens, num_q, dim = q.shape
+    num_kv = k.shape[1]
+    assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
+    if tokens:
+        turned = table.shape[1]
+        grid = (tokens, triton.cdiv(num_q + num_kv, HEADS))
+        _rope_store[grid](
+            q, k, v, positions, table, cache.k, cache.v, slots, q.stride(0), k.stride(0), v.stride(0), num_q, num_kv,
+            cache.block_size, cache.k.stride(0), cache.k.stride(1), DIM=dim, TURNED=turned, INTERLEAVED=interleaved,
+            HEADS=HEADS, HALF=triton.next_power_of_2(turned // 2), WIDTH=triton.next_power_of_2(dim), num_warps=2,
+            **chained(),
+        )  # fmt: skip
+    return q, k
+
+
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """As in the reference, for layers that are not rotated."""
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    cache.k[block, :, offset] = k.to(cache.k.dtype)
+    cache.v[block, :, offset] = v.to(cache.v.dtype)

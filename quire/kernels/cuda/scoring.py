@@ -1,0 +1,28 @@
+"""Scoring: how much a query heeds a key, beside their product. The same for all kernels of attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Scoring(NamedTuple):
+    """The options of `reference.attention`."""
+
+    scale: float
+    window: int | None
+    slopes: Tensor | None
+    softcap: float | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.slopes is None and self.softcap is None
+
+
+@triton.jit
+def soften(scores, cap):
+    """cap * tanh(scores / cap)"""
+    return cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)

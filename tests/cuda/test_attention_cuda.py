@@ -1,0 +1,119 @@
+"""Attention in Triton against the reference, on caches whose unused slots are NaN: what must not be read shows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.cuda.gpu import DEVICE, DTYPES, assert_near  # skips this module where there is no GPU
+
+from quire.kernels import reference  # isort: skip
+from quire.kernels.cuda import ops
+from quire.kernels.paging import LayerCache, Paging
+from tests.tools.paged import PagedCache
+
+pytestmark = pytest.mark.cuda
+
+Steps = list[list[tuple[int, int]]]
+MIXED: Steps = [[(0, 5), (1, 1)], [(1, 130), (2, 40), (0, 1)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (1, 300), (0, 7)]]
+LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
+
+
+def on_gpu(paging: Paging) -> Paging:
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.to(DEVICE)
+
+    return Paging(
+        move(paging.query_starts), move(paging.seq_lens), [move(table) for table in paging.block_tables],
+        [move(slots) for slots in paging.slots], paging.block_size, paging.host_query_starts, paging.host_seq_lens,
+        None if paging.ancestors is None else move(paging.ancestors),
+    )  # fmt: skip
+
+
+def check(
+    steps: Steps, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None, softcap: float | None = None, with_slopes: bool = False, block_size: int = 16,
+    trees: bool = False, seed: int = 0,
+) -> None:  # fmt: skip
+    """Store step by step on both sides, and compare what each step gives."""
+    torch.manual_seed(seed)
+    paged = PagedCache(
+        kv_heads=kv_heads, head_dim=dim, windows=[window], num_blocks=400, block_size=block_size, dtype=dtype, seed=seed
+    )
+    plain = paged.layers[0]
+    slopes = torch.rand(heads, device=DEVICE) if with_slopes else None
+    options = {"scale": dim**-0.5, "window": window, "slopes": slopes, "softcap": softcap}
+    for rows in steps:
+        tokens = sum(count for _, count in rows)
+        paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if trees else None))
+        q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
+        reference.store_kv(k.cpu(), v.cpu(), plain, paging.slots[0].cpu())
+        whole = LayerCache(plain.k.to(DEVICE), plain.v.to(DEVICE), 0, block_size)
+        own = LayerCache(whole.k.transpose(1, 2).contiguous(), whole.v.transpose(1, 2).contiguous(), 0, block_size)
+        expected = reference.attention(q, whole, paging, **options)
+        for given in (None, (k, v)):
+            paging.work = None
+            assert_near(ops.attention(q, own, paging, **options, own=given), expected, dtype)
+
+
+def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
+    rng, parts = random.Random(seed), []
+    widest = max(count for _, count in rows)
+    for _, count in rows:
+        mask = torch.zeros(count, widest, dtype=torch.bool)
+        for token in range(count):
+            if token:
+                mask[token] = mask[rng.randrange(token)]
+            mask[token, token] = True
+        parts.append(mask)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps", [MIXED, LONG], ids=["mixed", "long"])
+def test_any_mix_of_rows(steps, dtype):
+    check(steps, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 4, 16), (9, 3, 64), (8, 1, 80), (32, 8, 128), (40, 1, 64), (4, 2, 256)]
+)
+def test_heads(heads, kv_heads, dim):
+    check(MIXED, heads=heads, kv_heads=kv_heads, dim=dim)
+
+
+@pytest.mark.parametrize("window", [1, 9, 64, 200])
+def test_window(window):
+    check(MIXED, window=window)
+
+
+@pytest.mark.parametrize("options", [{"with_slopes": True}, {"softcap": 4.0}, {"softcap": 9.0, "window": 30}])
+def test_scoring(options):
+    check(MIXED, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 11}, {"with_slopes": True}], ids=["plain", "window", "slopes"])
+def test_trees(options):
+    check([[(0, 40), (1, 3)]])
+    check([[(0, 7), (1, 12), (2, 1)]], trees=True, **options)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 32])
+def test_block_sizes(block_size):
+    check([[(0, 33), (1, 1)], [(0, 1), (1, 40)]], block_size=block_size)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(seed):
+    rng = random.Random(seed)
+    steps: Steps = []
+    for _ in range(4):
+        sequences = rng.sample(range(6), rng.randint(1, 6))
+        steps.append([(sequence, rng.choice([1, 1, 1, 2, 17, 128, 129, 250])) for sequence in sequences])
+    kv_heads = rng.choice([1, 2, 3])
+    check(
+        steps, heads=kv_heads * rng.choice([1, 3, 4]), kv_heads=kv_heads, dim=rng.choice([32, 64, 96, 128]),
+        window=rng.choice([None, None, 40]), seed=seed, dtype=rng.choice(DTYPES),
+    )  # fmt: skip

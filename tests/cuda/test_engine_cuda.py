@@ -1,0 +1,105 @@
+"""The engine on a GPU: the same answers as with the reference ops, whatever the traffic; in float32, where rounding
+does not decide between two tokens. Random weights in a small model's shapes, so no file is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+
+from quire.config import EngineConfig  # isort: skip
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.client import InProcess
+
+pytestmark = pytest.mark.cuda
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+Answers = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+def start(model: Path, **options: Any) -> InProcess:
+    defaults = {"dtype": "float32", "max_requests": 32, "kv_memory": 1.0, "max_len": 2048}
+    config = EngineConfig(model="tiny", device=DEVICE.type, weights="random", **{**defaults, **options})
+    return InProcess(config, model)
+
+
+def draw_requests(seed: int, count: int, *, greedy: bool = False) -> list[Request]:
+    rng, requests = random.Random(seed), []
+    for number in range(count):
+        params = SamplingParams(
+            temperature=0.0 if greedy or rng.random() < 0.8 else 0.8,
+            repetition_penalty=1.0 if greedy or rng.random() < 0.9 else 1.1,
+            max_tokens=rng.randrange(1, 40),
+            ignore_eos=True,
+        )
+        length = rng.choice([1, 3, 17, 60, 200, 700, 1200])
+        tokens = [rng.randrange(2, 2000) for _ in range(length)]
+        requests.append(Request(str(number), tokens, params, max_tokens=params.max_tokens, seed=number))
+    return requests
+
+
+def answer(client: InProcess, requests: list[Request], seed: int) -> Answers:
+    """Requests arrive at random steps."""
+    rng, waiting, answers = random.Random(seed), list(requests), {request.id: [] for request in requests}
+    while waiting or client.engine.has_work:
+        while waiting and rng.random() < 0.3:
+            client.add(waiting.pop())
+        for update in client.step():
+            answers[update.id] += update.tokens
+            assert update.finish is None or update.finish.value == "length", update
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Answers:
+    return answer(start(model, kernels="torch"), draw_requests(5, 40), 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 260}, {"max_tokens_per_step": 96}, {"max_requests": 3}, {"prefix_cache": False}],
+    ids=lambda options: next(iter(options), "default"),
+)  # fmt: skip
+def test_the_same_answers_as_the_reference(model, expected, options):
+    assert answer(start(model, **options), draw_requests(5, 40), 2) == expected
+
+
+def test_the_same_answers_when_asked_again(model):
+    """The second time every step is a replay of a captured one."""
+    client = start(model, prefix_cache=False)
+    first = answer(client, draw_requests(9, 30, greedy=True), 3)
+    assert answer(client, draw_requests(9, 30, greedy=True), 4) == first
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aborts_in_a_tiny_cache_leave_nothing_behind(model, seed):
+    client, rng = start(model, num_blocks=140, block_size=16), random.Random(seed)
+    waiting, ended = draw_requests(seed, 60), set()
+    open_ids = {request.id for request in waiting}
+    while waiting or client.engine.has_work:
+        while waiting and rng.random() < 0.4:
+            client.add(waiting.pop())
+        updates = client.step()
+        if rng.random() < 0.2 and (running := client.engine.scheduler.running):
+            updates = [*updates, client.abort(rng.choice(running).id)]
+        ended |= {update.id for update in updates if update is not None and update.finish}
+    assert ended == open_ids
+    assert client.engine.scheduler.kv.pool.num_free == 140

@@ -1,0 +1,107 @@
+"""Each op in Triton against the reference, on fresh random numbers, odd sizes among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cuda.gpu import DEVICE, DTYPES, assert_near  # skips this module where there is no GPU
+
+from quire.kernels import reference  # isort: skip
+from quire.kernels.cuda import ops
+from quire.kernels.cuda.best import BestFinder
+from quire.kernels.cuda.feed import feed
+from quire.kernels.paging import LayerCache
+
+pytestmark = pytest.mark.cuda
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (17, 576), (5, 4096), (2, 5120), (0, 64)])
+def test_rms_norm(rows, size, dtype):
+    x, residual, weight = draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
+    if not rows:
+        assert ops.rms_norm(x, weight, 1e-5).shape == (0, size)
+        return
+    assert_near(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    expected = reference.rms_norm(x, weight, 1e-5, residual)
+    got = ops.rms_norm(x, weight, 1e-5, residual.clone())
+    for mine, wanted in zip(got, expected, strict=True):
+        assert_near(mine, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_in_a_wider_tensor(dtype):
+    qkv, weight = draw(7, 12, 64, dtype=dtype), draw(64, dtype=dtype)
+    heads = qkv[:, 2:9]
+    assert_near(ops.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (3, 700), (33, 1536)])
+def test_gates(rows, size, dtype):
+    x = draw(rows, 2 * size, dtype=dtype)
+    assert_near(ops.silu_mul(x), reference.silu_mul(x), dtype)
+    assert_near(ops.gelu_mul(x), reference.gelu_mul(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned"), [(4, 2, 32, 32), (9, 3, 64, 64), (6, 1, 80, 32), (32, 8, 128, 128)]
+)
+def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
+    tokens, block = 11, 4
+    qkv = draw(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+    positions, table = torch.randint(0, 50, (tokens,), device=DEVICE), draw(50, turned)
+    slots = torch.randperm(8 * block, device=DEVICE)[:tokens]
+    slots[3] = -1
+    kept = slots >= 0
+    plain = LayerCache(*(torch.zeros(8, block, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
+    own = LayerCache(*(torch.zeros(8, kv_heads, block, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
+    expected_q, expected_k = reference.rope(q, k, positions, table, interleaved)
+    reference.store_kv(expected_k[kept], v[kept], plain, slots[kept])
+    got_q, got_k = ops.rope_store(q, k, v, positions, table, interleaved, own, slots)
+    assert_near(got_q, expected_q, dtype)
+    assert_near(got_k[kept], expected_k[kept], dtype)
+    assert_near(own.k.transpose(1, 2), plain.k, dtype)
+    assert torch.equal(own.v.transpose(1, 2), plain.v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (77, 300), (4096, 4096), (3, 14336)])
+def test_linear(rows, outputs, inputs, dtype):
+    x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
+    expected = x.double() @ weight.double().T
+    assert_near(ops.linear(x, weight), expected, dtype)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 20_011, 128_256])
+def test_best(size):
+    find = BestFinder(8, DEVICE)
+    tokens, scores = torch.full((8,), -7, device=DEVICE), torch.zeros(8, device=DEVICE)
+    for dtype in DTYPES:
+        logits = draw(5, size, dtype=dtype)
+        logits[2, size // 2] = logits[2].max()  # the first of equals is taken
+        find(logits, tokens, scores)
+        assert tokens[:5].tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+        assert torch.equal(scores[:5], logits.float().max(dim=1).values)
+        assert tokens[5:].tolist() == [-7] * 3
+    logits[1, size - 1] = float("nan")
+    find(logits, tokens, scores)
+    assert not scores[1].isfinite()
+    assert scores[0].isfinite()
+
+
+def test_feed():
+    tokens = torch.tensor([10, 11, 12, 13, 14, 15], device=DEVICE)
+    starts = torch.tensor([0, 1, 3, 4, 6], dtype=torch.int32, device=DEVICE)
+    feeds = torch.tensor([-1, 2, -1, 0], dtype=torch.int32, device=DEVICE)
+    feed(tokens, starts, feeds, torch.tensor([7, 8, 9], device=DEVICE), 4)
+    assert tokens.tolist() == [10, 9, 12, 13, 7, 15]
