@@ -7,4 +7,5 @@ NB_MODULE(_native, module) {
   quire::bind_pool(module);
   quire::bind_panels(module);
   quire::bind_program(module);
+  quire::bind_text(module);
 }

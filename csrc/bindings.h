@@ -29,5 +29,6 @@ class ReleasedGil {
 void bind_pool(nanobind::module_& module);
 void bind_panels(nanobind::module_& module);
 void bind_program(nanobind::module_& module);
+void bind_text(nanobind::module_& module);
 
 }  // namespace quire

@@ -99,7 +99,7 @@ def build_backend(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces]:
 
 def _build_byte_level(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, bool]:
     split = word_split(str(vocabulary.metadata.get(_PREFIX + "pre", "default")))
-    merges = _cut_merges(_strings(vocabulary.metadata, "merges"))
+    merges = _merges(vocabulary.metadata)
     backend = Backend(_make_bpe(vocabulary.ids, merges, ignore_merges=split.whole_words))
     backend.pre_tokenizer = split.pre_tokenizer()
     if normalizer := split.normalizer():
@@ -143,6 +143,13 @@ def _make_bpe(ids: dict[str, int], merges: list[tuple[str, str]], **options: Any
         return models.BPE(ids, merges, **options)
     except Exception as error:
         raise BadModelFile(f"The GGUF file's vocabulary and merges do not fit together: {error}.") from error
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of tokens, in their order. Who reads a file may have them cut faster than this can."""
+    stored = metadata.get(_PREFIX + "merges")
+    pairs: list[tuple[str, str]] | None = stored.pairs() if stored is not None and hasattr(stored, "pairs") else None
+    return pairs if pairs is not None else _cut_merges(_strings(metadata, "merges"))
 
 
 def _cut_merges(merges: Sequence[str]) -> list[tuple[str, str]]:

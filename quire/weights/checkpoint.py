@@ -12,7 +12,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -112,15 +111,14 @@ class GGUFCheckpoint:
         def pack_rows(rows: slice) -> None:
             place = (first + rows.start, rows.stop - rows.start)
             if info.type.quantized and panels.format == PANEL_FORMATS.get(info.type):
-                raw = self.file.raw(info.name)[rows]
+                raw = self.file.read(info.name, rows)
                 panels.pack_gguf(info.type.number, raw.ctypes.data, *place)
             elif info.type.quantized:
                 values = GGUFBlocks(info.type, self._read(info.name, rows), info.cols).dense()
                 panels.pack_dense("f32", values.data_ptr(), info.cols, *place)
             else:
-                raw = self.file.raw(info.name)[rows]
+                raw = self.file.read(info.name, rows)
                 panels.pack_dense(PANEL_FORMATS[info.type], raw.ctypes.data, info.cols, *place)
-            self.file.release(info.name, rows.start, rows.stop)
 
         return [partial(pack_rows, rows) for rows in self._slices(info.name, ROWS_IN_PANEL)]
 
@@ -131,10 +129,7 @@ class GGUFCheckpoint:
         return [slice(start, min(start + step, info.rows)) for start in range(0, info.rows, step)]
 
     def _read(self, name: str, rows: slice) -> Tensor:
-        """A copy of some rows' bytes; their pages in the map are given back."""
-        data = torch.from_numpy(np.array(self.file.raw(name)[rows]))
-        self.file.release(name, rows.start, rows.stop)
-        return data
+        return torch.from_numpy(self.file.read(name, rows))
 
 
 class SafetensorsCheckpoint:

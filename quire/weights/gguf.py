@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -21,6 +20,7 @@ import numpy as np
 
 from quire.errors import BadModelFile, ModelNotFound
 from quire.quant.ggml_types import TYPES_BY_NUMBER, GGMLType
+from quire.weights.gguf_strings import U64, Strings, skip
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -30,7 +30,6 @@ MIN_ENTRY_BYTES = 8 + 4 + 1  # an empty key, its type, one byte of value
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, type, offset
 
 U32 = struct.Struct("<I")
-U64 = struct.Struct("<Q")
 SCALARS: dict[int, np.dtype[Any]] = {
     number: np.dtype(code)
     for number, code in enumerate(
@@ -78,12 +77,19 @@ class GGUFFile:
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(info.rows, -1)
 
-    def release(self, name: str, start_row: int = 0, end_row: int | None = None) -> None:
-        """Hand the pages of rows that have been read back to the system; reading them again stays possible."""
+    def read(self, name: str, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A copy of some of its rows. Not through the map: its pages would stay, and count as this process's memory."""
         info = self.tensors[name]
         row_bytes = info.nbytes // info.rows
-        end = info.rows if end_row is None else end_row
-        self._advise(info.offset + start_row * row_bytes, info.offset + end * row_bytes)
+        data = np.empty((rows.stop - rows.start, row_bytes), np.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(info.offset + rows.start * row_bytes)
+            left = data.data.cast("B")
+            while left:
+                if (count := file.readinto(left)) == 0:
+                    raise unusable(self.path, f"it has become shorter while {name!r} was read")
+                left = left[count:]
+        return data
 
     def close(self) -> None:
         """Let go of the file. Arrays from `raw` stay valid: the map ends with the last of them."""
@@ -117,33 +123,6 @@ def map_file(path: Path) -> mmap.mmap:
 
 def unusable(path: Path, problem: str, fix: str = RETRY) -> BadModelFile:
     return BadModelFile(f"{path} is not a usable GGUF file: {problem}. {fix}")
-
-
-class Strings:
-    """An array of strings in the file, decoded when they are asked for: only tokenizers want the large ones."""
-
-    def __init__(self, path: Path, data: mmap.mmap, what: str, first: int, count: int) -> None:
-        self._path = path
-        self._data = data
-        self._what = what
-        self._first = first
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def tolist(self) -> list[str]:
-        data, at = self._data, self._first
-        length_at: Callable[[mmap.mmap, int], tuple[int]] = U64.unpack_from
-        strings: list[str] = []
-        try:
-            for _ in range(self._count):
-                start = at + 8
-                at = start + length_at(data, at)[0]
-                strings.append(data[start:at].decode())
-        except UnicodeDecodeError:
-            raise unusable(self._path, f"string {len(strings)} of {self._what} is not valid UTF-8") from None
-        return strings
 
 
 class Header:
@@ -252,18 +231,11 @@ class Header:
         return np.frombuffer(self.data, dtype, count, start).copy()
 
     def _strings(self, count: int) -> Strings:
-        """Vocabularies have hundreds of thousands of these, so the loop touches locals only."""
-        data, at, done = self.data, self.at, 0
-        length_at: Callable[[mmap.mmap, int], tuple[int]] = U64.unpack_from
-        try:
-            for done in range(count):  # noqa: B007  # told if the file ends
-                at += 8 + length_at(data, at)[0]
-        except (struct.error, OverflowError):
-            raise self.bad(f"{self.what} announces {count} strings, and the file ends in number {done}") from None
-        if at > self.size:
-            raise self.bad(f"string {done} of {self.what} ends at {at}, past the file's {self.size} bytes")
-        first, self.at = self.at, at
-        return Strings(self.path, self.data, self.what, first, count)
+        done, end = skip(self.data, self.at, count)
+        if done < count:
+            raise self.bad(f"{self.what} announces {count} strings, and the file ends in number {done}")
+        first, self.at, what = self.at, end, self.what
+        return Strings(self.data, first, count, lambda problem: self.bad(problem.format(what)))
 
     def _checked_alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)

@@ -1,5 +1,6 @@
 """Reading sound GGUF files, and refusing every kind of damage with one clear error."""
 
+import os
 import random
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import pytest
 
 from quire.errors import BadModelFile, ModelNotFound
 from quire.quant.ggml_types import GGMLType
-from quire.weights.gguf import GGUFFile, Strings
+from quire.weights import gguf_strings
+from quire.weights.gguf import GGUFFile
+from quire.weights.gguf_strings import Strings
 from tests.tools.gguf_writer import Raw, Tensor, gguf_bytes, string, tensor, u32, u64
 
 pytestmark = pytest.mark.cpu
@@ -70,17 +73,40 @@ def test_reads_metadata_and_tensors(tmp_path, version):
         assert file.tensors["matrix"].nbytes == 8 * 2 * 34
 
 
-def test_raw_is_the_file_s_bytes_and_survives_release_and_close(tmp_path):
+def test_raw_is_the_file_s_bytes_and_survives_close(tmp_path):
     file = parse(tmp_path, SOUND)
     raw, matrix = file.raw("plain"), file.raw("matrix")
     assert raw.shape == (3, 256)
     assert matrix.shape == (8, 68)
     assert matrix.tobytes() == TENSORS["matrix"].data
     assert not raw.flags.writeable
-    file.release("plain")
-    file.release("matrix", 2, 5)
+    assert file.read("matrix", slice(2, 5)).tobytes() == matrix[2:5].tobytes()
+    assert file.read("plain", slice(0, 3)).tobytes() == raw.tobytes()
     file.close()
     assert np.array_equal(raw.view("<f4"), MATRIX[:3])
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
+    file = parse(tmp_path, SOUND)
+    os.truncate(file.path, file.tensors["matrix"].offset + 3)
+    with pytest.raises(BadModelFile, match="shorter while 'matrix'"):
+        file.read("matrix", slice(0, 8))
+
+
+@pytest.mark.parametrize("with_extension", [True, False])
+@pytest.mark.parametrize("strings", [[], ["a b", " ", "\u0120x y z", "", "no"], ["a b", "\u00e9 c"]])
+def test_strings_with_and_without_the_extension(tmp_path, monkeypatch, strings, with_extension):
+    if with_extension and gguf_strings.extension() is None:
+        pytest.skip("the extension was not built")
+    if not with_extension:
+        monkeypatch.setattr(gguf_strings, "extension", lambda: None)
+    stored = parse(tmp_path, gguf_bytes({"tokens": strings}, {})).metadata["tokens"]
+    if not isinstance(stored, Strings):
+        assert not strings
+        return
+    assert stored.tolist() == strings
+    pairs = [tuple(string.partition(" ")[::2]) for string in strings]
+    assert stored.pairs() == (pairs if all(left and right for left, right in pairs) else None)
 
 
 def test_a_file_without_tensors_is_sound(tmp_path):
@@ -151,7 +177,7 @@ def test_array_longer_than_the_file(tmp_path, kind, count):
 
 def test_string_in_an_array_past_the_end(tmp_path):
     data = u32(8) + u64(2) + string("fine") + u64(2**62) + b"x"
-    refused(tmp_path, gguf_bytes({"a": Raw(9, data)}, {}), "'a'", "past the file's")
+    refused(tmp_path, gguf_bytes({"a": Raw(9, data)}, {}), "'a'", "the file ends in number 1")
 
 
 def test_array_nested_too_deep(tmp_path):
