@@ -228,7 +228,7 @@ struct Attention {
 };
 
 template <class Item>
-static void attend(const AttentionCall& call, Worker& worker) {
+static bool attend(const AttentionCall& call, Worker& worker) {
   Attention<Item> attention(call);
   Plan plan(call, worker, attention.state.stride());
   Unit unit;
@@ -244,20 +244,36 @@ static void attend(const AttentionCall& call, Worker& worker) {
     stretch.add(unit);
   }
   if (stretch.count > 0) attention.run(stretch, nullptr);
-  if (!shared) return;
-  worker.barrier();
-  Plan again(call, worker, attention.state.stride());
-  while (again.next(unit, mine)) {
+  return shared;
+}
+
+template <class Item>
+static void join(const AttentionCall& call, Worker& worker) {
+  Attention<Item> attention(call);
+  Plan plan(call, worker, attention.state.stride());
+  Unit unit;
+  bool mine;
+  while (plan.next(unit, mine)) {
     if (unit.parts != nullptr) attention.join(unit, worker.index, worker.count());
   }
 }
 
-// Writes `out` for every token. Returns without a barrier: whoever reads `out`, or uses `partials` again, needs one.
-static void attention(const AttentionCall& call, Worker& worker) {
+// Writes `out` for every token, but for those whose contexts several workers share: true if there are such, and
+// join_attention has to follow when all are done. All workers give the same answer.
+static bool attention(const AttentionCall& call, Worker& worker) {
   switch (call.cache.shape.type) {
     case CacheType::F32: return attend<F32Item>(call, worker);
     case CacheType::BF16: return attend<BF16Item>(call, worker);
-    case CacheType::INT8: return attend<INT8Item>(call, worker);
+    case CacheType::INT8: break;
+  }
+  return attend<INT8Item>(call, worker);
+}
+
+static void join_attention(const AttentionCall& call, Worker& worker) {
+  switch (call.cache.shape.type) {
+    case CacheType::F32: return join<F32Item>(call, worker);
+    case CacheType::BF16: return join<BF16Item>(call, worker);
+    case CacheType::INT8: return join<INT8Item>(call, worker);
   }
 }
 

@@ -1,6 +1,6 @@
 // A number that one thread sets and others wait for (Signal), and the barrier made of it. Waiting begins with spinning, goes on
 // with yielding the core to whoever else wants it and ends asleep in the kernel; setting costs a system call only if
-// somebody sleeps. For pool.cpp alone.
+// somebody sleeps.
 #pragma once
 
 #include <atomic>

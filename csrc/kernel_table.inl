@@ -15,7 +15,8 @@ namespace quire {
 namespace QUIRE_ISA {
 
 const KernelTable& kernels() {
-  static const KernelTable table = {QUIRE_ISA_NAME, matmul, quantize, norm, rope, gate, store_kv, attention, argmax};
+  static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, gate,
+                                    store_kv,       attention, join_attention, argmax};
   return table;
 }
 

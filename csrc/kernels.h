@@ -88,7 +88,8 @@ struct KernelTable {
   void (*gate)(const GateCall&, Worker&);
   void (*store_kv)(const Cache&, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride, const float* v,
                    int64_t v_stride, const Worker&);
-  void (*attention)(const AttentionCall&, Worker&);
+  bool (*attention)(const AttentionCall&, Worker&);
+  void (*join_attention)(const AttentionCall&, Worker&);
   // The first largest of each row: index and value. NaN is larger than everything.
   void (*argmax)(const float* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index, float* value, Worker&);
 };

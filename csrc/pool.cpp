@@ -38,7 +38,8 @@ class Pool {
  public:
   void run(int threads, Job job, void* argument);
   static void run_alone(Job job, void* argument);
-  void wait_for_team() { barrier_.arrive_and_wait(team_.size_, crowded_ ? kCrowded : kWithinJob); }
+  void wait_for_team() { barrier_.arrive_and_wait(team_.size_, patience()); }
+  Patience patience() const { return crowded_ ? kCrowded : kWithinJob; }
 
  private:
   // Where a worker waits to be called. The number counts its calls.
@@ -68,6 +69,10 @@ class Pool {
 
 void Team::barrier() {
   if (size_ > 1) pool_->wait_for_team();
+}
+
+void Team::wait_while(Signal& signal, uint32_t value) {
+  signal.wait_while(value, pool_ ? pool_->patience() : kWithinJob);
 }
 
 void Pool::run_alone(Job job, void* argument) {

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "barrier.h"
+
 namespace quire {
 
 class Pool;
@@ -19,6 +21,9 @@ class Team {
 
   // Waits until all threads of the team have come here; what they wrote before is seen by all after it.
   void barrier();
+
+  // Waits until the signal has another value.
+  void wait_while(Signal& signal, uint32_t value);
 
  private:
   friend class Pool;

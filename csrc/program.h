@@ -2,6 +2,7 @@
 // threads that walks the list together. Ops know the buffers; what differs from step to step is in a Step.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -34,8 +35,33 @@ class Op {
  public:
   virtual ~Op() = default;
   virtual const char* kind() const = 0;
-  // Called by all threads of a team; they meet at a barrier after it.
-  virtual void run(const KernelTable& kernels, const Step& step, Worker& worker) const = 0;
+  // One phase of it: the worker's part. A phase begins when all parts of the one before it are done.
+  virtual void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const = 0;
+  virtual int phases() const { return 1; }
+};
+
+// The phases of a program in one run, walked by a team. A part belongs to the thread of its number, but whoever is
+// through with its own takes those that nobody has begun: a thread that comes late, because something else has its
+// core, is not waited for, and goes on where the others are.
+class Walk {
+ public:
+  void begin(size_t phases, int parts);
+
+  // `run(phase, worker)` computes one part, that of the worker's index.
+  template <class F>
+  void take_part(const Worker& worker, F run);
+
+ private:
+  struct Phase {
+    alignas(64) std::atomic<int> done{0};
+  };
+  bool claim(uint32_t phase, int part);
+
+  int parts_ = 1;
+  uint32_t count_ = 0;
+  std::vector<Phase> phases_;
+  std::vector<std::atomic<bool>> claimed_;  // [phases][parts]
+  Signal ended_;                            // how many phases have
 };
 
 struct MatmulOp;
@@ -46,7 +72,7 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  void add(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
+  void add(std::unique_ptr<Op> op);
   void add_product(std::unique_ptr<MatmulOp> op);  // the product before it will know what follows
   void run(int threads, const Step& step) const;
 
@@ -55,8 +81,17 @@ class Program {
   const std::vector<std::unique_ptr<Op>>& ops() const { return ops_; }
 
  private:
+  struct Place {
+    size_t op;
+    int phase;
+  };
+  struct Run;
+  static void walk(void* run, Worker worker);
+
   const KernelTable& kernels_;
   std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<Place> places_;  // of every phase
+  mutable Walk walk_;
   MatmulOp* last_product_ = nullptr;
 };
 
@@ -69,14 +104,14 @@ struct EmbedOp : Op {
   int64_t out_stride;
 
   const char* kind() const override { return "embed"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct NormOp : Op {
   NormCall call;
 
   const char* kind() const override { return "norm"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct MatmulOp : Op {
@@ -84,21 +119,22 @@ struct MatmulOp : Op {
   bool quantize;  // x's values into x's codes first
 
   const char* kind() const override { return call.activation == Activation::NONE ? "matmul" : "gated matmul"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  int phases() const override { return quantize ? 2 : 1; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct RopeOp : Op {
   RopeCall call;
 
   const char* kind() const override { return "rope"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct GateOp : Op {
   GateCall call;
 
   const char* kind() const override { return "gate"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct StoreOp : Op {
@@ -109,15 +145,17 @@ struct StoreOp : Op {
   int64_t k_stride, v_stride;
 
   const char* kind() const override { return "store"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 struct AttentionOp : Op {
   AttentionCall call;
   int group;
+  mutable std::atomic<bool> shared{false};  // set alike by all parts of the first phase
 
   const char* kind() const override { return "attention"; }
-  void run(const KernelTable& kernels, const Step& step, Worker& worker) const override;
+  int phases() const override { return 2; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
 }  // namespace quire
