@@ -44,10 +44,10 @@ class EngineConfig:
         "auto", "What weights and activations are computed in; auto is float32 on a CPU."
     )
     kernels: Literal["auto", "native", "torch"] = option(
-        "auto", "Whose ops compute on a CPU: quire's own, torch's, or the former wherever they can (auto)."
+        "auto", "Whose ops compute: quire's own, torch's, or the former wherever they can (auto)."
     )
     weights: Literal["file", "random"] = option(
-        "file", "Where weights come from; random ones, in the shapes of a config.json, are for measuring speed."
+        "file", "Where weights come from; random ones, in the shapes of the model, are for measuring speed."
     )
     quantize: Literal["none", "int8", "int4"] = option(
         "none", "Round weights that are stored in full precision while they are loaded (own kernels only)."

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,4 +187,5 @@ def raise_file_limit() -> None:
 def step_back() -> None:
     """Take no core from a server on this machine in the middle of its work; the server, if a child, is not bound."""
     if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+        with suppress(PermissionError):  # some containers forbid it; the figures then hold a little less for the server
+            os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))

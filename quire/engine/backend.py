@@ -108,8 +108,9 @@ def choose_quantize(wanted: str, checkpoint: Checkpoint) -> str | None:
 
 
 def describe_ops(ops: Kernels, dtype: torch.dtype) -> str:
-    """What computes, in words: 'own kernels (avx512) on 2 threads', 'torch in float32 on cpu'."""
+    """What computes, in words: 'own kernels (avx512) on 2 threads', 'own kernels in bfloat16 on cuda', 'torch ...'."""
     if ops.native is not None:
         threads = ops.native.threads
         return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"
-    return f"torch in {str(dtype).removeprefix('torch.')} on {ops.device.type}"
+    whose = "torch" if ops.rope_store is None else "own kernels"
+    return f"{whose} in {str(dtype).removeprefix('torch.')} on {ops.device.type}"

@@ -37,8 +37,7 @@ from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.weights.config import read_directory_config
-from quire.weights.loader import LoadedModel, build_model, build_random_model, opened, shorten
+from quire.weights.loader import LoadedModel, build_model, build_random_model, opened, read_config, shorten
 
 log = logging.getLogger("quire.engine")
 
@@ -92,6 +91,9 @@ class Engine:
         plan, pending = self._launched.popleft()
         try:
             sampled = pending()
+        except torch.AcceleratorError:  # a GPU that has failed once fails from then on: only a new process helps
+            self.scheduler.fail(plan, "The GPU failed.")
+            raise
         except Exception as error:
             return self._fail(plan, error)
         except BaseException:
@@ -170,9 +172,10 @@ def load(
 ) -> tuple[LoadedModel, Kernels]:
     """The model, and the ops that it is made of."""
     if config.weights == "random":
-        model = shorten(read_directory_config(path), config.max_len, path)
+        model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        return build_random_model(model, dtype=dtype, device=device, ops=ops), ops
+        rounding = None if config.quantize == "none" else config.quantize
+        return build_random_model(model, dtype=dtype, device=device, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)

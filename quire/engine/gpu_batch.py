@@ -24,6 +24,7 @@ class GpuBuffers(BatchBuffers):
         self, max_tokens: int, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:
         super().__init__(max_tokens, max_rows, max_len, num_groups, block_size, device)
+        self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.singles = Buffer((max_rows,), torch.int32, device)
         num_tiles = max_tokens // TILE_QUERIES + SPARE_TILES

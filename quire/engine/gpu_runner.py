@@ -1,7 +1,8 @@
 """GpuRunner: runs plans on a GPU without waiting for them, so that the next one is planned meanwhile.
 
 Sampled tokens stay on the device, where the next step finds them; the host reads them one step late. Steps that only
-decode are captured as CUDA graphs, one for each size that traffic has needed; all others are launched op by op.
+decode, and the layers of mixed steps that are not large, are captured as CUDA graphs, one for each size that traffic
+has needed; all others are launched op by op.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class GpuRunner(ModelRunner):
         if batch.feeds is not None:
             feed(batch.tokens, batch.paging.query_starts, batch.feeds, self._tokens, num_rows)
 
-    def _choose(self, hidden: Tensor, num_rows: int) -> None:
+    def _choose(self, hidden: Tensor) -> None:
         self._find_best(self.model.products(hidden), self._tokens, self._scores)
 
     def _send_home(self, num_rows: int) -> Landing:
@@ -139,14 +140,14 @@ class GpuRunner(ModelRunner):
 
         def body() -> Tensor:
             hidden = self._forward(batch, size)
-            self._choose(hidden, size)
+            self._choose(hidden)
             return hidden
 
         self._replay(("decode", size), body)
 
     def _run_mixed(self, plan: Plan) -> None:
         """Chunks of prompts, and single tokens among them."""
-        size = next((size for size in MIXED_SIZES if size >= plan.num_tokens), 0)
+        size = min(next((size for size in MIXED_SIZES if size >= plan.num_tokens), 0), self.buffers.max_tokens)
         captured = self.buffers.fill_mixed(plan, self._rows, size) if size else None
         if captured is not None:
             key = "mixed" if 1 in plan.counts else "prompts", size
@@ -155,7 +156,7 @@ class GpuRunner(ModelRunner):
             batch = self.buffers.fill(plan, self._rows)
             hidden = self._forward(batch, len(plan))
         ends = batch.paging.query_starts[1 : len(plan) + 1].long() - 1
-        self._choose(hidden[ends], len(plan))
+        self._choose(hidden[ends])
 
     def _forward(self, batch: Batch, num_rows: int) -> Tensor:
         self._feed(batch, num_rows)

@@ -1,7 +1,7 @@
 """PanelWeight: a matrix packed for the C++ kernels. `csrc/panels.h` describes the layout.
 
 Matrices of different storage that are used together (q, k and v of mixed types) are several panels, side by side in the
-output. Who fills them is `weights/checkpoint.py`.
+output. Who fills them is `weights/checkpoint.py`, or `weights/random_weights.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
-from quire.kernels.cpu.tape import Value
+from quire.kernels.cpu.tape import DENSE_FORMATS, Value
 from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
 from quire.quant.weight import Weight, find_best
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
+
+
+def rounded_format(stored: str, name: str, cols: int, quantize: str | None) -> str:
+    """As it is stored, or rounded to our own int8 or int4; the two ends of a model keep 8 bits."""
+    if quantize is None or stored not in DENSE_FORMATS or cols % PANEL_BLOCK:
+        return stored
+    return "q4_1" if quantize == "int4" and ".layers." in name else "q8_0"
 
 
 @dataclass(frozen=True, slots=True)

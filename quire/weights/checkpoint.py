@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.tape import DENSE_FORMATS
 from quire.quant.ggml_types import PANEL_FORMATS
 from quire.quant.gguf_blocks import GGUFBlocks, check_supported
-from quire.quant.panels import PANEL_BLOCK, ROWS_IN_PANEL, PanelWeight, join
+from quire.quant.panels import ROWS_IN_PANEL, PanelWeight, join, rounded_format
 from quire.quant.weight import Dense, Stacked, Weight
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import gguf_name, text_name
@@ -245,7 +244,9 @@ class CheckpointSource:
         return out
 
     def _panels(self, native: Native, parts: Parts, cols: int) -> PanelWeight:
-        joined = join(parts, [self._format(name, cols) for name, _ in parts])
+        joined = join(
+            parts, [rounded_format(self.checkpoint.panel_format(name), name, cols, self.quantize) for name, _ in parts]
+        )
         weight = PanelWeight([native.module.Panels(kind, count_rows(own), cols) for kind, own in joined], native)
         for (_, own), panels in zip(joined, weight.parts, strict=True):
             first = 0
@@ -253,13 +254,6 @@ class CheckpointSource:
                 self._filling.append((name, [self._pool.submit(w) for w in self.checkpoint.pack(name, panels, first)]))
                 first += rows
         return weight
-
-    def _format(self, name: str, cols: int) -> str:
-        """As it is stored, or rounded to our own int8 or int4; the two ends of a model keep 8 bits."""
-        stored = self.checkpoint.panel_format(name)
-        if self.quantize is None or stored not in DENSE_FORMATS or cols % PANEL_BLOCK:
-            return stored
-        return "q4_1" if self.quantize == "int4" and ".layers." in name else "q8_0"
 
     def _dense(self, parts: Parts, cols: int) -> Dense:
         """Each tensor is written right into its rows of the fused one, so nothing is held twice."""

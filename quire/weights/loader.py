@@ -98,9 +98,11 @@ def build_model(
     return LoadedModel(model, config, source.nbytes)
 
 
-def build_random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ops: Kernels) -> LoadedModel:
-    """The model with numbers from a seed, for measuring: no file is read."""
-    source = RandomWeights(0, dtype, device, ops.linear)
+def build_random_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ops: Kernels, quantize: str | None = None
+) -> LoadedModel:
+    """The model with numbers from a seed, for measuring: no weights are read."""
+    source = RandomWeights(0, dtype, device, ops.linear, ops.native, quantize)
     return LoadedModel(MODELS[config.family](config, source, ops), config, source.nbytes)
 
 
@@ -110,6 +112,14 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
             f"max_len is {max_len:,}, but {path.name} was made for {config.max_len:,} tokens; lower it."
         )
     return replace(config, max_len=max_len or config.max_len)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """What a file or a directory says of its model; a directory needs no weights for that."""
+    if path.is_dir():
+        return read_directory_config(path)
+    with GGUFFile(path) as file:
+        return read_gguf_config(file)
 
 
 @contextmanager

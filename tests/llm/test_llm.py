@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.beam_search import BeamSearchParams
@@ -238,6 +239,17 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, mo
     assert out.outputs[0].finish_reason == "error"
     assert "out of luck" in (out.outputs[0].error or "")
     assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+def test_a_gpu_that_has_failed_is_the_caller_s_to_know(llm: LLM, monkeypatch) -> None:
+    """Not an error of the requests alone: an engine in a process of its own ends with it, and is started again."""
+    runner = llm._client.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(torch.AcceleratorError("illegal access")))
+        with pytest.raises(torch.AcceleratorError, match="illegal access"):
+            llm.generate("hi", GREEDY)
+    scheduler = llm._client.engine.scheduler
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch) -> None:

@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 
+OUTPUTS, INPUTS = 2, 2048  # of a tile: the fastest of the sizes tried, for all of a model's matrices
+
 
 @triton.jit
 def _gemv(
@@ -30,18 +32,12 @@ def _gemv(
     tl.store(y + outputs, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=outputs < num_out)
 
 
-def tiling(num_out: int, num_in: int) -> tuple[int, int, int]:
-    """Outputs and inputs of a tile, and warps."""
-    return 2, 2048, 2
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in], weight [out, in] -> x W^T"""
     if x.numel() != weight.shape[1] or weight.stride(1) != 1 or x.dtype != weight.dtype or not x.is_contiguous():
         return functional.linear(x, weight)
     y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    outputs, inputs, warps = tiling(*weight.shape)
-    _gemv[(triton.cdiv(weight.shape[0], outputs),)](
-        x, weight, y, *weight.shape, weight.stride(0), OUTPUTS=outputs, INPUTS=inputs, num_warps=warps, **chained(),
-    )  # fmt: skip
+    _gemv[(triton.cdiv(weight.shape[0], OUTPUTS),)](
+        x, weight, y, *weight.shape, weight.stride(0), OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=2, **chained()
+    )
     return y
