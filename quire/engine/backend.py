@@ -112,5 +112,5 @@ def describe_ops(ops: Kernels, dtype: torch.dtype) -> str:
     if ops.native is not None:
         threads = ops.native.threads
         return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"
-    whose = "torch" if ops.rope_store is None else "own kernels"
+    whose = "torch" if ops.fused is None else "own kernels"
     return f"{whose} in {str(dtype).removeprefix('torch.')} on {ops.device.type}"

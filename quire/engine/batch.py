@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +159,7 @@ class BatchBuffers:
             self.positions.host[: len(plan)] = plan.starts
             return
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
-            self.positions.host[first : first + count] = range(start, start + count)
+            self.positions.host[first : first + count] = np.arange(start, start + count)
 
     def _fill_tokens(self, plan: Plan, in_flight: Mapping[str, int] | None) -> bool:
         """Returns whether some are still on the device."""

@@ -186,7 +186,7 @@ def load(
 
 
 def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: BufferShape) -> Runner:
-    if ops.rope_store is None:
+    if ops.fused is None:
         return ModelRunner(model, cache, BatchBuffers(*shape), ops)
     from quire.engine.gpu_batch import GpuBuffers  # these load Triton
     from quire.engine.gpu_runner import GpuRunner

@@ -24,6 +24,7 @@ from quire.engine.runner import ModelRunner, Pending
 from quire.kernels import Kernels
 from quire.kernels.cuda.best import BestFinder
 from quire.kernels.cuda.feed import feed
+from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans launched before the first is taken in
@@ -151,16 +152,16 @@ class GpuRunner(ModelRunner):
         captured = self.buffers.fill_mixed(plan, self._rows, size) if size else None
         if captured is not None:
             key = "mixed" if 1 in plan.counts else "prompts", size
-            batch, hidden = captured, self._replay(key, lambda: self._forward(captured, self.max_rows))
+            hidden = self._replay(key, lambda: self._forward(captured, self.max_rows))
+            ends = captured.paging.query_starts[1 : len(plan) + 1].long() - 1
+            self._choose(hidden[ends])
         else:
             batch = self.buffers.fill(plan, self._rows)
-            hidden = self._forward(batch, len(plan))
-        ends = batch.paging.query_starts[1 : len(plan) + 1].long() - 1
-        self._choose(hidden[ends])
+            self._choose(self._forward(batch, len(plan), batch.paging.ends()))
 
-    def _forward(self, batch: Batch, num_rows: int) -> Tensor:
+    def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         self._feed(batch, num_rows)
-        return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
+        return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
 
     def _replay(self, key: tuple[str, int], body: Callable[[], Tensor]) -> Tensor:
         """What `body` computes, captured when it is first needed: its buffers stay where they are."""

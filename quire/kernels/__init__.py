@@ -20,6 +20,15 @@ __all__ = ["Kernels", "select"]
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """Ops that do several of the others at once, for backends that launch each of them."""
+
+    turn_and_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
+    turn_and_attend: Callable[..., Tensor]  # those, and attention
+    gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear, and silu_mul or gelu_mul
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """One device's ops; `reference` says what each takes and gives."""
 
@@ -35,7 +44,7 @@ class Kernels:
     cache_shapes: Callable[[str, int, int, int], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     record: Callable[..., Any]
     linear: Callable[[Tensor, Tensor], Tensor]
-    rope_store: Callable[..., tuple[Tensor, Tensor]] | None = None  # `rope` and `store_kv` at once
+    fused: Fused | None = None  # set on GPUs with our own kernels
     native: Native | None = None  # set where weights must be packed for our own kernels
 
 
@@ -48,9 +57,9 @@ def select(device: str | torch.device, native: Native | None = None, *, plain: b
 
     device = torch.device(device)
     backend = reference if plain and device.type != "cpu" else _backend(device.type, native)
-    names = [field.name for field in fields(Kernels) if field.name not in ("device", "rope_store", "native")]
+    names = [field.name for field in fields(Kernels) if field.name not in ("device", "fused", "native")]
     chosen = {name: getattr(backend, name, getattr(reference, name)) for name in names}
-    return Kernels(device, **chosen, rope_store=getattr(backend, "rope_store", None), native=native)
+    return Kernels(device, **chosen, fused=getattr(backend, "fused", None), native=native)
 
 
 def _backend(kind: str, native: Native | None) -> Any:

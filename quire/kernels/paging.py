@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,18 @@ class Paging:
     ancestors: Tensor | None = None  # [tokens, max_query] bool, for trees of drafts: which of its row's tokens one sees
     work: Any = None  # what a backend has worked out about these rows, so that it does so once a step
 
+    def ends(self) -> Ends:
+        """The same rows, each with its last token only."""
+        num_rows = len(self.host_seq_lens)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.query_starts.device)
+        tokens = self.query_starts[1 : num_rows + 1].long() - 1
+        slots = [slots[tokens] for slots in self.slots]
+        host_starts = list(range(num_rows + 1))
+        return Ends(
+            tokens,
+            Paging(starts, self.seq_lens, self.block_tables, slots, self.block_size, host_starts, self.host_seq_lens),
+        )
+
     @property
     def max_query_len(self) -> int:
         return max((stop - start for start, stop in pairwise(self.host_query_starts)), default=0)
@@ -37,6 +50,14 @@ class Paging:
     @property
     def max_seq_len(self) -> int:
         return max(self.host_seq_lens, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The last tokens of a step's rows, when nothing else of the step is wanted: its last layer computes no others."""
+
+    tokens: Tensor  # [rows] int64: where in the step they are
+    paging: Paging
 
 
 @dataclass(slots=True)

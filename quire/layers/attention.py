@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels import Kernels
-from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
@@ -49,24 +49,32 @@ class Attention:
         self.qk_norm = qk_norm
         self.ops = ops
 
-    def __call__(self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache) -> Tensor:
-        """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]"""
+    def __call__(
+        self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None
+    ) -> Tensor:
+        """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]; with `ends`, a row for each of those"""
         qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)
+        table, interleaved = self.rotary.table, self.rotary.interleaved
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        if ends is None and self.ops.fused is not None:
+            out = self.ops.fused.turn_and_attend(q, k, v, positions, table, interleaved, cache, paging, **options)
+            return self.output(out.flatten(1))
         q, k = self._turn_and_store(q, k, v, positions, paging.slots[cache.group], cache)
-        out = self.ops.attention(
-            q, cache, paging, scale=self.scale, window=self.window, softcap=self.softcap, own=(k, v)
-        )
+        if ends is None:
+            out = self.ops.attention(q, cache, paging, **options, own=(k, v))
+        else:
+            out = self.ops.attention(q[ends.tokens], cache, ends.paging, **options)
         return self.output(out.flatten(1))
 
     def _turn_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         ops, table, interleaved = self.ops, self.rotary.table, self.rotary.interleaved
-        if ops.rope_store is not None:
-            return ops.rope_store(q, k, v, positions, table, interleaved, cache, slots)
+        if ops.fused is not None:
+            return ops.fused.turn_and_store(q, k, v, positions, table, interleaved, cache, slots)
         q, k = ops.rope(q, k, positions, table, interleaved)
         ops.store_kv(k, v, cache, slots)
         return q, k

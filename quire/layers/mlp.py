@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.kernels import Kernels
 from quire.layers.linear import Linear
 from quire.layers.source import Source
+from quire.quant.weight import Dense
 
 
 class GatedMLP:
@@ -29,7 +30,15 @@ class GatedMLP:
         self.gate_up = Linear(source, gate_up, hidden_size, bias=bias)
         self.down = Linear(source, [(f"{name}.down_proj", hidden_size)], intermediate_size, bias=bias)
         self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[activation]
+        self.activation = activation
+        self.fused = None if bias else ops.fused
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden_size] -> [tokens, hidden_size]"""
-        return self.down(self.activate(self.gate_up(x)))
+        return self.down(self._gate(x))
+
+    def _gate(self, x: Tensor) -> Tensor:
+        weight = self.gate_up.weight
+        if self.fused is not None and isinstance(weight, Dense):
+            return self.fused.gated_linear(x, weight.data, self.activation)
+        return self.activate(self.gate_up(x))

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels import Kernels
-from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
@@ -25,11 +25,17 @@ from quire.models.config import ModelConfig
 
 class Layer(Protocol):
     def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        paging: Paging,
+        cache: LayerCache,
+        ends: Ends | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x and residual [tokens, hidden_size] are two halves of a sum, as what comes out are: so norms can add them.
 
-        Both are used up. The first layer is given no residual.
+        Both are used up. The first layer is given no residual. With `ends`, what comes out has a row for each of those.
         """
         ...
 
@@ -56,11 +62,17 @@ class Decoder:
         head = self.embedding.weight if tied else source.matrix([("lm_head.weight", vocab)], size)
         self.head = Head(head, softcap=config.logit_softcap)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache]) -> Tensor:
-        """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm."""
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache], ends: Ends | None = None
+    ) -> Tensor:
+        """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm.
+
+        With `ends`, only hidden of those tokens, [rows, hidden_size]: the last layer is not computed for others.
+        """
         x, residual = self.embedding(tokens), None
-        for layer, cache in zip(self.layers, kv, strict=True):
+        for layer, cache in zip(self.layers[:-1], kv[:-1], strict=True):
             x, residual = layer(x, residual, positions, paging, cache)
+        x, residual = self.layers[-1](x, residual, positions, paging, kv[-1], ends)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

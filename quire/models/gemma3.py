@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from quire.kernels import Kernels
-from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Source
 from quire.models.config import ModelConfig
@@ -32,10 +32,18 @@ class Gemma3Layer:
         self.output_norm = norm(f"{name}.post_feedforward_layernorm")
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        paging: Paging,
+        cache: LayerCache,
+        ends: Ends | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_norm.add(x, residual)
-        x = self.attended_norm(self.attention(x, positions, paging, cache))
+        x = self.attended_norm(self.attention(x, positions, paging, cache, ends))
+        if ends is not None:
+            residual = residual[ends.tokens]
         x, residual = self.mlp_norm.add(x, residual)
         return self.output_norm(self.mlp(x)), residual
 

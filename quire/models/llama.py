@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels import Kernels
-from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Source
 from quire.models.config import ModelConfig
@@ -29,10 +29,18 @@ class LlamaLayer:
         self.mlp = build_mlp(config, source, ops, index)
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        paging: Paging,
+        cache: LayerCache,
+        ends: Ends | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, paging, cache)
+        x = self.attention(x, positions, paging, cache, ends)
+        if ends is not None:
+            residual = residual[ends.tokens]
         x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 

@@ -105,6 +105,44 @@ def test_block_sizes(block_size):
     check([[(0, 33), (1, 1)], [(0, 1), (1, 40)]], block_size=block_size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned", "window"),
+    [(4, 2, 32, 32, None), (9, 3, 64, 64, 20), (6, 1, 80, 32, None), (32, 8, 128, 128, None)],
+)
+@pytest.mark.parametrize("contexts", [[1], [700], [16, 1, 65, 130, 64, 300], list(range(1, 80))], ids=len)
+def test_new_tokens_are_turned_and_stored_on_the_way(
+    heads, kv_heads, dim, turned, window, contexts, interleaved, dtype
+):
+    torch.manual_seed(len(contexts))
+    paged = PagedCache(
+        kv_heads=kv_heads, head_dim=dim, windows=[window], num_blocks=400, block_size=16, dtype=dtype, seed=1
+    )
+    plain = paged.layers[0]
+    before = [(row, length - 1) for row, length in enumerate(contexts) if length > 1]
+    if before:
+        tokens = sum(count for _, count in before)
+        k, v = (torch.randn(tokens, kv_heads, dim).to(dtype) for _ in "kv")
+        reference.store_kv(k, v, plain, paged.step(before).slots[0])
+    paging = on_gpu(paged.step([(row, 1) for row in range(len(contexts))]))
+    qkv = torch.randn(len(contexts), heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+    angles, positions = torch.randn(1000, turned, device=DEVICE), paging.seq_lens.long() - 1
+    whole = LayerCache(plain.k.to(DEVICE), plain.v.to(DEVICE), 0, 16)
+    own = LayerCache(whole.k.transpose(1, 2).contiguous(), whole.v.transpose(1, 2).contiguous(), 0, 16)
+    turned_q, turned_k = reference.rope(q, k, positions, angles, interleaved)
+    reference.store_kv(turned_k, v, whole, paging.slots[0])
+    expected = reference.attention(turned_q, whole, paging, scale=dim**-0.5, window=window)
+    got = ops.fused.turn_and_attend(
+        q, k, v, positions, angles, interleaved, own, paging, scale=dim**-0.5, window=window
+    )
+    assert_near(got, expected, dtype)
+    block, offset = paging.slots[0] // 16, paging.slots[0] % 16
+    assert_near(own.k[block, :, offset], whole.k[block, offset], dtype)
+    assert torch.equal(own.v[block, :, offset], whole.v[block, offset])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(seed):
     rng = random.Random(seed)

@@ -66,7 +66,7 @@ def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
     own = LayerCache(*(torch.zeros(8, kv_heads, block, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
     expected_q, expected_k = reference.rope(q, k, positions, table, interleaved)
     reference.store_kv(expected_k[kept], v[kept], plain, slots[kept])
-    got_q, got_k = ops.rope_store(q, k, v, positions, table, interleaved, own, slots)
+    got_q, got_k = ops.fused.turn_and_store(q, k, v, positions, table, interleaved, own, slots)
     assert_near(got_q, expected_q, dtype)
     assert_near(got_k[kept], expected_k[kept], dtype)
     assert_near(own.k.transpose(1, 2), plain.k, dtype)
@@ -74,12 +74,22 @@ def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (77, 300), (4096, 4096), (3, 14336)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (77, 300), (4096, 4096), (3, 14336), (4100, 64)])
 def test_linear(rows, outputs, inputs, dtype):
     x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
     expected = x.double() @ weight.double().T
     assert_near(ops.linear(x, weight), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 33, 64, 65])
+@pytest.mark.parametrize(("size", "inputs"), [(1, 1), (70, 300), (1024, 512)])
+def test_gated_linear(rows, size, inputs, dtype):
+    x, weight = draw(rows, inputs, dtype=dtype), draw(2 * size, inputs, dtype=dtype) / inputs**0.5
+    products = (x.double() @ weight.double().T).to(dtype)
+    assert_near(ops.fused.gated_linear(x, weight, "silu"), reference.silu_mul(products), dtype)
+    assert_near(ops.fused.gated_linear(x, weight, "gelu_tanh"), reference.gelu_mul(products), dtype)
 
 
 @pytest.mark.parametrize("size", [5, 4096, 20_011, 128_256])

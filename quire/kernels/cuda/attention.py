@@ -12,9 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.decode import decode_attention
-from quire.kernels.cuda.fresh import FreshRows, attend_fresh, find_fresh
+from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
+from quire.kernels.cuda.fresh import FreshRows, attend_fresh, find_fresh, part
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, prefill_attention
+from quire.kernels.cuda.rotary import rope_store
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.paging import LayerCache, Paging
 
@@ -79,6 +80,9 @@ def attention(
     scoring = Scoring(scale, window, slopes, softcap)
     may_be_fresh = own is not None and scoring.is_plain and q.dtype != torch.float32
     work = find_work(paging, q.device, may_be_fresh)
+    if len(work.fresh) == 1 and work.fresh[0].num_tokens == q.shape[0]:
+        assert own is not None
+        return attend_fresh(q, *own, work.fresh[0], scale).reshape(q.shape)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
     if work.all_single:
@@ -86,12 +90,28 @@ def attention(
         return out
     for rows in work.fresh:
         assert own is not None
-        attend_fresh(q, *own, rows, out, scale)
+        part(out, rows).copy_(attend_fresh(q, *own, rows, scale))
     if work.singles is not None:
         decode_attention(q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts)
     if work.tiles is not None:
         prefill_attention(q, cache, paging, work.tiles, out, scoring)
     return out
+
+
+def turn_and_attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, angles: Tensor, interleaved: bool, cache: LayerCache,
+    paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
+    scoring = Scoring(scale, window, None, softcap)
+    work = find_work(paging, q.device, scoring.is_plain and q.dtype != torch.float32)
+    if work.all_single and q.shape[0] <= NEW_ROWS:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        new = New(k, v, angles, interleaved)
+        decode_attention(q, cache, paging.block_tables[cache.group], paging.seq_lens, out, scoring, new=new)
+        return out
+    rope_store(q, k, v, positions, angles, interleaved, cache, paging.slots[cache.group])
+    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, own=(k, v))
 
 
 def find_work(paging: Paging, device: torch.device, may_be_fresh: bool) -> Work:

@@ -2,11 +2,15 @@
 
 All query heads of a key head share a tile, so each key is read once. Where a row's context is split, the program that
 ends last puts the parts together, in their order: the sum does not depend on who was last.
+
+With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
+ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,65 +24,148 @@ from quire.kernels.paging import LayerCache
 MIN_QUERIES = 16  # the least a tensor core takes
 PROGRAMS = 132 * 4  # enough to keep an H200's multiprocessors reading
 MAX_SPLITS = 32
+NEW_ROWS = 64  # with more, `New` costs more than kernels of their own do
+
+
+@triton.jit
+def _partner(columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each column: the one it is turned with, which angle is theirs, and the sign of the partner's share."""
+    if INTERLEAVED:
+        return columns ^ 1, columns // 2, tl.where(columns % 2 == 0, -1.0, 1.0)
+    half: tl.constexpr = TURNED // 2
+    is_first = columns < half
+    return tl.where(is_first, columns + half, columns - half), columns % half, tl.where(is_first, -1.0, 1.0)
+
+
+@triton.jit
+def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """x points to heads [lanes, 1]; what comes back is rotated by the table's row, and rounded as a head is stored."""
+    partner, angle, sign = _partner(columns, TURNED, INTERLEAVED)
+    is_turned = columns < TURNED
+    cosines = tl.load(table + angle, mask=is_turned, other=1.0)
+    sines = tl.load(table + TURNED // 2 + angle, mask=is_turned, other=0.0) * sign
+    own = tl.load(x + columns[None, :], mask=inside, other=0.0)
+    other = tl.load(x + partner[None, :], mask=inside & is_turned[None, :], other=0.0)
+    turned = own.to(tl.float32) * cosines[None, :] + other.to(tl.float32) * sines[None, :]
+    return turned.to(own.dtype)
+
+
+@triton.jit
+def _read(keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """A tile's keys and values [places, columns]; zeros where nothing is seen."""
+    block = tl.load(table + places // PAGE, mask=seen, other=0).to(tl.int64)
+    at = (block * block_stride + head_at + places % PAGE * DIM)[:, None] + columns[None, :]
+    wanted = seen[:, None] & (columns < DIM)[None, :]
+    return tl.load(keys + at, mask=wanted, other=0.0), tl.load(values + at, mask=wanted, other=0.0)
+
+
+@triton.jit
+def _absorb(
+    query, key, value, seen, distance, top, mass, total, scale, cap, slope, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Take one tile into the running softmax: its maximum, its mass and its weighted values."""
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if HAS_CAP:
+        scores = soften(scores, cap)
+    if HAS_SLOPES:
+        scores += slope[:, None] * distance[None, :].to(tl.float32)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(scores - safe[:, None])
+    fading = tl.exp(top - safe)
+    mass = mass * fading + tl.sum(weights, axis=1)
+    total = total * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return higher, mass, total
 
 
 @triton.jit
 def _decode(
-    q, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, scale, cap, window, q_row,
-    out_row, table_row, block_stride, head_stride,
+    q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
+    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr, QUERIES: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_ROWS: tl.constexpr, IS_NEW: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUERIES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
-    after_last(CHAINED)
     entry = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     row = tl.load(rows + entry) if HAS_ROWS else entry
     if row < 0:
+        after_last(CHAINED)
         return
-    token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
+    newest = seq_len - 1
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
     tiles = tl.cdiv(seq_len, TILE) - first // TILE
     own = tl.cdiv(tiles, SPLITS)
     begin = (first // TILE + split * own) * TILE
     end = tl.minimum(begin + own * TILE, seq_len)
+    is_mine = (begin <= newest) & (newest < end)
+    stop = tl.minimum(end, newest) if IS_NEW else end
 
     lanes = tl.arange(0, QUERIES)
     columns = tl.arange(0, WIDTH)
+    within = tl.arange(0, TILE)
     is_query = lanes < GROUP
     is_column = columns < DIM
     heads = head * GROUP + lanes
     inside = is_query[:, None] & is_column[None, :]
-    query = tl.load(q + token * q_row + heads[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
+    table = tables + row.to(tl.int64) * table_row
+    head_at = head.to(tl.int64) * head_stride
     slope = tl.zeros([QUERIES], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + heads, mask=is_query, other=0.0)
+
+    if not IS_NEW:
+        after_last(CHAINED)
+    seen = (begin + within < stop) & (begin + within >= first)
+    key, value = _read(keys, values, table, begin + within, seen, columns, block_stride, head_at, DIM, PAGE)
+    if IS_NEW:
+        newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
+        after_last(CHAINED)
+    token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
+    at_query = q + token * q_row + heads[:, None] * DIM
+    if IS_NEW:
+        angle = angles + tl.maximum(newest, 0) * TURNED
+        one = tl.arange(0, 1)[:, None]
+        wanted = is_column[None, :] & is_mine
+        new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, angle, TURNED, INTERLEAVED)
+        new_value = tl.load(v + token * v_row + head * DIM + one + columns[None, :], mask=wanted, other=0.0)
+        query = _turned(at_query, columns, inside, angle, TURNED, INTERLEAVED)
+        new_key, new_value = new_key.to(keys.dtype.element_ty), new_value.to(values.dtype.element_ty)
+        place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[None, :]
+        tl.store(keys + place, new_key, mask=wanted)
+        tl.store(values + place, new_value, mask=wanted)
+    else:
+        query = tl.load(at_query + columns[None, :], mask=inside, other=0.0)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    within = tl.arange(0, TILE)
-    for at in range(begin, end, TILE):
+    top, mass, total = _absorb(
+        query, key, value, seen, begin + within - newest, top, mass, total, scale, cap, slope, HAS_CAP, HAS_SLOPES
+    )
+    for at in range(begin + TILE, stop, TILE):
         places = at + within
-        seen = (places < end) & (places >= first)
-        block = tl.load(tables + row.to(tl.int64) * table_row + places // PAGE, mask=seen, other=0).to(tl.int64)
-        offset = block * block_stride + head * head_stride + places % PAGE * DIM
-        wanted = seen[:, None] & is_column[None, :]
-        key = tl.load(keys + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
-        value = tl.load(values + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        seen = (places < stop) & (places >= first)
+        key, value = _read(keys, values, table, places, seen, columns, block_stride, head_at, DIM, PAGE)
+        top, mass, total = _absorb(
+            query, key, value, seen, places - newest, top, mass, total, scale, cap, slope, HAS_CAP, HAS_SLOPES
+        )
+    if IS_NEW:
+        score = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1) * scale
         if HAS_CAP:
-            scores = soften(scores, cap)
-        if HAS_SLOPES:
-            scores += slope[:, None] * (places - (seq_len - 1))[None, :].to(tl.float32)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        fading = tl.exp(top - higher)
-        mass = mass * fading + tl.sum(weights, axis=1)
-        total = total * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            score = soften(score, cap)
+        score = tl.where(is_mine, score, float("-inf"))
+        higher = tl.maximum(top, score)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, fading = tl.exp(score - safe), tl.exp(top - safe)
+        mass = mass * fading + weight
+        total = total * fading[:, None] + weight[:, None] * new_value.to(query.dtype).to(tl.float32)
         top = higher
 
     to = out + token * out_row + heads[:, None] * DIM + columns[None, :]
@@ -132,6 +219,31 @@ def choose_splits(num_rows: int, kv_heads: int) -> int:
     return max(1, min(MAX_SPLITS, PROGRAMS // max(1, num_rows * kv_heads)))
 
 
+class New(NamedTuple):
+    """The new tokens' keys and values [rows, kv_heads, dim], not turned yet, and what turns them."""
+
+    k: Tensor
+    v: Tensor
+    angles: Tensor
+    interleaved: bool
+
+
+class Shape(NamedTuple):
+    """How the work is cut, as measured on an H200."""
+
+    tile: int
+    warps: int
+    stages: int
+
+
+def choose_shape(num_rows: int, dtype: torch.dtype) -> Shape:
+    if dtype == torch.float32:
+        return Shape(64, 4, 2)
+    if num_rows <= 16:
+        return Shape(32, 2, 4)
+    return Shape(64, 2, 3) if num_rows <= NEW_ROWS else Shape(64, 4, 3)
+
+
 def decode_attention(
     q: Tensor,
     cache: LayerCache,
@@ -141,6 +253,7 @@ def decode_attention(
     scoring: Scoring,
     rows: Tensor | None = None,
     starts: Tensor | None = None,
+    new: New | None = None,
 ) -> None:
     """Rows of one query: all of them, their tokens in order, or those in `rows`, whose tokens are at starts[row]."""
     kv_heads, page, dim = cache.k.shape[1:]
@@ -148,13 +261,17 @@ def decode_attention(
     splits, group = choose_splits(count, kv_heads), q.shape[1] // kv_heads
     queries, width = max(MIN_QUERIES, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     parts, tops, arrived = workspace(queries, width, q.device)
+    shape = choose_shape(count, q.dtype)
     scale, window, slopes, softcap = scoring
     nothing = seq_lens
+    k, v, angles, interleaved = new or New(q, q, q, False)
+    assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     _decode[(count, kv_heads, splits)](
-        q, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
-        nothing if starts is None else starts, slopes if slopes is not None else nothing, scale, softcap or 0.0,
-        window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
-        DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=64, SPLITS=splits, HAS_SLOPES=slopes is not None,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_ROWS=rows is not None, QUERIES=queries,
-        num_warps=4, num_stages=3 if q.dtype != torch.float32 else 2, **chained(),
+        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
+        nothing if starts is None else starts, slopes if slopes is not None else nothing, angles, scale, softcap or 0.0,
+        window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
+        cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=shape.tile, SPLITS=splits,
+        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
+        HAS_ROWS=rows is not None, IS_NEW=new is not None, TURNED=0 if new is None else angles.shape[1],
+        INTERLEAVED=interleaved, QUERIES=queries, num_warps=shape.warps, num_stages=shape.stages, **chained(),
     )  # fmt: skip

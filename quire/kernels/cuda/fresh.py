@@ -27,6 +27,10 @@ class FreshRows:
     stride: int
     length: int
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows) * self.length
+
 
 def find_fresh(paging: Paging, counts: Sequence[int]) -> list[FreshRows]:
     found: list[FreshRows] = []
@@ -41,12 +45,14 @@ def find_fresh(paging: Paging, counts: Sequence[int]) -> list[FreshRows]:
     return found
 
 
-def attend_fresh(q: Tensor, k: Tensor, v: Tensor, rows: FreshRows, out: Tensor, scale: float) -> None:
-    """q, k, v [tokens, heads, dim] of the step -> the rows' part of out."""
-    tokens = slice(rows.first, rows.first + len(rows.rows) * rows.stride)
-    q, k, v, out = (x[tokens].view(-1, rows.stride, *x.shape[1:])[:, : rows.length] for x in (q, k, v, out))
+def attend_fresh(q: Tensor, k: Tensor, v: Tensor, rows: FreshRows, scale: float) -> Tensor:
+    """q, k, v [tokens, heads, dim] of the step -> the rows' part of what comes out, [rows, length, heads, dim]"""
+    q, k, v = (part(x, rows).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-        result = scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
-        )
-    out.copy_(result.transpose(1, 2))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def part(x: Tensor, rows: FreshRows) -> Tensor:
+    """x [tokens, heads, dim] of the step -> that of the rows, [rows, length, heads, dim]"""
+    tokens = x[rows.first : rows.first + len(rows.rows) * rows.stride]
+    return tokens.view(-1, rows.stride, *x.shape[1:])[:, : rows.length]

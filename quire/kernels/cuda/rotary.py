@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.paging import LayerCache
 
-HEADS = 4  # in a program
+HEADS = 8  # in a program
 
 
 @triton.jit
@@ -42,39 +42,41 @@ def _rope_store(
     cosines = tl.load(row + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
     sines = tl.load(row + TURNED // 2 + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
 
-    is_q = (heads < num_q)[:, None] & exists
-    at = q + token * q_row + heads[:, None] * DIM
-    a = tl.load(at + first[None, :], mask=is_q, other=0.0).to(tl.float32)
-    b = tl.load(at + second[None, :], mask=is_q, other=0.0).to(tl.float32)
-    a, b = _turn(a, b, cosines, sines)
-    tl.store(at + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
-    tl.store(at + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
+    if tl.program_id(1) * HEADS < num_q:
+        is_q = (heads < num_q)[:, None] & exists
+        at = q + token * q_row + heads[:, None] * DIM
+        a = tl.load(at + first[None, :], mask=is_q, other=0.0).to(tl.float32)
+        b = tl.load(at + second[None, :], mask=is_q, other=0.0).to(tl.float32)
+        a, b = _turn(a, b, cosines, sines)
+        tl.store(at + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
+        tl.store(at + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
 
-    key_heads = heads - num_q
-    stored = (key_heads >= 0) & (key_heads < num_kv) & (slot >= 0)
-    is_k = stored[:, None] & exists
-    at = k + token * k_row + key_heads[:, None] * DIM
-    a = tl.load(at + first[None, :], mask=is_k, other=0.0).to(tl.float32)
-    b = tl.load(at + second[None, :], mask=is_k, other=0.0).to(tl.float32)
-    a, b = _turn(a, b, cosines, sines)
-    a, b = a.to(k.dtype.element_ty), b.to(k.dtype.element_ty)
-    tl.store(at + first[None, :], a, mask=is_k)
-    tl.store(at + second[None, :], b, mask=is_k)
-    to = keys + place + key_heads[:, None] * head_stride
-    tl.store(to + first[None, :], a.to(keys.dtype.element_ty), mask=is_k)
-    tl.store(to + second[None, :], b.to(keys.dtype.element_ty), mask=is_k)
+    if (tl.program_id(1) + 1) * HEADS > num_q:
+        key_heads = heads - num_q
+        stored = (key_heads >= 0) & (key_heads < num_kv) & (slot >= 0)
+        is_k = stored[:, None] & exists
+        at = k + token * k_row + key_heads[:, None] * DIM
+        a = tl.load(at + first[None, :], mask=is_k, other=0.0).to(tl.float32)
+        b = tl.load(at + second[None, :], mask=is_k, other=0.0).to(tl.float32)
+        a, b = _turn(a, b, cosines, sines)
+        a, b = a.to(k.dtype.element_ty), b.to(k.dtype.element_ty)
+        tl.store(at + first[None, :], a, mask=is_k)
+        tl.store(at + second[None, :], b, mask=is_k)
+        to = keys + place + key_heads[:, None] * head_stride
+        tl.store(to + first[None, :], a.to(keys.dtype.element_ty), mask=is_k)
+        tl.store(to + second[None, :], b.to(keys.dtype.element_ty), mask=is_k)
 
-    columns = tl.arange(0, WIDTH)
-    if TURNED < DIM:
-        passed = stored[:, None] & ((columns >= TURNED) & (columns < DIM))[None, :]
-        rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
-        tl.store(to + columns[None, :], rest.to(keys.dtype.element_ty), mask=passed)
+        columns = tl.arange(0, WIDTH)
+        if TURNED < DIM:
+            passed = stored[:, None] & ((columns >= TURNED) & (columns < DIM))[None, :]
+            rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
+            tl.store(to + columns[None, :], rest.to(keys.dtype.element_ty), mask=passed)
 
-    is_v = stored[:, None] & (columns < DIM)[None, :]
-    at = v + token * v_row + key_heads[:, None] * DIM
-    to = values + place + key_heads[:, None] * head_stride
-    value = tl.load(at + columns[None, :], mask=is_v, other=0.0)
-    tl.store(to + columns[None, :], value.to(values.dtype.element_ty), mask=is_v)
+        is_v = stored[:, None] & (columns < DIM)[None, :]
+        at = v + token * v_row + key_heads[:, None] * DIM
+        to = values + place + key_heads[:, None] * head_stride
+        value = tl.load(at + columns[None, :], mask=is_v, other=0.0)
+        tl.store(to + columns[None, :], value.to(values.dtype.element_ty), mask=is_v)
 
 
 def rope_store(

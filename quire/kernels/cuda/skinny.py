@@ -1,6 +1,14 @@
-"""Products of one row: a matrix is read once, at the speed of memory, which cuBLAS does not reach for small ones."""
+"""Products of few rows: a matrix is read once, at the speed of memory, which cuBLAS does not reach for small ones.
+
+One row is multiplied and summed up as it is; up to 64 rows go through the tensor cores, the matrix on the side that has
+many. `linear` and `gated_linear` choose, and leave to cuBLAS what it does as well. Sizes of tiles were measured on an
+H200, inside of whole layers: kernels that follow each other without a gap gain more than they show alone.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.cuda.activation import gelu, gelu_mul, silu, silu_mul
 from quire.kernels.cuda.chain import after_last, chained, let_next
 
-OUTPUTS, INPUTS = 2, 2048  # of a tile: the fastest of the sizes tried, for all of a model's matrices
+OUTPUTS, INPUTS = 2, 2048  # of one row's tile: the fastest of the sizes tried, for all of a model's matrices
+MAX_ROWS = 64
+PROGRAMS = 132  # one for each multiprocessor of an H200: a matrix that gives more is wide enough for cuBLAS
+MAX_SPLITS = 4
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -32,12 +45,122 @@ def _gemv(
     tl.store(y + outputs, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=outputs < num_out)
 
 
+@triton.jit
+def _skinny(
+    x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next(CHAINED)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows, inputs = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    weights = weight + outputs.to(tl.int64)[:, None] * stride + inputs[None, :]
+    second = weights + num_out.to(tl.int64) * stride
+    values = x + rows[None, :] * x_row + inputs[:, None]
+    is_row = (rows < num_rows)[None, :]
+    is_output = (outputs < num_out)[:, None]
+    share = tl.cdiv(num_in, SPLITS * INPUTS) * INPUTS
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    after_last(CHAINED)
+    for at in range(split * share, tl.minimum(split * share + share, num_in), INPUTS):
+        there = at + inputs < num_in
+        wanted = is_output & there[None, :]
+        own = tl.load(values + at, mask=is_row if IS_EVEN else is_row & there[:, None], other=0.0)
+        part = tl.load(weights + at) if IS_EVEN else tl.load(weights + at, mask=wanted, other=0.0)
+        total = tl.dot(part, own, total)
+        if IS_GATED:
+            part = tl.load(second + at) if IS_EVEN else tl.load(second + at, mask=wanted, other=0.0)
+            total_up = tl.dot(part, own, total_up)
+    if IS_GATED:
+        gate = total.to(y.dtype.element_ty).to(tl.float32)
+        up = total_up.to(y.dtype.element_ty).to(tl.float32)
+        total = (silu(gate) if IS_SILU else gelu(gate)) * up
+    to = y + rows[None, :].to(tl.int64) * num_out + outputs[:, None]
+    if SPLITS == 1:
+        tl.store(to, total.to(y.dtype.element_ty), mask=is_row & is_output)
+    else:
+        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
+        tl.store(parts + (tile * SPLITS + split) * OUTPUTS * ROWS + place, total)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                theirs = parts + (tile * SPLITS + other) * OUTPUTS * ROWS + place
+                total += tl.load(theirs, cache_modifier=".cg")
+            tl.store(to, total.to(y.dtype.element_ty), mask=is_row & is_output)
+            tl.store(arrived + tile, 0)
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time; `splits` programs share the inputs, and the last to end adds their sums up."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+TILE_OUTPUTS = 64
+
+
+@cache
+def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the sums of split tiles, shared by all products. It never grows or moves: graphs point to it."""
+    parts = torch.empty(PROGRAMS * TILE_OUTPUTS * MAX_ROWS, dtype=torch.float32, device=device)
+    return parts, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in], weight [out, in] -> x W^T"""
-    if x.numel() != weight.shape[1] or weight.stride(1) != 1 or x.dtype != weight.dtype or not x.is_contiguous():
-        return functional.linear(x, weight)
+    num_rows = x.numel() // weight.shape[1]
+    if num_rows == 1 and _is_plain(x, weight):
+        return _one_row(x, weight)
+    num_tiles = triton.cdiv(weight.shape[0], TILE_OUTPUTS)
+    if _are_few(num_rows, x, weight) and num_tiles <= PROGRAMS:
+        splits = min(MAX_SPLITS, PROGRAMS // num_tiles)
+        return _few_rows(x, weight, num_rows, Tile(TILE_OUTPUTS, 128, 4, 6 if num_rows <= 32 else 5, splits))
+    return functional.linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """x [..., in], weight [2 * size, in], the gate's rows first -> silu_mul or gelu_mul of x W^T, [..., size]"""
+    num_rows = x.numel() // weight.shape[1]
+    if _are_few(num_rows, x, weight):
+        tile = Tile(TILE_OUTPUTS, 128, 4, 4) if num_rows <= 16 else Tile(TILE_OUTPUTS, 64, 4, 6)
+        return _few_rows(x, weight, num_rows, tile, activation)
+    return (silu_mul if activation == "silu" else gelu_mul)(linear(x, weight))
+
+
+def _are_few(num_rows: int, x: Tensor, weight: Tensor) -> bool:
+    return 1 < num_rows <= MAX_ROWS and x.dtype in HALVES and _is_plain(x, weight)
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    return weight.stride(1) == 1 and x.dtype == weight.dtype and x.is_contiguous()
+
+
+def _one_row(x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(weight.shape[0], OUTPUTS),)](
         x, weight, y, *weight.shape, weight.stride(0), OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=2, **chained()
     )
+    return y
+
+
+def _few_rows(x: Tensor, weight: Tensor, num_rows: int, tile: Tile, activation: str | None = None) -> Tensor:
+    num_in = weight.shape[1]
+    num_out = weight.shape[0] // 2 if activation else weight.shape[0]
+    y = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
+    parts, arrived = workspace(x.device)
+    _skinny[(triton.cdiv(num_out, tile.outputs), tile.splits)](
+        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
+        ROWS=max(16, triton.next_power_of_2(num_rows)), OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits,
+        IS_GATED=activation is not None, IS_SILU=activation == "silu",
+        IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0, num_warps=tile.warps,
+        num_stages=tile.stages, **chained(),
+    )  # fmt: skip
     return y
