@@ -41,7 +41,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model runs; auto takes a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What weights and activations are computed in; auto is float32 on a CPU."
+        "auto", "What weights and activations are computed in; auto is float32 on a CPU, bfloat16 on a GPU."
     )
     kernels: Literal["auto", "native", "torch"] = option(
         "auto", "Whose ops compute: quire's own, torch's, or the former wherever they can (auto)."
@@ -56,9 +56,14 @@ class EngineConfig:
         "auto", "What the cache holds; auto is bfloat16 with quire's own kernels and the model's dtype otherwise."
     )
     max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
-    max_requests: int = option(64, "How many requests run at once.")
+    max_requests: int | None = option(
+        None,
+        "How many requests run at once; 64 on a CPU and 512 on a GPU if not set, or --max-tokens-per-step if less.",
+    )
     max_tokens_per_step: int | None = option(
-        None, "How many tokens one step computes, prompts in chunks; 192 on a CPU and 8192 on a GPU if not set."
+        None,
+        "How many tokens one step computes, prompts in chunks; 192 on a CPU and 8192 on a GPU (1024 with torch's ops) "
+        "if not set.",
     )
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
@@ -76,12 +81,11 @@ class EngineConfig:
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "block_size"):
-            self._at_least(name, 1)
-        for name in ("max_len", "max_tokens_per_step", "num_blocks", "batch_size", "threads"):
+        self._at_least("block_size", 1)
+        for name in ("max_len", "max_requests", "max_tokens_per_step", "num_blocks", "batch_size", "threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.max_requests:
+        if self.max_tokens_per_step and self.max_requests and self.max_tokens_per_step < self.max_requests:
             raise InvalidParams(
                 f"max_tokens_per_step is {self.max_tokens_per_step}, below max_requests ({self.max_requests}): every "
                 "running request needs a token a step. Raise the one or lower the other."

@@ -23,6 +23,7 @@ can cause is raised from here.
     │   └── DiskFull              507
     ├── EngineError               500   the engine failed, not the request
     │   ├── NotEnoughMemory       503
+    │   ├── DeviceLost            503   the GPU failed; only a new process can use it again
     │   └── EngineClosed          503
     └── ServerError               503   the server does not take the request now, or from this caller
         ├── Overloaded            429   the queue is full; knows when to come back
@@ -45,6 +46,7 @@ __all__ = [
     "BodyTooLarge",
     "ChecksumMismatch",
     "DeadlineExceeded",
+    "DeviceLost",
     "DiskFull",
     "EmptyPrompt",
     "EngineClosed",
@@ -169,6 +171,12 @@ class EngineError(QuireError):
 
 class NotEnoughMemory(EngineError):
     """The weights, or a cache for even one request, do not fit into memory."""
+
+    status = 503
+
+
+class DeviceLost(EngineError):
+    """The GPU has failed, and this process cannot use it any more."""
 
     status = 503
 

@@ -52,6 +52,7 @@ def run(
     if prompt_tokens < 1 or output_tokens < 2 or repeats < 1:
         raise InvalidParams("Give prompt tokens from 1, output tokens from 2, and repeats from 1.")
     assert not config.prefix_cache
+    assert config.max_requests is not None
     assert config.max_requests >= max(batches)
     begin = time.perf_counter()
     client = InProcess(config, path)

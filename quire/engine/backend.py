@@ -10,7 +10,7 @@ import logging
 import torch
 
 from quire.config import EngineConfig
-from quire.errors import InvalidParams, UnsupportedModel
+from quire.errors import EngineError, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, isa, select
 from quire.kernels.cpu.native import Missing, Native, find
 from quire.kernels.cpu.tape import DENSE_FORMATS
@@ -21,7 +21,11 @@ log = logging.getLogger("quire.engine")
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
+GPU_HEAD_DIMS = range(16, 257)  # a tensor core takes no less, and a program's registers hold no more
+MIN_CAPABILITY = (8, 0)  # what Triton compiles for, and the first with bfloat16
+MAX_REQUESTS = {"cpu": 64, "cuda": 512}
 STEP_TOKENS = {"cpu": 192, "cuda": 8192}
+PLAIN_GPU_STEP_TOKENS = 1024  # torch's attention keeps a score for every pair of tokens
 
 
 def choose_device(device: str) -> torch.device:
@@ -33,14 +37,23 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto" and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= MIN_CAPABILITY else torch.float16
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 
 
-def choose_step_tokens(config: EngineConfig, device: torch.device) -> int:
+def choose_max_requests(config: EngineConfig, device: torch.device) -> int:
+    """Each running request computes a token a step."""
+    fitting = min(MAX_REQUESTS[device.type], config.max_tokens_per_step or MAX_REQUESTS[device.type])
+    return config.max_requests or fitting
+
+
+def choose_step_tokens(wanted: int | None, max_requests: int, ops: Kernels) -> int:
     """So few that a prompt which arrives does not hold up the running requests for long, and enough for full speed."""
-    return config.max_tokens_per_step or max(STEP_TOKENS[device.type], config.max_requests)
+    is_plain_gpu = ops.device.type == "cuda" and ops.fused is None
+    return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device.type], max_requests)
 
 
 def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
@@ -55,7 +68,35 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         torch.set_num_threads(config.threads or isa.prepare().cores)
     if native is None and config.quantize != "none":
         raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
+    if device.type == "cuda" and config.kernels != "torch":
+        return select_on_gpu(model, device)
     return select(device, native, plain=config.kernels == "torch")
+
+
+def select_on_gpu(model: ModelConfig, device: torch.device) -> Kernels:
+    """Our own kernels for a GPU; there is no way around what they cannot do but to ask for torch's."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise UnsupportedModel(
+            f"quire's own GPU kernels need a compute capability of {_version(MIN_CAPABILITY)}, and this GPU has "
+            f"{_version(capability)}. Set kernels to 'torch', which is slower."
+        )
+    if model.head_dim not in GPU_HEAD_DIMS:
+        raise UnsupportedModel(
+            f"quire's own GPU kernels need heads of {GPU_HEAD_DIMS[0]} to {GPU_HEAD_DIMS[-1]} dimensions, and this "
+            f"model's have {model.head_dim}. Set kernels to 'torch', which is slower."
+        )
+    try:
+        return select(device)
+    except ImportError as error:
+        raise EngineError(
+            f"quire's own GPU kernels need the package triton, which cannot be used here: {error}. Install the version "
+            "that belongs to this torch, or set kernels to 'torch', which is slower."
+        ) from error
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Native | None:

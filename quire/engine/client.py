@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Request
-from quire.errors import EngineClosed
+from quire.errors import DeviceLost, EngineClosed, EngineError
 from quire.kernels import isa
 
 if TYPE_CHECKING:
@@ -147,13 +147,16 @@ class Threaded:
         self._thread.join()
 
     def _run(self, engine: Engine) -> None:
+        reason: EngineError = EngineClosed("The engine was closed before the request ended.")
         try:
             while self._take_work(wait=not engine.has_work):
                 if engine.has_work:
                     self._deliver(engine.step())
+        except DeviceLost as error:
+            reason = error
         finally:
             for mailbox in set(self._mailboxes.values()):
-                mailbox.put(EngineClosed("The engine was closed before the request ended."))
+                mailbox.put(reason)
 
     def _take_work(self, *, wait: bool) -> bool:
         """Do what callers have asked for; False when they asked to stop."""

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from quire.engine.backend import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
+    choose_max_requests,
     choose_ops,
     choose_quantize,
     choose_step_tokens,
@@ -31,13 +31,23 @@ from quire.engine.backend import (
 )
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
-from quire.engine.memory import CacheSize, describe, size_cache
+from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
+from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache
 from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
+from quire.engine.trial import measure_step
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.weights.loader import LoadedModel, build_model, build_random_model, opened, read_config, shorten
+from quire.weights.loader import (
+    LoadedModel,
+    build_model,
+    build_random_model,
+    count_weights,
+    opened,
+    read_config,
+    shorten,
+)
 
 log = logging.getLogger("quire.engine")
 
@@ -52,6 +62,7 @@ class EngineInfo:
     model: str
     config: ModelConfig
     max_len: int
+    max_requests: int
     weight_bytes: int
     cache: CacheSize
     device: str
@@ -83,7 +94,7 @@ class Engine:
 
         A runner that works ahead computes the next one while the host takes in this one's tokens.
         """
-        while len(self._launched) < self.runner.depth and self._launch():
+        while self._may_launch and self._launch():
             pass
         if not self._launched:
             time.sleep(IDLE_S)
@@ -91,15 +102,19 @@ class Engine:
         plan, pending = self._launched.popleft()
         try:
             sampled = pending()
-        except torch.AcceleratorError:  # a GPU that has failed once fails from then on: only a new process helps
-            self.scheduler.fail(plan, "The GPU failed.")
-            raise
         except Exception as error:
             return self._fail(plan, error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+
+    @property
+    def _may_launch(self) -> bool:
+        """Nothing is launched behind a plan that failed: the tokens that it was to bring will not come."""
+        if self._launched and isinstance(self._launched[-1][1], Failure):
+            return False
+        return len(self._launched) < self.runner.depth
 
     def _launch(self) -> bool:
         plan = self.scheduler.schedule(time.monotonic())
@@ -108,9 +123,9 @@ class Engine:
         if self.before_run is not None:
             self.before_run(plan)
         try:
-            pending = self.runner.launch(plan)
+            pending: Pending = self.runner.launch(plan)
         except Exception as error:
-            pending = partial(reraise, error)
+            pending = Failure(error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
@@ -118,8 +133,15 @@ class Engine:
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
+        """End the requests of a plan; a GPU that is lost ends the engine, since no later plan could be run."""
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
-        return self.scheduler.fail(plan, f"The engine failed on this request: {error}")
+        updates = self.scheduler.fail(plan, explain(error, plan))
+        if self.info.device == "cuda":
+            if is_out_of_memory(error):
+                give_back_memory(error)
+            elif loss := find_loss(torch.device("cuda")):
+                raise loss from error
+        return updates
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
         ends = []
@@ -129,20 +151,33 @@ class Engine:
         return [update for update in ends if update is not None]
 
 
-def reraise(error: Exception) -> Sampled:
-    raise error
+class Failure:
+    """In place of a plan's tokens, if it could not be launched: the error, when its turn has come."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self) -> Sampled:
+        raise self._error
 
 
 def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int], None] | None = None) -> Engine:
     """Load the model at `path` and put an engine around it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    loaded, ops = load(config, path, dtype, device, progress)
+    with told_clearly("the weights", SMALLER_WEIGHTS, device):
+        loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
-    step_tokens = choose_step_tokens(config, device)
+    max_requests = choose_max_requests(config, device)
+    step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     layout = lay_out(model.windows)
     block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
+    step_bytes = 0  # a CPU has nothing set aside for steps
+    if device.type == "cuda":
+        step_bytes = measure_step(
+            loaded.model, ops, layout, block, step_tokens, max_requests, model.max_len, config.block_size
+        )
     size = size_cache(
         block_bytes=block_bytes(layout, block),
         block_size=config.block_size,
@@ -152,15 +187,17 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         kv_memory=config.kv_memory,
         max_len=model.max_len,
         max_len_wanted=config.max_len,
-        max_requests=config.max_requests,
-        device=device,
+        max_requests=max_requests,
+        room=find_room(device, step_bytes),
     )
-    summary = describe(config.model, model.family, describe_ops(ops, dtype), loaded.weight_bytes, size, kv_dtype)
-    info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
-    cache = CacheTensors(layout, size, block, device)
-    shape = (step_tokens, config.max_requests, size.max_len, len(layout.windows), config.block_size, device)
-    runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
-    return Engine(build_scheduler(config, size, layout, step_tokens), runner, info)
+    computes = describe_ops(ops, dtype)
+    summary = describe(config.model, model.family, computes, loaded.weight_bytes, size, kv_dtype, max_requests)
+    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
+    with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
+        cache = CacheTensors(layout, size, block, device)
+        shape = (step_tokens, max_requests, size.max_len, len(layout.windows), config.block_size, device)
+        runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
+    return Engine(build_scheduler(config, size, layout, step_tokens, max_requests), runner, info)
 
 
 def load(
@@ -174,12 +211,14 @@ def load(
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
+        check_weights(count_weights(model, ops) * dtype.itemsize, dtype, device)
         rounding = None if config.quantize == "none" else config.quantize
         return build_random_model(model, dtype=dtype, device=device, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         quantize = choose_quantize(config.quantize, checkpoint)
+        check_weights(count_weights(model, ops) * dtype.itemsize, dtype, device)
         return build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         ), ops
@@ -194,20 +233,22 @@ def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: Buffe
     return GpuRunner(model, cache, GpuBuffers(*shape), ops)
 
 
-def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int, max_requests: int
+) -> Scheduler:
     return Scheduler(
         size.num_blocks,
         size.block_size,
         step_tokens,
-        config.max_requests,
-        Policy(choose_batching(config), config.order),
+        max_requests,
+        Policy(choose_batching(config, max_requests), config.order),
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
     )
 
 
-def choose_batching(config: EngineConfig) -> Batching:
-    size = config.batch_size or config.max_requests
+def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
+    size = config.batch_size or max_requests
     if config.batching == "static":
         return Static(size)
     if config.batching == "dynamic":

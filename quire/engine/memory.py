@@ -14,8 +14,14 @@ from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
 
 CPU_SHARE = 0.25  # of what is free: a laptop has other things to do
-CUDA_SHARE = 0.90
+# What a step takes is measured and set aside; the rest is for what is loaded later (plans of cuDNN, kernels of sizes
+# that come up for the first time) and for pieces of memory too small to be of use.
+CUDA_SHARE = 0.95
+# Captured graphs compute in memory of their own, which they share: never more than the largest step takes, so that is
+# set aside a second time. The driver keeps a few MiB more for each of the about forty sizes that are captured.
+GRAPH_BYTES = 256 << 20
 GIB = 1 << 30
+SMALLER_WEIGHTS = "End other programs on the GPU, take a smaller model, or set device to 'cpu'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,49 @@ class CacheSize:
         return self.num_blocks * self.block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes for the cache: how many it takes by itself, and the most that may be asked for, if there is a bound.
+
+    A CPU has none: pages that are never written cost nothing.
+    """
+
+    share: int
+    most: int | None = None
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_free_system_bytes(), _free_cgroup_bytes())
+
+
+def describe_free(device: torch.device) -> str:
+    """'3.10 GiB of its 139.81 GiB are free'"""
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{readable(free)} of its {readable(total)} are free"
+
+
+def check_weights(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights that a GPU has no room for before they are read."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # what an earlier engine of this process has left
+    if num_bytes > free_bytes(device):
+        raise NotEnoughMemory(
+            f"The weights take {readable(num_bytes)} in {str(dtype).removeprefix('torch.')}, more than the GPU has: "
+            f"{describe_free(device)}. {SMALLER_WEIGHTS}"
+        )
+
+
+def find_room(device: torch.device, step_bytes: int) -> Room:
+    """For the cache, when the weights are loaded; `step_bytes` is what the largest step takes of a GPU."""
+    free = free_bytes(device)
+    if device.type != "cuda":
+        return Room(int(CPU_SHARE * free))
+    kept = 2 * step_bytes + GRAPH_BYTES
+    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept))
 
 
 def size_cache(
@@ -51,32 +95,43 @@ def size_cache(
     max_len: int,
     max_len_wanted: int | None,
     max_requests: int,
-    device: torch.device,
+    room: Room,
 ) -> CacheSize:
     """Blocks as asked for, or as many as fit; never more than all requests together could use."""
+    is_asked = num_blocks is not None or kv_memory is not None
 
     def needed(length: int) -> int:
         return peak_blocks(length, max_tokens_per_step, block_size, windows)
 
     if num_blocks is None:
-        share = CUDA_SHARE if device.type == "cuda" else CPU_SHARE
-        room = int(kv_memory * GIB) if kv_memory is not None else int(share * free_bytes(device))
-        num_blocks = min(room // block_bytes, max_requests * needed(max_len))
+        num_bytes = int(kv_memory * GIB) if kv_memory is not None else room.share
+        num_blocks = min(num_bytes // block_bytes, max_requests * needed(max_len))
+    if room.most is not None and is_asked and num_blocks * block_bytes > room.most:
+        raise NotEnoughMemory(
+            f"A cache of {readable(num_blocks * block_bytes)} ({num_blocks:,} blocks) was asked for, but beside the "
+            f"weights and what steps need the GPU has {readable(room.most)} free. Lower kv_memory or num_blocks, or "
+            "for smaller steps max_tokens_per_step or max_requests."
+        )
     longest = bisect_right(range(1, max_len + 1), num_blocks, key=needed)
     if longest < max(1, max_len_wanted or 1):
+        is_full = room.most is not None and not is_asked
+        remedy = "End other programs on the GPU, take a smaller model" if is_full else "Raise kv_memory or num_blocks"
         raise NotEnoughMemory(
             f"The cache has {num_blocks} blocks ({readable(num_blocks * block_bytes)}), enough for {longest:,} tokens, "
-            f"but a request may have {max_len_wanted or 1:,}. Raise kv_memory or num_blocks, or lower max_len."
+            f"but a request may have {max_len_wanted or 1:,}. {remedy}, or lower max_len."
         )
     return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
 
 
-def describe(model: str, family: str, ops: str, weight_bytes: int, cache: CacheSize, kv_dtype: str) -> str:
-    """One line: what is loaded, what computes it, what the cache holds."""
+def describe(
+    model: str, family: str, ops: str, weight_bytes: int, cache: CacheSize, kv_dtype: str, max_requests: int
+) -> str:
+    """One line: what is loaded, what computes it, what the cache holds, and for how many requests."""
+    num_longest = min(max_requests, cache.num_blocks // cache.blocks_per_request)
     return (
         f"{model} ({family}), {ops}: weights {readable(weight_bytes)}, {kv_dtype} cache up to "
         f"{readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
-        f"longest request {cache.max_len:,} tokens, {cache.num_blocks // cache.blocks_per_request} of those at once"
+        f"longest request {cache.max_len:,} tokens; {max_requests:,} requests at once, {num_longest:,} of the longest"
     )
 
 

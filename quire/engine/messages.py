@@ -101,6 +101,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     vocab_size: int
     max_len: int
+    max_requests: int
     eos_token_ids: list[int]
     num_blocks: int
     device: str

@@ -7,6 +7,7 @@ end. It ends when the other side closes the socket, whatever became of it.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import signal
 import socket
@@ -37,13 +38,14 @@ from quire.engine.messages import (
     decode_for_engine,
     encode,
 )
-from quire.errors import QuireError
+from quire.errors import DeviceLost, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.text.grammar import Grammars
 
 RECEIVE_BYTES = 1 << 20
+LOST = 3  # the exit status when the GPU has failed
 
 log = logging.getLogger("quire.engine")
 
@@ -175,6 +177,7 @@ def load(link: Link) -> EngineLoop | None:
         Ready(
             info.config.vocab_size,
             info.max_len,
+            info.max_requests,
             sorted(info.config.eos_token_ids),
             info.cache.num_blocks,
             info.device,
@@ -189,8 +192,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     loop = load(link)
-    if loop is not None:
-        loop.run()
+    try:
+        if loop is not None:
+            loop.run()
+    except DeviceLost as error:
+        log.critical("%s", error)
+        os._exit(LOST)  # letting go of a GPU that is gone can take for ever
 
 
 if __name__ == "__main__":

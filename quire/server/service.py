@@ -52,7 +52,7 @@ class Service:
         self.model = config.served_model_name or engine.model
         self.created_s = int(time.time())
         self.numbers = itertools.count()
-        self.gate = Gate(engine.max_requests, config.max_queue_requests, config.max_queue_tokens)
+        self.gate = Gate(ready.max_requests, config.max_queue_requests, config.max_queue_tokens)
         self._intake = Intake(
             tokenizer,
             ready.vocab_size,

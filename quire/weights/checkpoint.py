@@ -26,6 +26,7 @@ from quire.weights.names import gguf_name, text_name
 from quire.weights.safetensors import SafetensorsFiles
 
 SLICE_BYTES = 1 << 20  # of a file, that a thread holds in memory while it unpacks them
+SENT_BYTES = 1 << 24  # of a plain tensor, that a thread sends to a device at a time
 
 Parts = Sequence[tuple[str, int]]
 Work = Callable[[], None]
@@ -150,7 +151,11 @@ class SafetensorsCheckpoint:
 
     def fill(self, name: str, out: Tensor) -> list[Work]:
         def copy() -> None:
-            out.copy_(self.files.read(self.own_name(name)).view(out.shape))
+            """In pieces, cast on the device: torch would cast all of it on the host, in a copy of its own."""
+            stored = self.files.read(self.own_name(name)).view(out.shape)
+            num_rows = max(1, SENT_BYTES * len(stored) // max(1, stored.nbytes))
+            for target, part in zip(torch.split(out, num_rows), torch.split(stored, num_rows), strict=True):
+                target.copy_(part if part.dtype == out.dtype else part.to(out.device))
 
         return [copy]
 

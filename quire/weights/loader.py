@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
-from quire.weights.survey import Survey, check
+from quire.weights.survey import Shape, Survey, check
 
 Progress = Callable[[int, int], None]
 
@@ -134,12 +135,23 @@ def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
 
 def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[str]:
     """The canonical names of the tensors that the model asks for, all of which the checkpoint has in that shape."""
-    asked = Survey()
-    MODELS[config.family](replace(config, max_len=1), asked, ops)  # max_len sizes tables, not weights
+    asked = ask(config, ops)
     available = checkpoint.shapes
     ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
-    check({checkpoint.own_name(name): shape for name, shape in asked.asked.items()}, available, ignored)
-    return list(asked.asked)
+    check({checkpoint.own_name(name): shape for name, shape in asked.items()}, available, ignored)
+    return list(asked)
+
+
+def ask(config: ModelConfig, ops: Kernels) -> dict[str, Shape]:
+    """What a model asks a source for, by canonical name."""
+    source = Survey()
+    MODELS[config.family](replace(config, max_len=1), source, ops)  # max_len sizes tables, not weights
+    return source.asked
+
+
+def count_weights(config: ModelConfig, ops: Kernels) -> int:
+    """Numbers in all of a model's weights."""
+    return sum(map(prod, ask(config, ops).values()))
 
 
 def counter(total: int, progress: Progress | None) -> Callable[[int], None]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
-from quire.engine.memory import CacheSize, describe, readable, size_cache
+from quire.engine.memory import GIB, CacheSize, Room, describe, readable, size_cache
 from quire.errors import NotEnoughMemory
 
 pytestmark = pytest.mark.cpu
@@ -15,7 +15,7 @@ def size(**options) -> CacheSize:
     defaults = {
         "block_bytes": 1000, "block_size": 16, "windows": (None,), "max_tokens_per_step": 32, "num_blocks": None,
         "kv_memory": None, "max_len": 160,
-        "max_len_wanted": None, "max_requests": 4, "device": CPU,
+        "max_len_wanted": None, "max_requests": 4, "room": Room(GIB),
     }  # fmt: skip
     return size_cache(**(defaults | options))
 
@@ -66,6 +66,12 @@ def test_no_more_blocks_than_all_requests_could_use() -> None:
     assert size(kv_memory=1.0, windows=(None, None)).num_blocks == 4 * 2 * 10
 
 
+def test_without_a_wish_the_cache_takes_its_share() -> None:
+    assert size(room=Room(12_345)).num_blocks == 12
+    assert size(room=Room(12_345, 50_000)).num_blocks == 12
+    assert size(room=Room(12_345, 50_000), num_blocks=20).num_blocks == 20
+
+
 def test_memory_bounds_the_blocks_and_with_them_the_longest_request() -> None:
     small = size(kv_memory=5_000 / 2**30)
     assert (small.num_blocks, small.max_len) == (5, 80)
@@ -85,11 +91,31 @@ def test_too_little_memory_is_said_with_numbers(options) -> None:
         size(**options)
 
 
-def test_the_line_at_start() -> None:
-    line = describe("m", "llama", "torch in float32 on cpu", 3 * 2**20, size(num_blocks=30), "float32")
-    assert line == (
-        "m (llama), torch in float32 on cpu: weights 3.0 MiB, float32 cache up to 29.3 KiB in 30 blocks of 16 tokens; "
-        "longest request 160 tokens, 3 of those at once"
+@pytest.mark.parametrize("options", [{"num_blocks": 30}, {"kv_memory": 30_000 / GIB}], ids=str)
+def test_a_wish_that_a_gpu_cannot_fulfil_is_refused_with_numbers(options) -> None:
+    expected = (
+        r"A cache of 29\.3 KiB \(30 blocks\) was asked for, but .* has 28\.3 KiB free\. Lower kv_memory or num_blocks"
     )
+    with pytest.raises(NotEnoughMemory, match=expected):
+        size(room=Room(1000, 29_000), **options)
+    assert size(room=Room(1000, 30_000), **options).num_blocks == 30
+
+
+def test_a_gpu_that_is_full_is_not_helped_by_a_wish() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"End other programs on the GPU, take a smaller model, or lower max_len"):
+        size(room=Room(0, 0))
+
+
+def test_the_line_at_start() -> None:
+    def line(max_requests: int) -> str:
+        return describe(
+            "m", "llama", "torch in float32 on cpu", 3 * 2**20, size(num_blocks=30), "float32", max_requests
+        )
+
+    assert line(64) == (
+        "m (llama), torch in float32 on cpu: weights 3.0 MiB, float32 cache up to 29.3 KiB in 30 blocks of 16 tokens; "
+        "longest request 160 tokens; 64 requests at once, 3 of the longest"
+    )
+    assert line(2).endswith("; 2 requests at once, 2 of the longest")
     assert readable(5) == "5 B"
     assert readable(3 * 2**30) == "3.00 GiB"

@@ -62,6 +62,20 @@ def run(default_model, scenario, stall_s=120.0, **options):
     return asyncio.run(main())
 
 
+def test_the_engine_says_how_many_requests_run_at_once(default_model):
+    """It alone knows the device that this depends on."""
+
+    async def ask(**options):
+        client = Supervised(EngineConfig(max_len=512, kv_memory=0.25, device="cpu", **options), default_model)
+        try:
+            return (await client.start()).max_requests
+        finally:
+            await client.close()
+
+    assert asyncio.run(ask()) == 64
+    assert asyncio.run(ask(max_requests=7)) == 7
+
+
 def test_answers_are_the_same_when_the_engine_is_killed(default_model):
     async def undisturbed(client, restarts):
         return await asyncio.gather(*(collect(client, request) for request in requests(32)))

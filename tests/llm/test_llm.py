@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.beam_search import BeamSearchParams
 from quire.errors import (
+    DeviceLost,
     EmptyPrompt,
     EngineClosed,
     InvalidParams,
@@ -241,14 +243,20 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, mo
     assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
 
 
-def test_a_gpu_that_has_failed_is_the_caller_s_to_know(llm: LLM, monkeypatch) -> None:
+def test_a_gpu_that_is_lost_is_the_caller_s_to_know(llm: LLM, monkeypatch) -> None:
     """Not an error of the requests alone: an engine in a process of its own ends with it, and is started again."""
-    runner = llm._client.engine.runner
+    engine = llm._client.engine
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(torch.AcceleratorError("illegal access")))
-        with pytest.raises(torch.AcceleratorError, match="illegal access"):
-            llm.generate("hi", GREEDY)
-    scheduler = llm._client.engine.scheduler
+        patch.setattr(engine.runner, "launch", fail)
+        patch.setattr(torch.cuda, "synchronize", fail)
+        patch.setattr(engine, "info", replace(engine.info, device="cuda"))
+        with pytest.raises(DeviceLost, match=r"^The GPU failed: CUDA error: an illegal .* encountered\. .* a new one"):
+            llm.generate(["hi", "ho"], GREEDY)
+    scheduler = engine.scheduler
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
 
 

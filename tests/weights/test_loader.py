@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound, UnsupportedModel, WeightMismatch
 from quire.kernels.paging import LayerCache, Paging
@@ -14,6 +15,7 @@ from quire.quant.weight import Dense, Stacked
 from quire.weights import checkpoint
 from quire.weights.config import read_config
 from quire.weights.loader import load_model
+from quire.weights.safetensors import SafetensorsFiles
 from tests.tools.gguf_writer import Tensor, tensor, write_gguf
 from tests.tools.tiny_models import (
     FAMILIES,
@@ -74,6 +76,44 @@ def test_safetensors_agree_with_transformers(tmp_path, family):
     with torch.no_grad():
         expected = reference(TOKENS[None]).logits[0]
     torch.testing.assert_close(logits(load(directory), read_config(directory)), expected, rtol=1e-4, atol=1e-4)
+
+
+class HostCopies(TorchDispatchMode):
+    """The largest tensor that an op has made on the host, and on the device, in bytes; views make nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.host = self.device = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous):
+            self.host = max(self.host, result.nbytes if result.device == CPU else 0)
+            self.device = max(self.device, result.nbytes if result.is_meta else 0)
+        return result
+
+
+def stored(path):
+    return checkpoint.SafetensorsCheckpoint(SafetensorsFiles(path))
+
+
+def fill(source, name, out):
+    for work in source.fill(name, out):
+        work()
+
+
+def test_plain_tensors_go_to_a_device_in_pieces_and_are_cast_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SENT_BYTES", 1024)
+    source, name = stored(tiny_directory(tmp_path)), "model.embed_tokens.weight"
+    whole = source.files.read(name)
+    with HostCopies() as copies:
+        fill(source, name, torch.empty(whole.shape, dtype=torch.bfloat16, device="meta"))
+    assert copies.host == 0
+    assert 512 < copies.device <= 1024 < whole.nbytes
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(whole.shape, dtype=dtype)
+        fill(source, name, out)
+        assert torch.equal(out, whole.to(dtype))
 
 
 def test_shards_are_joined(tmp_path):

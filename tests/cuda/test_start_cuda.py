@@ -1,0 +1,138 @@
+"""An engine's start on a GPU: the cache takes what a measured step leaves, and what does not fit is said at once.
+
+Random weights in a small model's shapes with a long context, so that a cache without a bound would fill any GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+
+from quire.config import EngineConfig  # isort: skip
+from quire.core.params import SamplingParams
+from quire.core.plan import Update
+from quire.core.request import Finish, Request
+from quire.engine import engine as assembler
+from quire.engine.client import InProcess
+from quire.engine.memory import GRAPH_BYTES
+from quire.errors import NotEnoughMemory, UnsupportedModel
+
+pytestmark = pytest.mark.cuda
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32000,
+    "max_position_embeddings": 131072, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """These engines take all there is: none may stay for the next test."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def start(path: Path, shapes: dict[str, Any] | None = None, **options: Any) -> InProcess:
+    (path / "config.json").write_text(json.dumps(MODEL | (shapes or {})))
+    return InProcess(EngineConfig(model="tiny", device=DEVICE.type, weights="random", **options), path)
+
+
+def draw_request(name: str, num_prompt: int, max_tokens: int = 4, **params: Any) -> Request:
+    rng = random.Random(name)
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | params)
+    return Request(name, [rng.randrange(2, 32000) for _ in range(num_prompt)], sampling, max_tokens=max_tokens)
+
+
+def run(client: InProcess, requests: list[Request]) -> dict[str, Update]:
+    """Requests that arrive together; the last update of each."""
+    for request in requests:
+        client.add(request)
+    ends: dict[str, Update] = {}
+    while client.engine.has_work:
+        ends |= {update.id: update for update in client.step() if update.finish}
+    return ends
+
+
+def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
+    taken: list[int] = []
+    measure = assembler.measure_step
+    monkeypatch.setattr(assembler, "measure_step", lambda *given: taken.append(measure(*given)) or taken[0])
+    free_before = torch.cuda.mem_get_info()[0]
+    client = start(tmp_path, max_requests=1024, block_size=256)
+    cache = client.info.cache
+    assert cache.nbytes > 0.8 * free_before
+    assert torch.cuda.mem_get_info()[0] >= 2 * taken[0]
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    crowd = [draw_request(f"short {index}", 5) for index in range(900)]
+    crowd += [draw_request(f"long {index}", 3000) for index in range(8)]
+    crowd += [draw_request(f"scored {index}", 20, logprobs=1) for index in range(100)]
+    ends = run(client, crowd)
+    assert {update.finish for update in ends.values()} == {Finish.LENGTH}
+    assert len(ends) == len(crowd)
+    assert torch.cuda.max_memory_reserved() - reserved <= 2 * taken[0] + GRAPH_BYTES
+
+
+def test_the_line_at_start_has_all_five_numbers(tmp_path):
+    client = start(tmp_path, kv_memory=1.0)
+    line = client.info.summary
+    assert re.search(r"weights [\d.]+ MiB, bfloat16 cache up to 1\.00 GiB in 32,768 blocks of 16 tokens; ", line), line
+    assert line.endswith("longest request 131,072 tokens; 512 requests at once, 4 of the longest")
+    assert client.info.max_requests == client.engine.scheduler.max_requests == 512
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": 5000.0, "max_requests": 2048}, {"num_blocks": 50_000_000}], ids=str)
+def test_a_cache_that_does_not_fit_is_refused(tmp_path, options):
+    with pytest.raises(
+        NotEnoughMemory, match=r"A cache of [\d.]+ GiB .* was asked for, .* Lower kv_memory or num_blocks"
+    ):
+        start(tmp_path, **options)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(NotEnoughMemory, match=r"The weights take [\d.]+ GiB in bfloat16, more than the GPU has: "):
+        start(tmp_path, {"intermediate_size": 100_000_000})
+
+
+def test_a_step_that_does_not_fit_is_refused(tmp_path):
+    expected = (
+        r"too small for a step of 1,000,000 tokens for 512 requests beside the weights; .* Lower max_tokens_per_step"
+    )
+    with pytest.raises(NotEnoughMemory, match=expected):
+        start(tmp_path, {"intermediate_size": 262_144}, max_tokens_per_step=1_000_000)
+
+
+def test_heads_that_the_kernels_cannot_serve_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match=r"heads of 16 to 256 dimensions, .* have 512\. Set kernels to 'torch'"):
+        start(tmp_path, {"head_dim": 512})
+
+
+def test_out_of_memory_in_a_step_ends_only_its_requests(tmp_path):
+    client = start(tmp_path, kv_memory=1.0)
+    assert run(client, [draw_request("first", 9)])["first"].finish is Finish.LENGTH
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - (48 << 20), dtype=torch.uint8, device=DEVICE)
+    (end,) = run(client, [draw_request("large", 8192)]).values()
+    assert end.finish is Finish.ERROR
+    assert end.detail is not None
+    assert end.detail.message.startswith("The GPU ran out of memory in a step of 8,192 tokens for 1 requests. ")
+    del hog
+    torch.cuda.empty_cache()
+    ends = run(client, [draw_request("large again", 8192), draw_request("small", 9)])
+    assert {update.finish for update in ends.values()} == {Finish.LENGTH}
+    assert client.engine.scheduler.kv.pool.num_free == client.info.cache.num_blocks

@@ -1,0 +1,250 @@
+"""What a GPU's failures become: errors that say what to do, for the requests of one step or for the whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan, Update
+from quire.core.request import Finish, Request
+from quire.engine import process
+from quire.engine.client import Threaded
+from quire.engine.engine import Engine
+from quire.engine.faults import is_out_of_memory, kernels_tried, told_clearly
+from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
+from quire.kernels import select
+from tests.tools.tiny import TinyEngine
+
+pytestmark = pytest.mark.cpu
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GIB = 1 << 30
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that works until `lost` is set."""
+    state = SimpleNamespace(lost=False, num_emptied=0)
+
+    def synchronize(device: object = None) -> None:
+        if state.lost:
+            raise torch.AcceleratorError(f"{LOST}\nadvice on debugging")
+
+    def empty_cache() -> None:
+        state.num_emptied += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2 * GIB, 80 * GIB))
+    return state
+
+
+# ── at start ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=str,
+)
+def test_too_little_memory_says_how_much_there_is(gpu, error) -> None:
+    expected = r"^The GPU's memory is too small for the cache; 2\.00 GiB of its 80\.00 GiB are free\. Ask for less\.$"
+    with pytest.raises(NotEnoughMemory, match=expected), told_clearly("the cache", "Ask for less.", CUDA):
+        raise error
+
+
+def test_other_failures_at_start_stay_what_they_are(gpu) -> None:
+    with pytest.raises(RuntimeError, match=r"^sizes differ$"), told_clearly("it", "Do.", CUDA):
+        raise RuntimeError("sizes differ")
+    with pytest.raises(torch.OutOfMemoryError), told_clearly("it", "Do.", CPU):
+        raise torch.OutOfMemoryError("no GPU is meant here")
+
+
+def test_a_gpu_lost_at_start_is_said(gpu) -> None:
+    gpu.lost = True
+    with pytest.raises(DeviceLost, match=f"^The GPU failed: {LOST}\\. "), told_clearly("it", "Do.", CUDA):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+
+class TritonError(Exception):
+    """As Triton's own, where Triton is not installed."""
+
+
+@pytest.mark.parametrize("kind", [TritonError, RuntimeError])
+def test_kernels_that_cannot_be_built_are_told_with_the_way_out(gpu, monkeypatch, kind) -> None:
+    triton = ModuleType("triton")
+    triton.TritonError = TritonError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    ops = replace(select(CPU), device=CUDA, fused=lambda: None)
+    expected = r"cannot run this model on this GPU: out of shared memory\. Set kernels to 'torch', .* another dtype"
+    with pytest.raises(UnsupportedModel, match=expected), kernels_tried(ops):
+        raise kind("at 3:4:\nout of shared memory")
+    with pytest.raises(torch.OutOfMemoryError), kernels_tried(ops):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(kind), kernels_tried(replace(ops, fused=None)):
+        raise kind("torch's ops are not Triton's")
+
+
+def test_an_error_that_only_reads_like_it_is_not_out_of_memory() -> None:
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(RuntimeError("out of luck"))
+
+
+# ── in a step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FailingRunner:
+    """Works ahead by `depth` plans, and fails to launch, or to bring home, the plans it is told to."""
+
+    def __init__(self, runner: Any, depth: int, at_launch: dict[int, Exception], at_end: dict[int, Exception]) -> None:
+        self.runner, self.depth = runner, depth
+        self.at_launch, self.at_end = at_launch, at_end
+        self.launched: list[int] = []
+
+    def launch(self, plan: Plan) -> Any:
+        self.launched.append(plan.step)
+        if error := self.at_launch.get(len(self.launched)):
+            raise error
+        pending, late = self.runner.launch(plan), self.at_end.get(len(self.launched))
+        return pending if late is None else partial(fail, late)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def engine_with(
+    depth: int = 1, at_launch: dict[int, Exception] | None = None, at_end: dict[int, Exception] | None = None
+) -> Engine:
+    tiny = TinyEngine()
+    runner = FailingRunner(tiny.runner, depth, at_launch or {}, at_end or {})
+    return Engine(tiny.scheduler, runner, SimpleNamespace(device="cuda"))  # type: ignore[arg-type]
+
+
+def request(name: str, max_tokens: int = 4) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, [1, 2, 3], params, max_tokens=max_tokens)
+
+
+def run(engine: Engine) -> list[Update]:
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    return updates
+
+
+def ends(updates: list[Update]) -> dict[str, Finish]:
+    return {update.id: update.finish for update in updates if update.finish}
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+
+@pytest.mark.parametrize("where", ["at_launch", "at_end"])
+def test_out_of_memory_ends_the_requests_of_its_step_and_no_others(gpu, where) -> None:
+    engine = engine_with(**{where: {2: out_of_memory()}})
+    engine.add(request("a"))
+    first = engine.step()
+    failed = engine.step()
+    engine.add(request("b"))
+    rest = run(engine)
+    assert [len(update.tokens) for update in first] == [1]
+    assert ends(failed) == {"a": Finish.ERROR}
+    message = failed[0].detail.message if failed[0].detail else ""
+    assert message.startswith("The GPU ran out of memory in a step of 1 tokens for 1 requests. Send this one again;")
+    assert ends(rest) == {"b": Finish.LENGTH}
+    assert gpu.num_emptied == 1
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+
+
+def test_nothing_is_launched_behind_a_plan_that_failed(gpu) -> None:
+    """The next plan would count on its tokens, and fail with whoever has joined meanwhile."""
+    engine = engine_with(depth=2, at_launch={1: out_of_memory()})
+    engine.add(request("a"))
+    assert ends(engine.step()) == {"a": Finish.ERROR}
+    assert len(engine.runner.launched) == 1  # type: ignore[attr-defined]
+    engine.runner.depth = 1  # type: ignore[misc]  # the CPU's runner, which is asked from here on, knows no other
+    engine.add(request("b"))
+    assert ends(run(engine)) == {"b": Finish.LENGTH}
+
+
+def test_a_failure_that_leaves_the_gpu_alive_is_the_step_s_alone(gpu) -> None:
+    engine = engine_with(at_launch={1: torch.AcceleratorError("CUDA error: invalid argument")})
+    engine.add(request("a"))
+    (update,) = engine.step()
+    assert update.finish is Finish.ERROR
+    engine.add(request("b"))
+    assert ends(run(engine)) == {"b": Finish.LENGTH}
+
+
+@pytest.mark.parametrize("where", ["at_launch", "at_end"])
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError(LOST), RuntimeError("Triton Error [CUDA]: misaligned")], ids=repr
+)
+def test_a_lost_gpu_ends_the_engine(gpu, where, error) -> None:
+    gpu.lost = True
+    engine = engine_with(depth=2, **{where: {1: error}})
+    engine.add(request("a"))
+    with pytest.raises(
+        DeviceLost, match=f"^The GPU failed: {LOST}\\. This process cannot use it any more; start a new"
+    ):
+        engine.step()
+
+
+def test_the_engine_s_process_ends_with_its_gpu(monkeypatch) -> None:
+    """And so is started again by the supervisor; its teardown is not waited for."""
+
+    class Loop:
+        def run(self) -> None:
+            raise DeviceLost("gone")
+
+    codes: list[int] = []
+    monkeypatch.setattr(process, "load", lambda link: Loop())
+    monkeypatch.setattr(process, "Link", lambda connection: None)
+    monkeypatch.setattr(process.socket, "socket", lambda fileno: None)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(process.os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["process", "7"])
+    process.main()
+    assert codes == [process.LOST]
+
+
+def test_an_engine_in_a_thread_tells_its_callers(gpu) -> None:
+    gpu.lost = True
+    client = threaded(engine_with(at_launch={1: torch.AcceleratorError(LOST)}))
+
+    async def ask() -> None:
+        async for _ in client.submit([request("a")]):
+            raise AssertionError("no update was expected")
+
+    with pytest.raises(DeviceLost):
+        asyncio.run(ask())
+    client._thread.join(10.0)
+    assert not client.health()
+
+
+def threaded(engine: Engine) -> Threaded:
+    """A client around an engine that is there already."""
+    client = Threaded.__new__(Threaded)
+    client._work, client._mailboxes, client._engine = queue.SimpleQueue(), {}, engine
+    client._thread = threading.Thread(target=client._run, args=(engine,), daemon=True)
+    client._thread.start()
+    return client
