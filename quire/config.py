@@ -52,8 +52,15 @@ class EngineConfig:
     quantize: Literal["none", "int8", "int4"] = option(
         "none", "Round weights that are stored in full precision while they are loaded (own kernels only)."
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = option(
-        "auto", "What the cache holds; auto is bfloat16 with quire's own kernels and the model's dtype otherwise."
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = option(
+        "auto",
+        "What the cache holds; auto is bfloat16 with quire's own CPU kernels and the model's dtype otherwise. int8 is "
+        "for CPUs, fp8 (e4m3) for GPUs.",
+    )
+    exact: bool = option(
+        False,
+        "Give a request the same numbers, bit for bit, whatever runs beside it: always so with quire's own CPU "
+        "kernels, and slower on a GPU.",
     )
     max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
     max_requests: int | None = option(
@@ -99,7 +106,7 @@ class EngineConfig:
         self._one_of("kernels", ("auto", "native", "torch"))
         self._one_of("weights", ("file", "random"))
         self._one_of("quantize", ("none", "int8", "int4"))
-        self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "int8"))
+        self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
         self._one_of("batching", ("continuous", "static", "dynamic"))
         self._one_of("order", ("fcfs", "priority"))
 

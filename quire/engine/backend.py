@@ -69,11 +69,16 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
     if native is None and config.quantize != "none":
         raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
     if device.type == "cuda" and config.kernels != "torch":
-        return select_on_gpu(model, device)
+        return select_on_gpu(model, device, config.exact)
+    if config.exact and native is None:
+        raise InvalidParams(
+            "exact needs quire's own kernels: torch's products differ in the last bit with the number of rows. Leave "
+            "exact out, or use kernels that can."
+        )
     return select(device, native, plain=config.kernels == "torch")
 
 
-def select_on_gpu(model: ModelConfig, device: torch.device) -> Kernels:
+def select_on_gpu(model: ModelConfig, device: torch.device, exact: bool) -> Kernels:
     """Our own kernels for a GPU; there is no way around what they cannot do but to ask for torch's."""
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
@@ -87,7 +92,7 @@ def select_on_gpu(model: ModelConfig, device: torch.device) -> Kernels:
             f"model's have {model.head_dim}. Set kernels to 'torch', which is slower."
         )
     try:
-        return select(device)
+        return select(device, exact=exact)
     except ImportError as error:
         raise EngineError(
             f"quire's own GPU kernels need the package triton, which cannot be used here: {error}. Install the version "
@@ -135,6 +140,10 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
         return "bfloat16" if ops.native else name
     if wanted == "int8" and ops.native is None:
         raise InvalidParams("kv_dtype is 'int8', which needs quire's own CPU kernels; use 'float32' or 'bfloat16'.")
+    if wanted == "fp8" and ops.fused is None:
+        raise InvalidParams("kv_dtype is 'fp8', which needs quire's own GPU kernels; use 'float32' or 'bfloat16'.")
+    if wanted == "float16" and ops.native is not None:
+        raise InvalidParams("kv_dtype is 'float16', which quire's own CPU kernels lack; use 'bfloat16' or 'float32'.")
     return wanted
 
 

@@ -48,21 +48,23 @@ class Kernels:
     native: Native | None = None  # set where weights must be packed for our own kernels
 
 
-def select(device: str | torch.device, native: Native | None = None, *, plain: bool = False) -> Kernels:
+def select(
+    device: str | torch.device, native: Native | None = None, *, plain: bool = False, exact: bool = False
+) -> Kernels:
     """The ops for a device: on a CPU those of our own, where `native` found them, or torch's; on a GPU those in Triton,
-    or with `plain` the reference."""
+    with `exact` those that give the same bits in any batch, or with `plain` the reference."""
     import torch
 
     from quire.kernels import reference
 
     device = torch.device(device)
-    backend = reference if plain and device.type != "cpu" else _backend(device.type, native)
+    backend = reference if plain and device.type != "cpu" else _backend(device.type, native, exact)
     names = [field.name for field in fields(Kernels) if field.name not in ("device", "fused", "native")]
     chosen = {name: getattr(backend, name, getattr(reference, name)) for name in names}
     return Kernels(device, **chosen, fused=getattr(backend, "fused", None), native=native)
 
 
-def _backend(kind: str, native: Native | None) -> Any:
+def _backend(kind: str, native: Native | None, exact: bool) -> Any:
     if native is not None:
         assert kind == "cpu", kind
         from quire.kernels.cpu.native_ops import NativeOps
@@ -73,9 +75,10 @@ def _backend(kind: str, native: Native | None) -> Any:
 
         return ops
     if kind == "cuda":
+        from quire.kernels.cuda import exact as same_bits
         from quire.kernels.cuda import ops as in_triton
 
-        return in_triton
+        return same_bits if exact else in_triton
     from quire.kernels import reference
 
     return reference

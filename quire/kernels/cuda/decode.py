@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring, soften
 from quire.kernels.paging import LayerCache
 
@@ -137,7 +138,7 @@ def _decode(
         new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, angle, TURNED, INTERLEAVED)
         new_value = tl.load(v + token * v_row + head * DIM + one + columns[None, :], mask=wanted, other=0.0)
         query = _turned(at_query, columns, inside, angle, TURNED, INTERLEAVED)
-        new_key, new_value = new_key.to(keys.dtype.element_ty), new_value.to(values.dtype.element_ty)
+        new_key, new_value = fit(new_key, keys), fit(new_value, values)
         place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[None, :]
         tl.store(keys + place, new_key, mask=wanted)
         tl.store(values + place, new_value, mask=wanted)
@@ -234,6 +235,8 @@ class Shape(NamedTuple):
     tile: int
     warps: int
     stages: int
+    queries: int = MIN_QUERIES
+    is_whole: bool = False  # no context is split
 
 
 def choose_shape(num_rows: int, dtype: torch.dtype) -> Shape:
@@ -254,14 +257,15 @@ def decode_attention(
     rows: Tensor | None = None,
     starts: Tensor | None = None,
     new: New | None = None,
+    shape: Shape | None = None,
 ) -> None:
     """Rows of one query: all of them, their tokens in order, or those in `rows`, whose tokens are at starts[row]."""
     kv_heads, page, dim = cache.k.shape[1:]
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
-    splits, group = choose_splits(count, kv_heads), q.shape[1] // kv_heads
-    queries, width = max(MIN_QUERIES, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
+    shape = shape or choose_shape(count, q.dtype)
+    splits, group = 1 if shape.is_whole else choose_splits(count, kv_heads), q.shape[1] // kv_heads
+    queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     parts, tops, arrived = workspace(queries, width, q.device)
-    shape = choose_shape(count, q.dtype)
     scale, window, slopes, softcap = scoring
     nothing = seq_lens
     k, v, angles, interleaved = new or New(q, q, q, False)

@@ -24,4 +24,4 @@ def cache_shapes(
     dtype: str, block_size: int, kv_heads: int, head_dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     shape = (kv_heads, block_size, head_dim)
-    return shape, shape, DTYPES[dtype]
+    return shape, shape, torch.float8_e4m3fn if dtype == "fp8" else DTYPES[dtype]

@@ -119,6 +119,11 @@ def _prefill(
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
+def key_tile(dim: int, dtype: torch.dtype) -> int:
+    """How many keys a program takes at a time: those of wide heads need more room each."""
+    return 32 if dim > 128 or dtype == torch.float32 else 128
+
+
 def prefill_attention(
     q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring
 ) -> None:
@@ -128,13 +133,12 @@ def prefill_attention(
     scale, window, slopes, softcap = scoring
     nothing = paging.seq_lens
     width = triton.next_power_of_2(dim)
-    wide = width > 128 or q.dtype == torch.float32
     _prefill[(tiles.rows.shape[0], q.shape[1])](
         q, cache.k, cache.v, out, tables, paging.seq_lens, paging.query_starts, tiles.rows, tiles.firsts,
         slopes if slopes is not None else nothing, mask.view(torch.uint8) if mask is not None else nothing, scale,
         softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
         cache.k.stride(1), mask.stride(0) if mask is not None else 0, DIM=dim, WIDTH=width,
-        GROUP=q.shape[1] // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=32 if wide else 128,
+        GROUP=q.shape[1] // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
         HAS_MASK=mask is not None, num_warps=8, num_stages=2, **chained(),
     )  # fmt: skip

@@ -6,6 +6,7 @@ only fill up a captured batch have those.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +15,15 @@ from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.paging import LayerCache
 
 HEADS = 8  # in a program
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def fit(x, like):
+    """x as a cache holds it: a value beyond what fp8 can say is its largest."""
+    if like.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -FP8_MAX, FP8_MAX)
+    return x.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -63,20 +73,20 @@ def _rope_store(
         tl.store(at + first[None, :], a, mask=is_k)
         tl.store(at + second[None, :], b, mask=is_k)
         to = keys + place + key_heads[:, None] * head_stride
-        tl.store(to + first[None, :], a.to(keys.dtype.element_ty), mask=is_k)
-        tl.store(to + second[None, :], b.to(keys.dtype.element_ty), mask=is_k)
+        tl.store(to + first[None, :], fit(a, keys), mask=is_k)
+        tl.store(to + second[None, :], fit(b, keys), mask=is_k)
 
         columns = tl.arange(0, WIDTH)
         if TURNED < DIM:
             passed = stored[:, None] & ((columns >= TURNED) & (columns < DIM))[None, :]
             rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
-            tl.store(to + columns[None, :], rest.to(keys.dtype.element_ty), mask=passed)
+            tl.store(to + columns[None, :], fit(rest, keys), mask=passed)
 
         is_v = stored[:, None] & (columns < DIM)[None, :]
         at = v + token * v_row + key_heads[:, None] * DIM
         to = values + place + key_heads[:, None] * head_stride
         value = tl.load(at + columns[None, :], mask=is_v, other=0.0)
-        tl.store(to + columns[None, :], value.to(values.dtype.element_ty), mask=is_v)
+        tl.store(to + columns[None, :], fit(value, values), mask=is_v)
 
 
 def rope_store(
@@ -102,5 +112,10 @@ def rope_store(
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """As in the reference, for layers that are not rotated."""
     block, offset = slots // cache.block_size, slots % cache.block_size
-    cache.k[block, :, offset] = k.to(cache.k.dtype)
-    cache.v[block, :, offset] = v.to(cache.v.dtype)
+    for kept, new in ((cache.k, k), (cache.v, v)):
+        if kept.dtype == torch.float8_e4m3fn:  # torch writes these by their bits only
+            kept.view(torch.uint8)[block, :, offset] = (
+                new.clamp(-FP8_MAX.value, FP8_MAX.value).to(kept.dtype).view(torch.uint8)
+            )
+        else:
+            kept[block, :, offset] = new.to(kept.dtype)

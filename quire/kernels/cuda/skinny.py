@@ -20,7 +20,7 @@ from quire.kernels.cuda.activation import gelu, gelu_mul, silu, silu_mul
 from quire.kernels.cuda.chain import after_last, chained, let_next
 
 OUTPUTS, INPUTS = 2, 2048  # of one row's tile: the fastest of the sizes tried, for all of a model's matrices
-MAX_ROWS = 64
+MIN_ROWS, MAX_ROWS = 16, 64
 PROGRAMS = 132  # one for each multiprocessor of an H200: a matrix that gives more is wide enough for cuBLAS
 MAX_SPLITS = 4
 HALVES = (torch.bfloat16, torch.float16)
@@ -52,12 +52,12 @@ def _skinny(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile, split = tl.program_id(1), tl.program_id(2)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows, inputs = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    rows, inputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, INPUTS)
     weights = weight + outputs.to(tl.int64)[:, None] * stride + inputs[None, :]
     second = weights + num_out.to(tl.int64) * stride
-    values = x + rows[None, :] * x_row + inputs[:, None]
+    values = x + rows.to(tl.int64)[None, :] * x_row + inputs[:, None]
     is_row = (rows < num_rows)[None, :]
     is_output = (outputs < num_out)[:, None]
     share = tl.cdiv(num_in, SPLITS * INPUTS) * INPUTS
@@ -69,10 +69,10 @@ def _skinny(
         wanted = is_output & there[None, :]
         own = tl.load(values + at, mask=is_row if IS_EVEN else is_row & there[:, None], other=0.0)
         part = tl.load(weights + at) if IS_EVEN else tl.load(weights + at, mask=wanted, other=0.0)
-        total = tl.dot(part, own, total)
+        total = tl.dot(part, own, total, input_precision="ieee")
         if IS_GATED:
             part = tl.load(second + at) if IS_EVEN else tl.load(second + at, mask=wanted, other=0.0)
-            total_up = tl.dot(part, own, total_up)
+            total_up = tl.dot(part, own, total_up, input_precision="ieee")
     if IS_GATED:
         gate = total.to(y.dtype.element_ty).to(tl.float32)
         up = total_up.to(y.dtype.element_ty).to(tl.float32)
@@ -81,7 +81,7 @@ def _skinny(
     if SPLITS == 1:
         tl.store(to, total.to(y.dtype.element_ty), mask=is_row & is_output)
     else:
-        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
+        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(parts + (tile * SPLITS + split) * OUTPUTS * ROWS + place, total)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
@@ -102,6 +102,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
+    max_rows: int = MAX_ROWS
 
 
 TILE_OUTPUTS = 64
@@ -122,7 +123,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     num_tiles = triton.cdiv(weight.shape[0], TILE_OUTPUTS)
     if _are_few(num_rows, x, weight) and num_tiles <= PROGRAMS:
         splits = min(MAX_SPLITS, PROGRAMS // num_tiles)
-        return _few_rows(x, weight, num_rows, Tile(TILE_OUTPUTS, 128, 4, 6 if num_rows <= 32 else 5, splits))
+        return multiply(x, weight, Tile(TILE_OUTPUTS, 128, 4, 6 if num_rows <= 32 else 5, splits))
     return functional.linear(x, weight)
 
 
@@ -131,7 +132,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     num_rows = x.numel() // weight.shape[1]
     if _are_few(num_rows, x, weight):
         tile = Tile(TILE_OUTPUTS, 128, 4, 4) if num_rows <= 16 else Tile(TILE_OUTPUTS, 64, 4, 6)
-        return _few_rows(x, weight, num_rows, tile, activation)
+        return multiply(x, weight, tile, activation)
     return (silu_mul if activation == "silu" else gelu_mul)(linear(x, weight))
 
 
@@ -151,16 +152,18 @@ def _one_row(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def _few_rows(x: Tensor, weight: Tensor, num_rows: int, tile: Tile, activation: str | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, tile: Tile, activation: str | None = None) -> Tensor:
+    """x W^T by tiles; with an activation, of a gate and what it lets through."""
     num_in = weight.shape[1]
-    num_out = weight.shape[0] // 2 if activation else weight.shape[0]
+    num_rows, num_out = x.numel() // num_in, weight.shape[0] // 2 if activation else weight.shape[0]
     y = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
     parts, arrived = workspace(x.device)
-    _skinny[(triton.cdiv(num_out, tile.outputs), tile.splits)](
-        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
-        ROWS=max(16, triton.next_power_of_2(num_rows)), OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits,
-        IS_GATED=activation is not None, IS_SILU=activation == "silu",
-        IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0, num_warps=tile.warps,
-        num_stages=tile.stages, **chained(),
+    rows = min(tile.max_rows, max(MIN_ROWS, triton.next_power_of_2(num_rows)))
+    assert tile.splits == 1 or num_rows <= rows, "tiles of several rows have no room for their sums"
+    _skinny[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, tile.outputs), tile.splits)](
+        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0), ROWS=rows,
+        OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits, IS_GATED=activation is not None,
+        IS_SILU=activation == "silu", IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0,
+        num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
     return y
