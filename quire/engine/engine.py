@@ -20,6 +20,7 @@ from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
 from quire.engine.backend import (
     choose_device,
     choose_dtype,
@@ -31,7 +32,8 @@ from quire.engine.backend import (
 )
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
-from quire.engine.memory import CacheSize, describe, size_cache
+from quire.engine.costs import PromptClock, time_copies
+from quire.engine.memory import CacheSize, describe, size_cache, size_swap
 from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.kernels import Kernels
@@ -58,6 +60,16 @@ class EngineInfo:
     summary: str
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A plan under way."""
+
+    plan: Plan
+    pending: Pending
+    launched_s: float
+    has_begun: bool = True  # False if launching it failed
+
+
 class Engine:
     """Requests in, updates out, one step at a time."""
 
@@ -65,7 +77,8 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
-        self._launched: deque[tuple[Plan, Pending]] = deque()
+        self._launched: deque[Launched] = deque()
+        self._clock = PromptClock(scheduler.swap.costs, scheduler.max_tokens_per_step)
         self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
@@ -88,9 +101,10 @@ class Engine:
         if not self._launched:
             time.sleep(IDLE_S)
             return []
-        plan, pending = self._launched.popleft()
+        oldest = self._launched.popleft()
+        plan = oldest.plan
         try:
-            sampled = pending()
+            sampled = oldest.pending()
         except torch.AcceleratorError:  # a GPU that has failed once fails from then on: only a new process helps
             self.scheduler.fail(plan, "The GPU failed.")
             raise
@@ -99,22 +113,27 @@ class Engine:
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
+        self._clock.land(plan, oldest.launched_s, time.monotonic())
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
 
     def _launch(self) -> bool:
-        plan = self.scheduler.schedule(time.monotonic())
+        """Plan a step and start it. Behind one that could not be started none is planned: its blocks lack content."""
+        if self._launched and not self._launched[-1].has_begun:
+            return False
+        now_s = time.monotonic()
+        plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False
         if self.before_run is not None:
             self.before_run(plan)
         try:
-            pending = self.runner.launch(plan)
+            launched = Launched(plan, self.runner.launch(plan), now_s)
         except Exception as error:
-            pending = partial(reraise, error)
+            launched = Launched(plan, partial(reraise, error), now_s, has_begun=False)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        self._launched.append((plan, pending))
+        self._launched.append(launched)
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
@@ -157,10 +176,12 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     )
     summary = describe(config.model, model.family, describe_ops(ops, dtype), loaded.weight_bytes, size, kv_dtype)
     info = EngineInfo(config.model, model, size.max_len, loaded.weight_bytes, size, device.type, summary)
-    cache = CacheTensors(layout, size, block, device)
+    swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
+    cache = CacheTensors(layout, size, block, device, swap_slots)
     shape = (step_tokens, config.max_requests, size.max_len, len(layout.windows), config.block_size, device)
     runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
-    return Engine(build_scheduler(config, size, layout, step_tokens), runner, info)
+    costs = SwapCosts(copy_s=time_copies(cache, device) if swap_slots else None)
+    return Engine(build_scheduler(config, size, layout, step_tokens, swap_slots, costs), runner, info)
 
 
 def load(
@@ -194,7 +215,9 @@ def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: Buffe
     return GpuRunner(model, cache, GpuBuffers(*shape), ops)
 
 
-def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int, swap_slots: int, costs: SwapCosts
+) -> Scheduler:
     return Scheduler(
         size.num_blocks,
         size.block_size,
@@ -203,6 +226,8 @@ def build_scheduler(config: EngineConfig, size: CacheSize, layout: CacheLayout, 
         Policy(choose_batching(config), config.order),
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
+        swap_slots=swap_slots,
+        costs=costs,
     )
 
 
