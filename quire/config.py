@@ -75,6 +75,9 @@ class EngineConfig:
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
     kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.")
+    swap_memory: float | None = option(
+        None, "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set."
+    )
     prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests that begin the same way.")
     batching: Literal["continuous", "static", "dynamic"] = option(
         "continuous", "When waiting requests join: at every step, or when the running batch has ended."
@@ -99,6 +102,8 @@ class EngineConfig:
             )
         if self.kv_memory is not None and not self.kv_memory > 0:
             raise InvalidParams(f"kv_memory is {self.kv_memory}; give the cache more than 0 GiB.")
+        if self.swap_memory is not None and not 0 <= self.swap_memory < float("inf"):
+            raise InvalidParams(f"swap_memory is {self.swap_memory}; give a number of GiB, 0 or more.")
         if not 0 <= self.batch_wait < float("inf"):
             raise InvalidParams(f"batch_wait is {self.batch_wait}; give a number of seconds, 0 or more.")
         self._one_of("device", ("auto", "cpu", "cuda"))

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from quire.core.block_pool import BlockPool
 from quire.core.prefix_tree import Match, Node, PrefixTree, first_block
 from quire.core.request import NEVER, Request, State
-
-Copies = list[tuple[int, int]]
+from quire.core.swap import Pairs
 
 
 class KVCache:
@@ -41,12 +40,7 @@ class KVCache:
 
     def cost(self, request: Request, match: Match, max_count: int) -> int:
         """Free blocks that admitting the request uses up, those included that the match takes off the free list."""
-        found = [
-            block
-            for index, node in enumerate(match.path)
-            for block in self._visible(node, index, len(match.path))
-            if block is not None
-        ]
+        found = [block for table in self._visible(request, match) for block in table if block is not None]
         revived = sum(self.pool.refs[block] == 0 for block in found)
         return self.peak(len(request.tokens), max_count) - len(found) + revived
 
@@ -57,22 +51,30 @@ class KVCache:
         held = sum(block is not None for table in request.tables for block in table)
         return max(0, self.peak(len(request.tokens), max_count) - held)
 
-    def adopt(self, request: Request, match: Match, copies: Copies) -> None:
+    def adopt(self, request: Request, match: Match, copies: Pairs) -> None:
         """Give the request what the look-up found. The caller has seen that the cost is there."""
-        num_groups = len(self.windows)
-        tables: list[list[int | None]] = [[] for _ in range(num_groups)]
-        for index, node in enumerate(match.path):
-            for table, block in zip(tables, self._visible(node, index, len(match.path)), strict=True):
-                if block is not None:
-                    self.pool.revive(block)
-                table.append(block)
+        tables = self._visible(request, match)
+        self._revive(tables)
+        self._publish_below(request, match)
         num_tokens = len(match.path) * self.block_size
         if match.partial is not None and self._copy_partial(match.partial, tables, copies):
             num_tokens += match.num_partial
         self._start(request, tables, num_tokens)
-        if self.prefix_cache:
-            self._move_to(request, match.path[-1] if match.path else self.tree.root(request.salt))
-            request.publish_at = (len(match.path) + 1) * self.block_size
+
+    def restore(self, request: Request, match: Match, swap_in: Pairs) -> None:
+        """Give the request what it has on the host: in blocks of the look-up as far as they go, then in new ones.
+
+        The caller has seen that the cost is there, and that no copy of the same plan reads a block that is free: it
+        could become one of the new ones, which are filled first.
+        """
+        assert request.stowed is not None
+        tables = self._visible(request, match)
+        self._revive(tables)
+        self._publish_below(request, match)
+        for table, slots in zip(tables, request.stowed.tables, strict=True):
+            missing = slots[len(match.path) :]
+            table.extend(None if slot is None else self._fetch(slot, swap_in) for slot in missing)
+        self._start(request, tables, request.stowed.num_computed)
 
     def fork(self, request: Request) -> bool:
         """Share the leader's blocks of the whole prompt but its last token, if the leader still has them."""
@@ -84,10 +86,7 @@ class KVCache:
         for table, window in zip(tables, self.windows, strict=True):
             if None in table[first_block(num_shared, window, self.block_size) :]:
                 return False
-        for table in tables:
-            for block in table:
-                if block is not None:
-                    self.pool.revive(block)
+        self._revive(tables)
         self._start(request, tables, num_shared)
         leader.capacity = min(leader.capacity, leader.num_planned)  # its next write must look before it writes
         node = leader.node
@@ -97,7 +96,7 @@ class KVCache:
         request.publish_at = (node.depth + 1) * self.block_size if node else NEVER
         return True
 
-    def grow(self, request: Request, end: int, copies: Copies) -> bool:
+    def grow(self, request: Request, end: int, copies: Pairs) -> bool:
         """Make positions up to `end` writable. False, and nothing is changed, when too few blocks are free."""
         index = request.num_planned // self.block_size
         num_blocks = ceil_div(end, self.block_size)
@@ -152,15 +151,30 @@ class KVCache:
         request.num_computed = request.num_planned = num_tokens
         request.capacity = num_tokens
 
-    def _visible(self, node: Node, index: int, num_blocks: int) -> list[int | None]:
-        """A node's blocks in the groups that look back that far from the end of the match."""
-        end = num_blocks * self.block_size
+    def _publish_below(self, request: Request, match: Match) -> None:
+        """To be called before a block is taken: the match's last node may have nothing but this pin to keep it."""
+        if self.prefix_cache:
+            self._move_to(request, match.path[-1] if match.path else self.tree.root(request.salt))
+            request.publish_at = (len(match.path) + 1) * self.block_size
+
+    def _visible(self, request: Request, match: Match) -> list[list[int | None]]:
+        """The match as tables: its blocks in the groups that look back that far from where the request goes on."""
+        end = len(match.path) * self.block_size
+        if request.stowed is not None and request.stowed.num_computed > end:
+            end = request.stowed.num_computed
+        firsts = [first_block(end, window, self.block_size) for window in self.windows]
         return [
-            block if index >= first_block(end, window, self.block_size) else None
-            for block, window in zip(node.blocks, self.windows, strict=True)
+            [node.blocks[group] if index >= first else None for index, node in enumerate(match.path)]
+            for group, first in enumerate(firsts)
         ]
 
-    def _copy_partial(self, node: Node, tables: list[list[int | None]], copies: Copies) -> bool:
+    def _revive(self, tables: list[list[int | None]]) -> None:
+        for table in tables:
+            for block in table:
+                if block is not None:
+                    self.pool.revive(block)
+
+    def _copy_partial(self, node: Node, tables: list[list[int | None]], copies: Pairs) -> bool:
         """Append a private copy of the node's blocks, unless the pool has none to copy into."""
         sources = [block for block in node.blocks if block is not None]
         for block in sources:
@@ -174,6 +188,11 @@ class KVCache:
         for block in sources:
             self._release(block)
         return enough
+
+    def _fetch(self, slot: int, swap_in: Pairs) -> int:
+        block = self._take()
+        swap_in.append((slot, block))
+        return block
 
     def _take(self) -> int:
         block = self.pool.take()

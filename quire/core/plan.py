@@ -16,8 +16,13 @@ class Plan:
     """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
 
     `yields[i]` says how many of the row's last positions are sampled: 0 when the row stops short of the request's last
-    token, 1 when it reaches it, 1 + k when k drafts follow. `copies` are blocks (source, target) to copy, in order,
-    before anything of this step is written. Block tables are the requests' own: read them before the next `schedule()`.
+    token, 1 when it reaches it, 1 + k when k drafts follow. Block tables are the requests' own: read them before the
+    next `schedule()`.
+
+    Before anything is computed, whole blocks are moved: first every (block, host slot) of `swap_out`, then every (host
+    slot, block) of `swap_in`, then every (source, target) of `copies`, in order. A block may be in more than one list:
+    what goes out may make room for what comes in, and that may be copied. Within `swap_out` and within `swap_in` no
+    target is named twice, so each may be carried out at once. All of it comes after the steps planned before.
     """
 
     step: int
@@ -25,6 +30,8 @@ class Plan:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     yields: list[int] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -33,6 +40,11 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def filled_blocks(self) -> set[int]:
+        """Blocks that hold what they should once the plan has been begun."""
+        return {target for _, target in [*self.swap_in, *self.copies]}
 
 
 class TokenLogprobs(NamedTuple):

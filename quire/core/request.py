@@ -16,6 +16,7 @@ from quire.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.core.prefix_tree import Miss, Node
+    from quire.core.swap import Stowed
 
 
 NEVER = 1 << 62
@@ -92,6 +93,7 @@ class Request:
     publish_at: int = field(init=False, default=NEVER)  # computed tokens at which the next block can be published
     num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
     num_preemptions: int = field(init=False, default=0)
+    stowed: Stowed | None = field(init=False, default=None)  # while it waits: what of it lies on the host
     miss: Miss | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,9 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def holds_any(self, blocks: set[int]) -> bool:
+        return any(block in blocks for table in self.tables for block in table)
 
     @property
     def finished(self) -> bool:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from quire.core.kv_cache import KVCache
+from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.params import MAX_PRIORITY
 from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
+from quire.core.swap import Swap, SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
 
 _rank = attrgetter("rank")
@@ -33,6 +34,7 @@ class Counters:
     computed_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0  # preempted requests whose blocks went to the host
     finished: int = 0
 
 
@@ -49,9 +51,12 @@ class Scheduler:
         *,
         windows: Sequence[int | None] = (None,),
         prefix_cache: bool = True,
+        swap_slots: int = 0,
+        costs: SwapCosts | None = None,
     ) -> None:
         assert max_tokens_per_step >= max_requests >= 1
         self.kv = KVCache(num_blocks, block_size, windows, prefix_cache=prefix_cache)
+        self.swap = Swap(swap_slots, costs)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
         self.policy = policy or Policy()
@@ -110,8 +115,12 @@ class Scheduler:
         preempted = self._plan_running(plan)
         if not preempted:
             self._admit(plan, now_s)
+        if not plan.requests:
+            assert not plan.swap_in, "who is brought back has tokens to compute"
+            return None  # what is to go to the host goes with the next plan
+        plan.swap_out.extend(self.swap.hand_over())
         self.counters.computed_tokens += plan.num_tokens
-        return plan if plan.requests else None
+        return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
         """Take in a step's tokens, in the order the plans were made."""
@@ -142,20 +151,28 @@ class Scheduler:
         return updates
 
     def fail(self, plan: Plan, message: str) -> list[Update]:
-        """End the requests of a plan that could not be run."""
-        updates = []
+        """End the requests of a plan that could not be run, and those whose blocks it was to fill.
+
+        Who was to be copied to the host is computed again. A plan that was not even begun must be failed before another
+        one is made.
+        """
         for request, num_yields in zip(plan.requests, plan.yields, strict=True):
             request.num_in_flight -= 1
             request.num_expected -= bool(num_yields)
-            if not request.finished:
-                updates.append(
-                    Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
-                )
-                self._end(request)
+        lost = [request for request in plan.requests if not request.finished]
+        filled = plan.filled_blocks
+        lost += [request for request in self.running if request not in lost and request.holds_any(filled)]
+        for request in lost:
+            self._end(request)
+        for request in plan.requests:
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
+        self.swap.distrust({slot for _, slot in plan.swap_out}, self.requests.values())
         self._drop_finished()
-        return updates
+        return [
+            Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
+            for request in lost
+        ]
 
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,13 +251,25 @@ class Scheduler:
         available = self.kv.pool.num_free - promised - headroom
         may_fork = may_fork and not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
+            self.swap.drop(request)
             self._count_hit(request, Match())
             return True
         match = self.kv.lookup(request)
         if self.kv.cost(request, match, self.max_tokens_per_step) > available:
             return False
+        if request.stowed is not None and request.stowed.num_computed > len(match.path) * self.kv.block_size:
+            return self._bring_back(request, match, plan)
+        self.swap.drop(request)
         self.kv.adopt(request, match, plan.copies)
         self._count_hit(request, match)
+        return True
+
+    def _bring_back(self, request: Request, match: Match, plan: Plan) -> bool:
+        """Let a request go on from what it has on the host; not in a plan that copies, whose sources may be free."""
+        if plan.copies:
+            return False
+        self.kv.restore(request, match, plan.swap_in)
+        self.swap.free(request)
         return True
 
     def _add_row(self, plan: Plan, request: Request, start: int, count: int, num_yields: int) -> None:
@@ -337,7 +366,7 @@ class Scheduler:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to wait; it computes its tokens again when there is room."""
+        """Send a running request back to wait, until there is room."""
         self.counters.preemptions += 1
         request.num_preemptions += 1
         request.drafts.clear()
@@ -355,6 +384,7 @@ class Scheduler:
         self.counters.finished += 1
         del self.requests[request.id]
         self._release_forks(request)
+        self.swap.drop(request)
         self._release_when_idle(request)
 
     def _release_when_idle(self, request: Request) -> None:
@@ -364,9 +394,13 @@ class Scheduler:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
+        """No plan names the request's blocks any more. One that only leaves may keep a copy of them on the host."""
         request.release_due = False
+        is_leaving = request.state is State.LEAVING
+        if is_leaving and self.swap.stow(request, ceil_div(request.num_computed, self.kv.block_size)):
+            self.counters.swaps += 1
         self.kv.release(request)
-        if request.state is State.LEAVING:
+        if is_leaving:
             self._enqueue(request)
 
     def _release_forks(self, leader: Request) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.engine.host_blocks import HostBlocks
 from quire.engine.memory import CacheSize
 from quire.kernels.paging import LayerCache
 
@@ -55,18 +56,27 @@ class BlockShape(NamedTuple):
 class CacheTensors:
     """Keys and values of all blocks. Number 0 exists too: padded table entries point at it and nobody reads it."""
 
-    def __init__(self, layout: CacheLayout, size: CacheSize, block: BlockShape, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, size: CacheSize, block: BlockShape, device: torch.device, swap_slots: int = 0
+    ) -> None:
         count = size.num_blocks + 1
-        k, v = ([zeros((count, *shape), block.dtype, device) for _ in range(layout.num_slots)] for shape in block[:2])
-        self._slots = list(zip(k, v, strict=True))
+        k, v = (zeros((layout.num_slots, count, *shape), block.dtype, device) for shape in block[:2])
+        self._parts = k, v
         self.layers = [LayerCache(k[slot], v[slot], group, size.block_size) for group, slot in layout.places]
+        self.host = HostBlocks(self._parts, swap_slots)
+
+    def swap_blocks(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks to the host, each (block, slot), and then from there, each (slot, block)."""
+        if swap_out:
+            self.host.save(swap_out)
+        if swap_in:
+            self.host.load(swap_in)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, in order: a source may be an earlier target."""
         for source, target in copies:
-            for k, v in self._slots:
-                k[target] = k[source]
-                v[target] = v[source]
+            for part in self._parts:
+                part[:, target] = part[:, source]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
 from quire.engine.backend import (
     choose_device,
     choose_dtype,
@@ -31,8 +32,9 @@ from quire.engine.backend import (
 )
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
+from quire.engine.costs import PromptClock, time_copies
 from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
-from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache
+from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache, size_swap
 from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.engine.trial import measure_step
@@ -69,6 +71,15 @@ class EngineInfo:
     summary: str
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A plan under way."""
+
+    plan: Plan
+    pending: Pending
+    launched_s: float
+
+
 class Engine:
     """Requests in, updates out, one step at a time."""
 
@@ -76,7 +87,8 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
-        self._launched: deque[tuple[Plan, Pending]] = deque()
+        self._launched: deque[Launched] = deque()
+        self._clock = PromptClock(scheduler.swap.costs, scheduler.max_tokens_per_step)
         self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
@@ -99,25 +111,28 @@ class Engine:
         if not self._launched:
             time.sleep(IDLE_S)
             return []
-        plan, pending = self._launched.popleft()
+        oldest = self._launched.popleft()
+        plan = oldest.plan
         try:
-            sampled = pending()
+            sampled = oldest.pending()
         except Exception as error:
             return self._fail(plan, error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
+        self._clock.land(plan, oldest.launched_s, time.monotonic())
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
 
     @property
     def _may_launch(self) -> bool:
-        """Nothing is launched behind a plan that failed: the tokens that it was to bring will not come."""
-        if self._launched and isinstance(self._launched[-1][1], Failure):
+        """Nothing is launched behind a plan that failed: its tokens will not come, and its blocks lack content."""
+        if self._launched and isinstance(self._launched[-1].pending, Failure):
             return False
         return len(self._launched) < self.runner.depth
 
     def _launch(self) -> bool:
-        plan = self.scheduler.schedule(time.monotonic())
+        now_s = time.monotonic()
+        plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False
         if self.before_run is not None:
@@ -129,7 +144,7 @@ class Engine:
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        self._launched.append((plan, pending))
+        self._launched.append(Launched(plan, pending, now_s))
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
@@ -193,11 +208,13 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     computes = describe_ops(ops, dtype)
     summary = describe(config.model, model.family, computes, loaded.weight_bytes, size, kv_dtype, max_requests)
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
+    swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
     with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
-        cache = CacheTensors(layout, size, block, device)
+        cache = CacheTensors(layout, size, block, device, swap_slots)
         shape = (step_tokens, max_requests, size.max_len, len(layout.windows), config.block_size, device)
         runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
-    return Engine(build_scheduler(config, size, layout, step_tokens, max_requests), runner, info)
+        costs = SwapCosts(copy_s=time_copies(cache, device) if swap_slots else None)
+    return Engine(build_scheduler(config, size, layout, step_tokens, max_requests, swap_slots, costs), runner, info)
 
 
 def load(
@@ -234,7 +251,13 @@ def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: Buffe
 
 
 def build_scheduler(
-    config: EngineConfig, size: CacheSize, layout: CacheLayout, step_tokens: int, max_requests: int
+    config: EngineConfig,
+    size: CacheSize,
+    layout: CacheLayout,
+    step_tokens: int,
+    max_requests: int,
+    swap_slots: int,
+    costs: SwapCosts,
 ) -> Scheduler:
     return Scheduler(
         size.num_blocks,
@@ -244,6 +267,8 @@ def build_scheduler(
         Policy(choose_batching(config, max_requests), config.order),
         windows=layout.windows,
         prefix_cache=config.prefix_cache,
+        swap_slots=swap_slots,
+        costs=costs,
     )
 
 

@@ -84,6 +84,7 @@ class GpuRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         """Start a step. What comes back waits for it."""
+        self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         self.depth = DEPTH if all(map(needs_no_host, plan.requests)) else 1
         if self.depth == 1:

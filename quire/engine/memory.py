@@ -20,6 +20,8 @@ CUDA_SHARE = 0.95
 # Captured graphs compute in memory of their own, which they share: never more than the largest step takes, so that is
 # set aside a second time. The driver keeps a few MiB more for each of the about forty sizes that are captured.
 GRAPH_BYTES = 256 << 20
+SWAP_SHARE = 0.25  # of the host's free memory: pinned pages serve nobody else
+MAX_SWAP_GIB = 8.0  # unless more is asked for
 GIB = 1 << 30
 SMALLER_WEIGHTS = "End other programs on the GPU, take a smaller model, or set device to 'cpu'."
 
@@ -121,6 +123,26 @@ def size_cache(
             f"but a request may have {max_len_wanted or 1:,}. {remedy}, or lower max_len."
         )
     return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
+
+
+def size_swap(swap_memory: float | None, block_bytes: int, device: torch.device) -> int:
+    """Blocks of preempted requests that the host may hold. A CPU's cache is there already: none unless asked for."""
+    if swap_memory == 0 or (swap_memory is None and device.type != "cuda"):
+        return 0
+    free = free_bytes(torch.device("cpu"))
+    if swap_memory is None:
+        return int(min(MAX_SWAP_GIB * GIB, SWAP_SHARE * free)) // block_bytes
+    if swap_memory * GIB > free:
+        raise NotEnoughMemory(
+            f"swap_memory is {swap_memory:g} GiB, but the host has {readable(free)} free. Lower it, or give 0 to have "
+            "preempted requests computed again."
+        )
+    if swap_memory * GIB < block_bytes:
+        raise NotEnoughMemory(
+            f"swap_memory is {swap_memory:g} GiB, less than one block of the cache takes ({readable(block_bytes)}). "
+            "Raise it, or give 0 to have preempted requests computed again."
+        )
+    return int(swap_memory * GIB) // block_bytes
 
 
 def describe(

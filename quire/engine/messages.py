@@ -139,6 +139,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_free_blocks: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
 
 
 ToEngine = Start | Submit | Abort | Ping

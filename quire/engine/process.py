@@ -156,6 +156,7 @@ class EngineLoop:
                 scheduler.kv.pool.num_free,
                 scheduler.counters.computed_tokens,
                 scheduler.counters.preemptions,
+                scheduler.counters.swaps,
             )
         )
 

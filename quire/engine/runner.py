@@ -63,6 +63,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
+        self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         sampled = self._finish(plan, self.buffers.fill(plan))
         return lambda: sampled

@@ -63,6 +63,7 @@ class Metrics:
         self.cached_tokens = counter("cached_prompt_tokens", "Of those, tokens found in the prefix cache.")
         self.output_tokens = counter("output_tokens", "Tokens that were produced.")
         self.preemptions = counter("preemptions", "Requests that had to make room for others.")
+        self.swaps = counter("swaps", "Of those, requests whose cache was kept in the host's memory meanwhile.")
         self.restarts = counter("engine_restarts", "Times that the engine was started again.")
         self.running = gauge("requests_running", "Requests that are being computed.")
         self.waiting = gauge("requests_waiting", "Requests that wait for their turn.")
@@ -73,7 +74,7 @@ class Metrics:
         self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
         self.num_blocks = 1
-        self._preemptions = 0
+        self._preemptions = self._swaps = 0
 
     def begin(self, exchanges: Sequence[Exchange]) -> Clock:
         return Clock(self, exchanges)
@@ -84,12 +85,14 @@ class Metrics:
         self.kv_use.set(1 - stepped.num_free_blocks / self.num_blocks)
         self.preemptions.inc(max(0, stepped.preemptions - self._preemptions))
         self._preemptions = stepped.preemptions
+        self.swaps.inc(max(0, stepped.swaps - self._swaps))
+        self._swaps = stepped.swaps
         if stepped.step_s is not None:
             self.step.observe(stepped.step_s)
 
     def restarted(self) -> None:
         self.restarts.inc()
-        self._preemptions = 0
+        self._preemptions = self._swaps = 0
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

@@ -26,11 +26,11 @@ class FakeRunner:
         self.windows = windows
         self.kv = kv
         self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+        self.on_host: dict[int, list[tuple[int, int] | None]] = {}
 
     def run(self, plan: Plan, context: dict[str, list[int]]) -> Sampled:
         """`context` holds each request's tokens, those still in flight included."""
-        for source, target in plan.copies:
-            self.cells[target] = list(self.cells[source])
+        self._move(plan)
         writers: dict[int, Request] = {}
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
         texts = [(context[r.id] + r.drafts)[: start + count] for r, start, count in rows]
@@ -41,6 +41,19 @@ class FakeRunner:
         for (request, start, _), tokens in zip(rows, texts, strict=True):
             self._read(request, tokens, start)
         return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
+
+    def _move(self, plan: Plan) -> None:
+        """A slot can be read once, and only after it was written: it may be another request's from then on."""
+        slots = [slot for _, slot in plan.swap_out]
+        blocks = [block for _, block in plan.swap_in]
+        assert len(slots) == len(set(slots)), "two blocks go to one slot"
+        assert len(blocks) == len(set(blocks)), "two slots go to one block"
+        for block, slot in plan.swap_out:
+            self.on_host[slot] = list(self.cells[block])
+        for slot, block in plan.swap_in:
+            self.cells[block] = self.on_host.pop(slot)
+        for source, target in plan.copies:
+            self.cells[target] = list(self.cells[source])
 
     def _write(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> None:
         for table in request.tables:

@@ -15,6 +15,7 @@ def check(scheduler: Scheduler, held_in_flight: list[Request]) -> None:
     live = list(scheduler.requests.values())
     holders = list({id(request): request for request in [*live, *held_in_flight]}.values())
     check_blocks(scheduler, holders)
+    check_host(scheduler, live)
     check_tree(scheduler, holders)
     check_queues(scheduler, live)
 
@@ -28,6 +29,18 @@ def check_blocks(scheduler: Scheduler, holders: list[Request]) -> None:
     free = pool.free_order()
     assert len(free) == len(set(free)) == pool.num_free
     assert set(free) == {block for block in range(1, pool.num_blocks + 1) if not refs[block]}
+
+
+def check_host(scheduler: Scheduler, live: list[Request]) -> None:
+    """A slot is free or somebody's who waits; what is to go out goes to somebody's."""
+    swap = scheduler.swap
+    stowed = [request for request in live if request.stowed is not None]
+    assert all(request.state is State.WAITING for request in stowed)
+    used = [slot for request in stowed if request.stowed for slot in request.stowed.slots]
+    free = [*swap._freed, *range(swap._num_touched, swap.num_slots)]
+    assert sorted([*used, *free]) == list(range(swap.num_slots))
+    assert len(free) == swap.num_free
+    assert {slot for _, slot in swap._outgoing} <= set(used)
 
 
 def check_tree(scheduler: Scheduler, holders: list[Request]) -> None:

@@ -1,5 +1,6 @@
 """The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
-flight. After every step the invariants hold, and every answer is the one the request would get alone."""
+flight, preempted requests computed again or kept on the host. After every step the invariants hold, and every answer is
+the one the request would get alone."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Continuous, Dynamic, Policy, Static
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
 from quire.errors import PromptTooLong
 from tests.core.fake_runner import VOCABULARY, FakeRunner, next_token
 from tests.core.invariants import check
@@ -46,6 +48,8 @@ class World:
             Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_places=rng.choice([1, 5, 50])),
             windows=self.windows,
             prefix_cache=rng.random() < 0.8,
+            swap_slots=rng.choice([0, rng.randint(1, 20), 1000]),
+            costs=SwapCosts(rng.choice([None, 0.0, 1.0, 1.0]), rng.choice([None, 0.3, 1.0, 1.0])),
         )
         self.runner = FakeRunner(self.num_blocks, self.block_size, self.windows, self.scheduler.kv)
         self.in_flight: deque[tuple[Plan, Sampled]] = deque()
@@ -118,12 +122,25 @@ class World:
             return False
         assert plan.num_tokens <= self.scheduler.max_tokens_per_step
         assert len(set(map(id, plan.requests))) == len(plan)
+        if self.random.random() < 0.01:
+            self.break_down(plan)
+            return True
         self.num_copies += len(plan.copies)
         sampled = self.runner.run(plan, self.context)
         for request, tokens in zip(plan.requests, sampled.tokens, strict=True):
             self.context[request.id] += tokens
         self.in_flight.append((plan, sampled))
         return True
+
+    def break_down(self, plan: Plan) -> None:
+        """Nothing of the plan is carried out, and no other is made before that is known."""
+        while self.in_flight:
+            self.land()
+        self.take(self.scheduler.fail(plan, "the step could not begin"))
+
+    def preempt(self) -> None:
+        if self.scheduler.running:
+            self.scheduler._preempt(self.random.choice(self.scheduler.running))
 
     def land(self) -> None:
         plan, sampled = self.in_flight.popleft()
@@ -161,6 +178,7 @@ class World:
     def judge(self) -> None:
         assert set(self.final) == set(self.everyone), "somebody never heard the end"
         assert self.scheduler.kv.pool.num_free == self.num_blocks
+        assert self.scheduler.swap.num_free == self.scheduler.swap.num_slots
         for request in self.everyone.values():
             expected = answer_alone(request)
             got, finish = self.delivered[request.id], self.final[request.id].finish
@@ -185,7 +203,7 @@ def answer_alone(request: Request) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed: int) -> None:
-    num_preemptions = num_cached = num_copies = 0
+    num_preemptions = num_swaps = num_cached = num_copies = 0
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
@@ -196,10 +214,13 @@ def test_random_traffic(seed: int) -> None:
                 world.abort()
             elif dice < 0.5:
                 world.draft()
+            elif dice < 0.52:
+                world.preempt()
             world.step()
         world.drain()
         world.judge()
         num_preemptions += world.scheduler.counters.preemptions
+        num_swaps += world.scheduler.counters.swaps
         num_cached += world.scheduler.counters.cached_tokens
         num_copies += world.num_copies
-    assert min(num_preemptions, num_cached, num_copies) > 0, "the traffic was too light to show anything"
+    assert min(num_preemptions, num_swaps, num_cached, num_copies) > 0, "the traffic was too light to show anything"

@@ -90,6 +90,17 @@ def test_preempted_at_random_moments(family: str) -> None:
     assert engine.scheduler.counters.preemptions > 5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_and_kept_on_the_host(family: str) -> None:
+    requests = questions(sampled=True)
+    expected = alone(family, requests)
+    options = {"max_tokens": 24, "max_requests": 16, "prefix_cache": False, "swap_slots": 1000}
+    engine = TinyEngine(FAMILIES[family], model=MODELS[family], **options)
+    assert engine.answer_preempted(requests, seed=4) == expected
+    assert engine.scheduler.counters.swaps > 5
+    assert engine.scheduler.swap.num_free == 1000
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_in_any_order_with_any_chunk(seed: int) -> None:
     rng = random.Random(seed)

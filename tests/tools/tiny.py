@@ -11,6 +11,7 @@ import torch
 from quire.core.policy import Policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
 from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheTensors, lay_out
 from quire.engine.memory import CacheSize
@@ -67,7 +68,9 @@ class TinyEngine:
         prefix_cache: bool = True,
         ops: Kernels | None = None,
         kv_dtype: str = "float32",
+        swap_slots: int = 0,
     ) -> None:
+        """With `swap_slots`, whoever has to make room goes to the host, as far as that has room."""
         layout = lay_out(config.windows)
         self.scheduler = Scheduler(
             num_blocks,
@@ -77,11 +80,13 @@ class TinyEngine:
             policy,
             windows=layout.windows,
             prefix_cache=prefix_cache,
+            swap_slots=swap_slots,
+            costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
         ops = ops or select(CPU)
         block = BlockShape(*ops.cache_shapes(kv_dtype, block_size, config.num_kv_heads, config.head_dim))
-        cache = CacheTensors(layout, size, block, CPU)
+        cache = CacheTensors(layout, size, block, CPU, swap_slots)
         buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
         recorded = ops.record(model or tiny_model(config), cache.layers, max_tokens)
         self.runner = ModelRunner(recorded, cache, buffers, ops)

@@ -76,6 +76,11 @@ def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> Non
     assert crowded.answer_preempted(questions(), seed=4) == expected
     assert crowded.scheduler.counters.preemptions > 2
     scores[-1].check(alone)
+    scores.append(Scores())
+    swapping = own.engine(max_tokens=24, max_requests=16, swap_slots=1000, prefix_cache=False)
+    assert swapping.answer_preempted(questions(), seed=4) == expected
+    assert swapping.scheduler.counters.swaps > 2
+    scores[-1].check(alone)
 
 
 @pytest.mark.parametrize("seed", range(4))

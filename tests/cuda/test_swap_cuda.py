@@ -1,0 +1,140 @@
+"""Swap on a GPU: blocks go to pinned memory and come back bit for bit, and an engine that swaps, with steps launched
+ahead, gives the answers of one that never has to."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+
+from quire.config import EngineConfig  # isort: skip
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine import host_blocks
+from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.client import InProcess
+from quire.engine.costs import time_copies
+from quire.engine.memory import CacheSize
+
+pytestmark = pytest.mark.cuda
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+NUM_BLOCKS = 200
+BLOCK = BlockShape((2, 16, 64), (2, 16, 64), torch.bfloat16)
+BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
+
+
+def make_cache(swap_slots: int) -> CacheTensors:
+    return CacheTensors(lay_out([None] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), BLOCK, DEVICE, swap_slots)
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 7, 1000])
+@pytest.mark.parametrize("count", [1, 16, 100])
+def test_blocks_come_back_bit_for_bit(count: int, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * BLOCK_BYTES)
+    cache, rng = make_cache(120), random.Random(count)
+    for part in cache._parts:
+        part.view(torch.uint8).random_(0, 256)
+    before = [part.clone() for part in cache._parts]
+    blocks, targets = (rng.sample(range(1, NUM_BLOCKS + 1), count) for _ in range(2))
+    slots = rng.sample(range(120), count)
+    cache.swap_blocks(list(zip(blocks, slots, strict=True)), [])
+    for part in cache._parts:
+        part.zero_()
+    cache.swap_blocks([], list(zip(slots, targets, strict=True)))
+    for part, kept in zip(cache._parts, before, strict=True):
+        expected = torch.zeros_like(kept)
+        expected[:, targets] = kept[:, blocks]
+        assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+    assert all(piece.is_pinned() for piece in cache.host._pieces)
+
+
+def test_many_swaps_in_a_row_keep_their_order() -> None:
+    """Nobody waits between them: each must find what the one before has left."""
+    cache, expected = make_cache(64), torch.arange(NUM_BLOCKS + 1, dtype=torch.float32)
+    cache.layers[0].k[:] = expected.to(DEVICE, torch.bfloat16)[:, None, None, None]
+    rng, on_host = random.Random(1), torch.zeros(64)
+    for _ in range(50):
+        blocks, targets = (rng.sample(range(1, NUM_BLOCKS + 1), 40) for _ in range(2))
+        slots = rng.sample(range(64), 40)
+        out, back = list(zip(blocks, slots, strict=True)), list(zip(slots[10:], targets[10:], strict=True))
+        cache.swap_blocks(out, back)
+        for block, slot in out:
+            on_host[slot] = expected[block]
+        for slot, block in back:
+            expected[block] = on_host[slot]
+    assert torch.equal(cache.layers[0].k[:, 0, 0, 0].float().cpu(), expected.bfloat16().float())
+
+
+def test_copies_are_timed_by_the_device() -> None:
+    assert time_copies(make_cache(100), DEVICE) > 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+def start(model: Path, **options: Any) -> InProcess:
+    defaults = {"dtype": "float32", "max_requests": 32, "max_len": 1024, "prefix_cache": False}
+    config = EngineConfig(model="tiny", device=DEVICE.type, weights="random", **{**defaults, **options})
+    return InProcess(config, model)
+
+
+def draw_requests(count: int, *, greedy: bool) -> list[Request]:
+    rng, requests = random.Random(7), []
+    for number in range(count):
+        params = SamplingParams(temperature=0.0 if greedy or number % 3 else 0.8, ignore_eos=True)
+        prompt = [rng.randrange(2, 2000) for _ in range(rng.choice([3, 60, 200, 400]))]
+        requests.append(Request(str(number), prompt, params, max_tokens=rng.randrange(20, 90), seed=number))
+    return requests
+
+
+def answer(client: InProcess, requests: list[Request]) -> list[list[int]]:
+    for request in requests:
+        client.add(request)
+    while client.engine.has_work:
+        client.step()
+    return [request.tokens[request.num_prompt :] for request in requests]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "mixed"])
+def test_the_same_answers_as_with_a_large_cache(model: Path, greedy: bool, prefix_cache: bool) -> None:
+    expected = answer(start(model, kv_memory=1.0), draw_requests(40, greedy=greedy))
+    client = start(model, num_blocks=80, swap_memory=0.25, prefix_cache=prefix_cache)
+    scheduler = client.engine.scheduler
+    assert scheduler.swap.costs.copy_s is not None
+    scheduler.swap.costs.copy_s = 0.0
+    assert answer(client, draw_requests(40, greedy=greedy)) == expected
+    assert scheduler.counters.swaps > 5
+    assert scheduler.swap.num_free == scheduler.swap.num_slots
+    assert scheduler.kv.pool.num_free == 80
+
+
+def test_aborts_leave_nothing_on_the_host(model: Path) -> None:
+    client, rng = start(model, num_blocks=80, swap_memory=0.25), random.Random(11)
+    scheduler = client.engine.scheduler
+    scheduler.swap.costs.copy_s = 0.0
+    for request in draw_requests(60, greedy=True):
+        client.add(request)
+    while client.engine.has_work:
+        client.step()
+        if scheduler.requests and rng.random() < 0.1:
+            client.abort(rng.choice(list(scheduler.requests)))
+    assert scheduler.counters.swaps > 0
+    assert scheduler.swap.num_free == scheduler.swap.num_slots
+    assert scheduler.kv.pool.num_free == 80

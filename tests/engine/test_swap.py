@@ -1,0 +1,206 @@
+"""Swap in the engine: blocks that go to the host come back bit for bit, costs are measured, and an engine built with
+host memory uses it. The same on a GPU is in tests/cuda/test_swap_cuda.py."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan
+from quire.core.request import Finish, Request
+from quire.core.swap import SwapCosts
+from quire.engine import host_blocks, memory
+from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.client import InProcess
+from quire.engine.costs import PromptClock, time_copies
+from quire.engine.engine import Engine
+from quire.engine.memory import GIB, CacheSize, size_swap
+from quire.errors import InvalidParams, NotEnoughMemory
+from tests.tools.tiny import CPU, TinyEngine
+
+pytestmark = pytest.mark.cpu
+
+SHAPES = {
+    "float32": BlockShape((4, 2, 8), (4, 2, 8), torch.float32),
+    "k and v apart": BlockShape((3, 5), (2, 4), torch.bfloat16),
+    "odd bytes": BlockShape((3,), (7,), torch.int8),
+}
+
+
+def fill(cache: CacheTensors) -> list[torch.Tensor]:
+    """Random bytes everywhere, and copies of them."""
+    for part in cache._parts:
+        part.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
+    return [part.clone() for part in cache._parts]
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 3, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_come_back_bit_for_bit(shape: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, block, rng = lay_out([8, 8, None, 8]), SHAPES[shape], random.Random(2)
+    block_bytes = sum(part.numel() // 31 * part.element_size() for part in sizes(layout, block))
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * block_bytes)
+    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), block, CPU, swap_slots=20)
+    assert cache.host.piece_slots == min(piece_blocks, 20)
+    before = fill(cache)
+    blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
+    cache.swap_blocks(list(zip(blocks, slots, strict=True)), [])
+    for part in cache._parts:
+        part.zero_()
+    cache.swap_blocks([], list(zip(slots, targets, strict=True)))
+    for part, kept in zip(cache._parts, before, strict=True):
+        expected = torch.zeros_like(kept)
+        expected[:, targets] = kept[:, blocks]
+        assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+
+
+def sizes(layout: Any, block: BlockShape) -> list[torch.Tensor]:
+    return list(CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), block, CPU)._parts)
+
+
+def test_what_goes_out_leaves_before_something_comes_in() -> None:
+    cache = CacheTensors(lay_out([None]), CacheSize(2, 1, 0, 2, 2), BlockShape((1,), (1,), torch.float32), CPU, 2)
+    cache.layers[0].k[1], cache.layers[0].k[2] = 5.0, 6.0
+    cache.swap_blocks([(1, 0)], [])
+    cache.swap_blocks([(2, 1)], [(0, 2), (1, 1)])
+    assert cache.layers[0].k.flatten().tolist() == [0.0, 6.0, 5.0]
+
+
+def test_memory_is_taken_as_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 4 * 8)
+    cache = CacheTensors(lay_out([None]), CacheSize(9, 1, 0, 9, 9), BlockShape((1,), (1,), torch.float32), CPU, 10)
+    assert cache.host._pieces == []
+    cache.swap_blocks([(1, 5)], [])
+    assert [len(piece) for piece in cache.host._pieces] == [4, 4]
+    cache.swap_blocks([(1, 9)], [])
+    assert [len(piece) for piece in cache.host._pieces] == [4, 4, 2]
+
+
+def test_a_trial_copy_is_timed_and_leaves_the_cache_as_it_was() -> None:
+    cache = CacheTensors(lay_out([None]), CacheSize(9, 4, 0, 9, 9), SHAPES["float32"], CPU, 5)
+    before = fill(cache)
+    assert time_copies(cache, CPU) > 0
+    for part, kept in zip(cache._parts, before, strict=True):
+        assert torch.equal(part.view(torch.uint8), kept.view(torch.uint8))
+
+
+def plan_of(*counts: int) -> Plan:
+    requests = [Request(str(number), [1], SamplingParams()) for number in range(len(counts))]
+    return Plan(1, requests, [0] * len(counts), list(counts), [1] * len(counts))
+
+
+def test_prompts_are_timed_by_the_steps_that_compute_them() -> None:
+    costs = SwapCosts()
+    clock = PromptClock(costs, max_tokens_per_step=512)
+    clock.land(plan_of(1, 1, 100), launched_s=0.0, now_s=1.0)
+    assert costs.compute_s is None, "too few tokens to tell"
+    clock.land(plan_of(1, 199), launched_s=1.0, now_s=5.0)
+    assert costs.compute_s == pytest.approx(0.02)
+    clock.land(plan_of(200), launched_s=4.0, now_s=7.0)  # the device was its own for two seconds
+    assert costs.compute_s == pytest.approx(0.01)
+    clock.land(plan_of(200), launched_s=10.0, now_s=16.0)
+    assert costs.compute_s == pytest.approx(0.012)
+
+
+def test_small_steps_count_where_none_can_be_larger() -> None:
+    costs = SwapCosts()
+    PromptClock(costs, max_tokens_per_step=32).land(plan_of(32), launched_s=0.0, now_s=1.0)
+    assert costs.compute_s == pytest.approx(1 / 32)
+
+
+def test_how_much_the_host_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 20 * GIB)
+    cuda = torch.device("cuda")
+    assert size_swap(None, GIB, cuda) == 5
+    assert size_swap(0.0, GIB, cuda) == size_swap(None, GIB, CPU) == 0
+    assert size_swap(2.5, GIB, cuda) == size_swap(2.5, GIB, CPU) == 2
+    with pytest.raises(NotEnoughMemory, match=r"swap_memory is 21 GiB, but the host has 20.00 GiB free. Lower it"):
+        size_swap(21.0, GIB, cuda)
+    with pytest.raises(NotEnoughMemory, match=r"0.5 GiB, less than one block of the cache takes \(1.00 GiB\)"):
+        size_swap(0.5, GIB, cuda)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 200 * GIB)
+    assert size_swap(None, GIB, cuda) == 8
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_wrong_sizes_are_refused(value: float) -> None:
+    with pytest.raises(InvalidParams, match=r"swap_memory is .*; give a number of GiB, 0 or more"):
+        EngineConfig(swap_memory=value)
+
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 200,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+
+
+def start(path: Path, **options: Any) -> InProcess:
+    (path / "config.json").write_text(json.dumps(MODEL))
+    defaults = {"device": "cpu", "kernels": "torch", "weights": "random", "block_size": 4, "prefix_cache": False}
+    return InProcess(EngineConfig(model="tiny", **{**defaults, **options}), path)
+
+
+def answer(client: InProcess) -> list[list[int]]:
+    rng = random.Random(3)
+    requests = [
+        Request(str(number), [rng.randrange(2, 200) for _ in range(40)], SamplingParams(temperature=0.0), max_tokens=30)
+        for number in range(10)
+    ]
+    for request in requests:
+        client.add(request)
+    while client.engine.has_work:
+        client.step()
+    return [request.tokens[40:] for request in requests]
+
+
+def test_an_engine_swaps_once_it_has_measured_that_it_pays(tmp_path: Path) -> None:
+    expected = answer(start(tmp_path, num_blocks=400))
+    client = start(tmp_path, num_blocks=60, swap_memory=0.01)
+    costs, counters = client.engine.scheduler.swap.costs, client.engine.scheduler.counters
+    assert costs.copy_s is not None
+    assert costs.compute_s is None
+    costs.copy_s = 1e-9  # a tiny model's tokens are nearly as cheap as a copy
+    assert answer(client) == expected
+    assert costs.compute_s is not None
+    assert counters.swaps == counters.preemptions > 0
+    assert client.engine.scheduler.swap.num_free == client.engine.scheduler.swap.num_slots > 0
+
+
+def test_a_cpu_does_not_swap_unless_asked_to(tmp_path: Path) -> None:
+    client = start(tmp_path, num_blocks=60)
+    answer(client)
+    assert client.engine.scheduler.swap.num_slots == client.engine.scheduler.counters.swaps == 0
+    assert client.engine.scheduler.counters.preemptions > 0
+
+
+def test_nothing_is_planned_behind_a_step_that_could_not_begin() -> None:
+    tiny = TinyEngine(num_blocks=40)
+    launch = tiny.runner.launch
+    tiny.runner.depth = 2
+    engine = Engine(tiny.scheduler, tiny.runner, Mock(device="cpu"))
+    for name in "ab":
+        engine.add(Request(name, [1, 2, 3], SamplingParams(temperature=0.0), max_tokens=8))
+
+    def refuse(plan: Plan) -> Any:
+        raise RuntimeError("no memory for it")
+
+    tiny.runner.launch = refuse  # type: ignore[method-assign]
+    num_steps = tiny.scheduler.counters.steps
+    assert {update.finish for update in engine.step()} == {Finish.ERROR}
+    assert tiny.scheduler.counters.steps == num_steps + 1
+    tiny.runner.launch, tiny.runner.depth = launch, 1  # type: ignore[method-assign]
+    engine.add(Request("c", [1, 2, 3], SamplingParams(temperature=0.0), max_tokens=2))
+    finals = []
+    while engine.has_work:
+        finals += [update.finish for update in engine.step() if update.finish]
+    assert finals == [Finish.LENGTH]
