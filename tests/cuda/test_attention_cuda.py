@@ -35,7 +35,7 @@ def on_gpu(paging: Paging) -> Paging:
 def check(
     steps: Steps, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16,
     window: int | None = None, softcap: float | None = None, with_slopes: bool = False, block_size: int = 16,
-    trees: bool = False, seed: int = 0,
+    trees: bool = False, seed: int = 0, kept: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Store step by step on both sides, and compare what each step gives."""
     torch.manual_seed(seed)
@@ -50,8 +50,9 @@ def check(
         paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if trees else None))
         q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
         reference.store_kv(k.cpu(), v.cpu(), plain, paging.slots[0].cpu())
-        whole = LayerCache(plain.k.to(DEVICE), plain.v.to(DEVICE), 0, block_size)
-        own = LayerCache(whole.k.transpose(1, 2).contiguous(), whole.v.transpose(1, 2).contiguous(), 0, block_size)
+        own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
+        own = LayerCache(own.k.contiguous(), own.v.contiguous(), 0, block_size)
+        whole = LayerCache(*(x.to(dtype).transpose(1, 2).contiguous() for x in (own.k, own.v)), 0, block_size)
         expected = reference.attention(q, whole, paging, **options)
         for given in (None, (k, v)):
             paging.work = None
@@ -82,6 +83,13 @@ def test_any_mix_of_rows(steps, dtype):
 )
 def test_heads(heads, kv_heads, dim):
     check(MIXED, heads=heads, kv_heads=kv_heads, dim=dim)
+
+
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_another_type(kept, dtype):
+    check(MIXED, dtype=dtype, kept=kept)
+    check(MIXED, heads=32, kv_heads=8, dim=128, dtype=dtype, kept=kept)
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 200])

@@ -4,42 +4,33 @@ does not decide between two tokens. Random weights in a small model's shapes, so
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+from tests.cuda import gpu  # skips this module where there is no GPU
 
-from quire.config import EngineConfig  # isort: skip
-from quire.core.params import SamplingParams
+from quire.core.params import SamplingParams  # isort: skip
 from quire.core.request import Request
 from quire.engine.client import InProcess
 
 pytestmark = pytest.mark.cuda
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000,
-    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
 Answers = dict[str, list[int]]
+
+
+DEFAULTS = {"dtype": "float32", "max_requests": 32, "kv_memory": 1.0, "max_len": 2048}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(MODEL))
-    return path
+    return tmp_path_factory.mktemp("model")
 
 
 def start(model: Path, **options: Any) -> InProcess:
-    defaults = {"dtype": "float32", "max_requests": 32, "kv_memory": 1.0, "max_len": 2048}
-    config = EngineConfig(model="tiny", device=DEVICE.type, weights="random", **{**defaults, **options})
-    return InProcess(config, model)
+    return gpu.start(model, **DEFAULTS | options)
 
 
 def draw_requests(seed: int, count: int, *, greedy: bool = False) -> list[Request]:

@@ -73,6 +73,23 @@ def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
     assert torch.equal(own.v.transpose(1, 2), plain.v)
 
 
+def test_what_fp8_cannot_say_is_stored_as_its_largest():
+    qkv = draw(3, 6, 32, dtype=torch.bfloat16) * 1000
+    q, k, v = qkv.split_with_sizes([2, 2, 2], dim=1)
+    one = torch.cat((torch.ones(1, 16), torch.zeros(1, 16)), dim=1).to(DEVICE)  # turns by nothing
+    positions, slots = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([1, 4, 6], device=DEVICE)
+    for store in ("turned", "plain"):
+        cache = LayerCache(*(torch.zeros(2, 2, 4, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"), 0, 4)
+        if store == "turned":
+            ops.fused.turn_and_store(q, k, v, positions, one, False, cache, slots)
+        else:
+            ops.store_kv(k, v, cache, slots)
+        for kept, new in ((cache.k, k), (cache.v, v)):
+            stored = kept.float()[slots // 4, :, slots % 4]
+            assert torch.equal(stored, new.float().clamp(-448, 448).to(torch.float8_e4m3fn).float())
+            assert stored.abs().max() == 448
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (77, 300), (4096, 4096), (3, 14336), (4100, 64)])

@@ -6,7 +6,6 @@ Random weights in a small model's shapes with a long context, so that a cache wi
 from __future__ import annotations
 
 import gc
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+from tests.cuda import gpu  # skips this module where there is no GPU
+from tests.cuda.gpu import DEVICE
 
-from quire.config import EngineConfig  # isort: skip
-from quire.core.params import SamplingParams
+from quire.core.params import SamplingParams  # isort: skip
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine import engine as assembler
@@ -29,12 +28,7 @@ from quire.errors import NotEnoughMemory, UnsupportedModel
 
 pytestmark = pytest.mark.cuda
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32000,
-    "max_position_embeddings": 131072, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
+LONG = {"intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 131072}
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +42,7 @@ def memory_given_back() -> Iterator[None]:
 
 
 def start(path: Path, shapes: dict[str, Any] | None = None, **options: Any) -> InProcess:
-    (path / "config.json").write_text(json.dumps(MODEL | (shapes or {})))
-    return InProcess(EngineConfig(model="tiny", device=DEVICE.type, weights="random", **options), path)
+    return gpu.start(path, LONG | (shapes or {}), **options)
 
 
 def draw_request(name: str, num_prompt: int, max_tokens: int = 4, **params: Any) -> Request:

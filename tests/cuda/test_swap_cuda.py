@@ -3,7 +3,6 @@ ahead, gives the answers of one that never has to."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.gpu import DEVICE  # skips this module where there is no GPU
+from tests.cuda import gpu  # skips this module where there is no GPU
+from tests.cuda.gpu import DEVICE
 
-from quire.config import EngineConfig  # isort: skip
-from quire.core.params import SamplingParams
+from quire.core.params import SamplingParams  # isort: skip
 from quire.core.request import Request
 from quire.engine import host_blocks
 from quire.engine.cache import BlockShape, CacheTensors, lay_out
@@ -24,12 +23,6 @@ from quire.engine.memory import CacheSize
 
 pytestmark = pytest.mark.cuda
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000,
-    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "hidden_act": "silu", "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
 NUM_BLOCKS = 200
 BLOCK = BlockShape((2, 16, 64), (2, 16, 64), torch.bfloat16)
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
@@ -81,17 +74,16 @@ def test_copies_are_timed_by_the_device() -> None:
     assert time_copies(make_cache(100), DEVICE) > 0
 
 
+DEFAULTS = {"dtype": "float32", "max_requests": 32, "max_len": 1024, "prefix_cache": False}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(MODEL))
-    return path
+    return tmp_path_factory.mktemp("model")
 
 
 def start(model: Path, **options: Any) -> InProcess:
-    defaults = {"dtype": "float32", "max_requests": 32, "max_len": 1024, "prefix_cache": False}
-    config = EngineConfig(model="tiny", device=DEVICE.type, weights="random", **{**defaults, **options})
-    return InProcess(config, model)
+    return gpu.start(model, **DEFAULTS | options)
 
 
 def draw_requests(count: int, *, greedy: bool) -> list[Request]:
