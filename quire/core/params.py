@@ -116,12 +116,17 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def takes_best(self) -> bool:
-        """Whether the next token is the likeliest one as the model sees it, and nothing more is asked about it."""
+    def takes_logits(self) -> bool:
+        """Whether the next token is chosen from the model's logits as they are, and nothing more is asked about it."""
         changes = self.allowed_token_ids is not None or self.logit_bias or self.bad_words or self.min_tokens
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         asks_more = self.logprobs is not None or self.structured_outputs is not None
-        return self.greedy and not asks_more and not changes and not penalties
+        return not asks_more and not changes and not penalties
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the next token is the likeliest one as the model sees it, and nothing more is asked about it."""
+        return self.greedy and self.takes_logits
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -85,7 +85,8 @@ class Request:
     rank: tuple[int, int] = field(init=False, default=(0, 0))
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
-    takes_best: bool = field(init=False)  # its next token is simply the likeliest one
+    takes_logits: bool = field(init=False)  # its next token is chosen from the model's logits as they are
+    takes_best: bool = field(init=False)  # and is simply the likeliest one
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
@@ -102,7 +103,8 @@ class Request:
         self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
-        self.takes_best = self.params.takes_best and not self.bad_word_ids and self.constraint is None
+        self.takes_logits = self.params.takes_logits and not self.bad_word_ids and self.constraint is None
+        self.takes_best = self.takes_logits and self.params.greedy
 
     @property
     def num_output(self) -> int:

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 
 import torch
 
+from quire.core.params import SamplingParams
 from quire.core.plan import Plan
+from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Buffer
+from quire.engine.sampler import MIN_TEMPERATURE, floor_of, signed
 from quire.kernels.cuda.attention import Work, cut
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles
+from quire.kernels.cuda.sample import Draws
 
 SPARE_TILES = 32  # beside full ones: each row may have one that is not
 
@@ -30,6 +34,9 @@ class GpuBuffers(BatchBuffers):
         num_tiles = max_tokens // TILE_QUERIES + SPARE_TILES
         self.tile_rows = Buffer((num_tiles,), torch.int32, device)
         self.tile_firsts = Buffer((num_tiles,), torch.int32, device)
+        self.seeds = Buffer((max_rows,), torch.int64, device)
+        self.settings = Buffer((max_rows, len(settings_of(SamplingParams()))), torch.float64, device)
+        self._drawn: list[Request] = []  # whose seeds and settings the device has
 
     def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch:
         """A step of single tokens, filled up to `size` of them."""
@@ -52,3 +59,31 @@ class GpuBuffers(BatchBuffers):
         batch.paging.work = dict.fromkeys((False, True), work)
         self._has_sent()
         return batch
+
+    def fill_draws(self, plan: Plan) -> Draws | None:
+        """What the plan's rows want drawn, which the device mostly has already; None if all take the likeliest token.
+
+        Called when the plan has been laid out and nothing else launched, so that the next step need not wait long.
+        """
+        if all(request.takes_best for request in plan.requests):
+            return None
+        num_rows, params = len(plan), [request.params for request in plan.requests]
+        if self._drawn != plan.requests:
+            self.seeds.host[:num_rows] = [signed(request.seed) for request in plan.requests]
+            self.settings.host[:num_rows] = list(map(settings_of, params))
+            self.seeds.send(num_rows)
+            self.settings.send(num_rows)
+            self._has_sent()
+            self._drawn = list(plan.requests)
+        return Draws(
+            self.seeds.view(num_rows),
+            self.settings.view(num_rows),
+            has_top_k=any(each.top_k for each in params),
+            has_top_p=any(each.top_p < 1.0 for each in params),
+        )
+
+
+def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """A row of `Draws.settings`."""
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    return temperature, params.top_k, params.top_p, floor_of(params)

@@ -24,6 +24,7 @@ from quire.engine.runner import ModelRunner, Pending
 from quire.kernels import Kernels
 from quire.kernels.cuda.best import BestFinder
 from quire.kernels.cuda.feed import feed
+from quire.kernels.cuda.sample import Draws, TokenSampler
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
@@ -44,7 +45,7 @@ def bucket_of(num_rows: int, most: int) -> int:
 
 def needs_no_host(request: Request) -> bool:
     """Whether a request's next token can be chosen before its last one is known here."""
-    return request.takes_best and request.params.prompt_logprobs is None and not request.drafts
+    return request.takes_logits and request.params.prompt_logprobs is None and not request.drafts
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class GpuRunner(ModelRunner):
             for _ in range(DEPTH + 1)
         )
         self._find_best = BestFinder(max_rows, device)
+        self._draw = TokenSampler(max_rows, model.head.weight.shape[0], model.head.softcap, device)
         self._rows: dict[str, int] = {}  # of the last plan
         self.depth = DEPTH
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -115,8 +117,13 @@ class GpuRunner(ModelRunner):
         if batch.feeds is not None:
             feed(batch.tokens, batch.paging.query_starts, batch.feeds, self._tokens, num_rows)
 
-    def _choose(self, hidden: Tensor) -> None:
-        self._find_best(self.model.products(hidden), self._tokens, self._scores)
+    def _choose(self, hidden: Tensor, draws: Draws | None, seq_lens: Tensor) -> None:
+        """A token for each row. How many tokens a row has is the place of its next one, by which it is drawn."""
+        products = self.model.products(hidden)
+        if draws is None:
+            self._find_best(products, self._tokens, self._scores)
+        else:
+            self._draw(products, draws, seq_lens, self._tokens, self._scores)
 
     def _send_home(self, num_rows: int) -> Landing:
         landing = self._landings[0]
@@ -136,29 +143,39 @@ class GpuRunner(ModelRunner):
         return sampled
 
     def _run_decode(self, plan: Plan) -> None:
-        """Rows of one token each, from the feeding of tokens to the choosing of the next ones."""
+        """Rows of one token each, from the feeding of tokens to the choosing of the next ones.
+
+        The choice of the likeliest is captured with the rest. Draws are launched after it: what they take differs, and
+        the logits of every size would be kept with its graph.
+        """
         size = bucket_of(len(plan), self.max_rows)
         batch = self.buffers.fill_decode(plan, self._rows, size)
+        draws = self.buffers.fill_draws(plan)
 
         def body() -> Tensor:
             hidden = self._forward(batch, size)
-            self._choose(hidden)
+            if draws is None:
+                self._choose(hidden, None, batch.paging.seq_lens)
             return hidden
 
-        self._replay(("decode", size), body)
+        hidden = self._replay(("decode" if draws is None else "layers", size), body)
+        if draws is not None:
+            self._choose(hidden, draws, batch.paging.seq_lens)
 
     def _run_mixed(self, plan: Plan) -> None:
         """Chunks of prompts, and single tokens among them."""
         size = min(next((size for size in MIXED_SIZES if size >= plan.num_tokens), 0), self.buffers.max_tokens)
         captured = self.buffers.fill_mixed(plan, self._rows, size) if size else None
+        batch = captured if captured is not None else self.buffers.fill(plan, self._rows)
+        draws = self.buffers.fill_draws(plan)
         if captured is not None:
             key = "mixed" if 1 in plan.counts else "prompts", size
             hidden = self._replay(key, lambda: self._forward(captured, self.max_rows))
-            ends = captured.paging.query_starts[1 : len(plan) + 1].long() - 1
-            self._choose(hidden[ends])
+            ends = batch.paging.query_starts[1 : len(plan) + 1].long() - 1
+            hidden = hidden[ends]
         else:
-            batch = self.buffers.fill(plan, self._rows)
-            self._choose(self._forward(batch, len(plan), batch.paging.ends()))
+            hidden = self._forward(batch, len(plan), batch.paging.ends())
+        self._choose(hidden, draws, batch.paging.seq_lens)
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         self._feed(batch, num_rows)

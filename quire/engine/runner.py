@@ -89,7 +89,9 @@ class ModelRunner:
                 if not request.takes_best:
                     assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
                     before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
-                    positions.append(Position(request, before))
+                    place = plan.starts[row] + plan.counts[row] - num_yields + num_drafts + 1
+                    assert len(before) == place or request.takes_logits, "what looks at tokens must know them all"
+                    positions.append(Position(request, before, place))
         if best.rows:
             likeliest, scores = self.model.best(hidden, best.places)
             for row, found, score in zip(best.rows, likeliest, scores, strict=True):

@@ -6,7 +6,8 @@ For each position, in this order:
   2. tokens that the request's constraint does not allow and those outside `allowed_token_ids` are banned, the bias is
      added, words in `bad_words` and, up to `min_tokens`, tokens that would end the answer are banned
   3. repetition, frequency and presence penalties
-  4. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest
+  4. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest.
+     Where equal logits stand at the cut, those with lower ids are kept
   5. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
 """
 
@@ -41,7 +42,8 @@ class Position(NamedTuple):
     """One token to be chosen: whose it is and what stands before it."""
 
     request: Request
-    tokens: Sequence[int]  # prompt, answer so far and drafts before this position
+    tokens: Sequence[int]  # prompt, answer so far and drafts before this position, as far as the host knows them
+    place: int  # how many there are
 
     @property
     def output(self) -> Sequence[int]:
@@ -125,7 +127,7 @@ def choose(
     if not drawn:
         return tokens
     seeds = torch.tensor([signed(positions[index].request.seed) for index in drawn], device=logits.device)
-    places = torch.tensor([len(positions[index].tokens) for index in drawn], device=logits.device)
+    places = torch.tensor([positions[index].place for index in drawn], device=logits.device)
     uniform = ops.philox_uniform(seeds, places)
     for index, draw in zip(drawn, uniform, strict=True):
         tokens[index] = pick(logits[index], positions[index].request.params, draw)
@@ -134,26 +136,44 @@ def choose(
 
 def pick(logits: Tensor, params: SamplingParams, draw: Tensor) -> int:
     """logits [vocab], draw [] in [0, 1) -> the token at that place of the distribution."""
-    logits = (logits - logits.max()) / max(params.temperature, MIN_TEMPERATURE)
-    if params.min_p > 0.0:
-        floor = torch.log(logits.new_tensor(params.min_p))
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if 0 < params.top_k < len(logits):
-        kept = torch.topk(logits, params.top_k)
-        logits = torch.full_like(logits, -torch.inf).scatter_(0, kept.indices, kept.values)
-    probabilities = torch.softmax(logits, -1)
-    if params.top_p < 1.0:
-        probabilities = cut_tail(probabilities, params.top_p)
+    probabilities = distribute(logits, params)
     cumulative = probabilities.double().cumsum(-1)
     token = torch.searchsorted(cumulative, draw * cumulative[-1], right=True)
     return min(int(token), int(probabilities.nonzero()[-1]))
 
 
-def cut_tail(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the likeliest tokens until they reach `top_p`, the one that reaches it included."""
-    values, tokens = torch.topk(probabilities, min(TOP_FIRST, len(probabilities)))
-    if values.double().sum() < top_p:
-        values, tokens = probabilities.sort(descending=True, stable=True)
+def distribute(logits: Tensor, params: SamplingParams) -> Tensor:
+    """logits [vocab] -> what temperature and cuts leave of each token's probability; the sum may be below one."""
+    temperature = max(params.temperature, MIN_TEMPERATURE)
+    below = logits - logits.max()
+    scaled = below / temperature
+    if params.min_p > 0.0:
+        scaled = scaled.masked_fill(below < floor_of(params), -torch.inf)
+    if 0 < params.top_k < len(logits):
+        kept = rank(logits, params.top_k)[: params.top_k]
+        scaled = torch.full_like(scaled, -torch.inf).scatter_(0, kept, scaled[kept])
+    probabilities = torch.softmax(scaled, -1)
+    return probabilities if params.top_p == 1.0 else cut_tail(probabilities, logits, params.top_p)
+
+
+def floor_of(params: SamplingParams) -> float:
+    """How far below the largest logit min-p lets a token be."""
+    return max(params.temperature, MIN_TEMPERATURE) * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+
+
+def rank(logits: Tensor, count: int) -> Tensor:
+    """Tokens of the `count` largest logits, and those equal to the last: likeliest first, of equals the lowest."""
+    least = torch.topk(logits, count).values[-1]
+    tokens = (logits >= least).nonzero().flatten()
+    return tokens[logits[tokens].sort(descending=True, stable=True).indices]
+
+
+def cut_tail(probabilities: Tensor, logits: Tensor, top_p: float) -> Tensor:
+    """Keep tokens from the largest logit on until they reach `top_p`, the one that reaches it included."""
+    tokens = rank(logits, min(TOP_FIRST, len(logits)))
+    if probabilities[tokens].double().sum() < top_p:
+        tokens = logits.sort(descending=True, stable=True).indices
+    values = probabilities[tokens]
     before = values.double().cumsum(-1) - values.double()
     kept = before < top_p
     return torch.zeros_like(probabilities).scatter_(0, tokens[kept], values[kept])

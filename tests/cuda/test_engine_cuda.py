@@ -48,6 +48,23 @@ def draw_requests(seed: int, count: int, *, greedy: bool = False) -> list[Reques
     return requests
 
 
+def draw_sampled_requests(seed: int, count: int) -> list[Request]:
+    """Requests that draw their tokens, and greedy ones among them."""
+    rng, requests = random.Random(seed), []
+    for number in range(count):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.6, 1.0, 1.3]),
+            top_k=rng.choice([0, 0, 5, 40]),
+            top_p=rng.choice([1.0, 0.91, 0.5]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            max_tokens=rng.randrange(1, 24),
+            ignore_eos=True,
+        )
+        tokens = [rng.randrange(2, 2000) for _ in range(rng.choice([1, 17, 200, 700]))]
+        requests.append(Request(str(number), tokens, params, max_tokens=params.max_tokens, seed=1000 + number))
+    return requests
+
+
 def answer(client: InProcess, requests: list[Request], seed: int) -> Answers:
     """Requests arrive at random steps."""
     rng, waiting, answers = random.Random(seed), list(requests), {request.id: [] for request in requests}
@@ -78,6 +95,27 @@ def test_the_same_answers_when_asked_again(model):
     client = start(model, prefix_cache=False)
     first = answer(client, draw_requests(9, 30, greedy=True), 3)
     assert answer(client, draw_requests(9, 30, greedy=True), 4) == first
+
+
+def test_drawn_answers_are_the_same_alone_in_a_batch_and_by_the_reference(model):
+    expected = answer(start(model, kernels="torch"), draw_sampled_requests(7, 24), 1)
+    client = start(model)
+    assert answer(client, draw_sampled_requests(7, 24), 2) == expected
+    assert client.engine.runner.depth == 2, "nothing of this needs the host"
+    alone: Answers = {}
+    for request in draw_sampled_requests(7, 24):
+        alone |= answer(client, [request], 3)
+    assert alone == expected
+
+
+def test_drawn_answers_are_the_same_beside_requests_that_need_the_host(model):
+    """These come and go, so that drawn tokens are in flight when a step is sampled on the host."""
+    expected = answer(start(model, kernels="torch"), draw_sampled_requests(8, 24), 1)
+    penalized = SamplingParams(temperature=0.9, repetition_penalty=1.2, max_tokens=2, ignore_eos=True)
+    others = [Request(f"host {number}", [5, 6, 7], penalized, max_tokens=2, seed=number) for number in range(24)]
+    requests = [request for pair in zip(draw_sampled_requests(8, 24), others, strict=True) for request in pair]
+    answers = answer(start(model), requests, 2)
+    assert {id: tokens for id, tokens in answers.items() if id in expected} == expected
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,7 @@ import torch
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.sampler import Position, banned_words, cut_tail, pick, sample, signed
+from quire.engine.sampler import Position, banned_words, cut_tail, distribute, pick, sample, signed
 from quire.kernels import select
 
 pytestmark = pytest.mark.cpu
@@ -22,7 +22,7 @@ LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, 2.9, -5.0, 0.5])
 def position(prompt=(0, 1), output=(), seed=0, ends=(), words=(), **options) -> Position:
     params = SamplingParams(**options)
     request = Request("r", list(prompt), params, end_token_ids=frozenset(ends), bad_word_ids=tuple(words), seed=seed)
-    return Position(request, [*prompt, *output])
+    return Position(request, [*prompt, *output], len(prompt) + len(output))
 
 
 def greedy(logits=LOGITS, **options) -> int | None:
@@ -95,19 +95,38 @@ def test_top_k_and_min_p() -> None:
 
 def test_top_p_keeps_the_token_that_reaches_it() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.1, 0.1])
-    assert cut_tail(probabilities, 0.5).tolist() == pytest.approx([0.5, 0.0, 0.0, 0.0])
-    assert cut_tail(probabilities, 0.51).tolist() == pytest.approx([0.5, 0.3, 0.0, 0.0])
+    logits = probabilities.log()
+    assert cut_tail(probabilities, logits, 0.5).tolist() == pytest.approx([0.5, 0.0, 0.0, 0.0])
+    assert cut_tail(probabilities, logits, 0.51).tolist() == pytest.approx([0.5, 0.3, 0.0, 0.0])
     assert set(draw(300, temperature=1.0, top_p=0.7)) == {1, 5}
 
 
 def test_top_p_beyond_the_first_thousand_equals_a_full_sort() -> None:
     generator = torch.Generator().manual_seed(1)
-    probabilities = torch.softmax(0.1 * torch.randn(5000, generator=generator), -1)
-    kept = cut_tail(probabilities, 0.9)
+    logits = 0.1 * torch.randn(5000, generator=generator)
+    probabilities = torch.softmax(logits, -1)
+    kept = cut_tail(probabilities, logits, 0.9)
     values, order = probabilities.sort(descending=True)
     count = int((values.double().cumsum(-1) - values.double() < 0.9).sum())
     assert count > 1024
     assert set(kept.nonzero().flatten().tolist()) == set(order[:count].tolist())
+
+
+def test_of_equal_logits_at_the_cut_the_lower_ids_are_kept() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]).repeat(700)  # more equals at the cut than are looked at first
+    ones = (logits == 1.0).nonzero().flatten().tolist()
+    twos = (logits == 2.0).nonzero().flatten().tolist()
+
+    def kept(**options) -> list[int]:
+        return distribute(logits, SamplingParams(**options)).nonzero().flatten().tolist()
+
+    assert kept(top_k=1000) == sorted(twos + ones[:300])
+    assert kept(top_k=3, temperature=0.5) == twos[:3]
+    whole = 700 * (math.e**2 + 3 * math.e + 1)
+    assert kept(top_p=(700 * math.e**2 + 399.5 * math.e) / whole) == sorted(twos + ones[:400])
+    assert kept(top_p=2.5 * math.e**2 / whole) == twos[:3]
+    both = 700 * math.e**2 + 300 * math.e
+    assert kept(top_k=1000, top_p=(both - 99.5 * math.e) / both) == sorted(twos + ones[:201])
 
 
 @pytest.mark.parametrize("place", [0.0, 0.25, 0.999999999, 1.0 - 2**-53])
@@ -160,5 +179,5 @@ def test_when_no_token_is_left_it_says_so(logits: torch.Tensor, temperature: flo
 def test_hardly_any_temperature_takes_the_likeliest(temperature):
     logits = torch.tensor([[3.0, 80.0, -torch.inf, 79.99]])
     request = Request("r", [1], SamplingParams(temperature=temperature), seed=3)
-    tokens, _ = sample(logits, [Position(request, [1])], select("cpu"))
+    tokens, _ = sample(logits, [Position(request, [1], 1)], select("cpu"))
     assert tokens == [1]

@@ -29,7 +29,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
             if request.takes_best and count:
                 drafts = [request.tokens + request.drafts[:number] for number in range(count)]
                 logits = self.model.logits(hidden[ends[row] - count : ends[row]])
-                kept[-1].keep(logits, [Position(request, tokens) for tokens in drafts])
+                kept[-1].keep(logits, [Position(request, tokens, len(tokens)) for tokens in drafts])
                 places = list(range(ends[row] - count, ends[row]))
                 assert self.model.best(hidden, places)[0] == logits.argmax(-1).tolist()
         return run_sample(self, plan, hidden, ends)

@@ -1,0 +1,152 @@
+"""The sampling kernels beside the engine's sampler: what tests of the former share. Needs no GPU by itself."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.core.params import SamplingParams
+from quire.engine.gpu_batch import settings_of
+from quire.engine.sampler import distribute, signed
+from quire.kernels.cuda.sample import Draws, TokenSampler
+from quire.kernels.philox import philox_uniform
+
+ROUNDING = 1e-5  # of a place in the cumulative distribution
+SPARE_ROWS = 2
+
+
+def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> Draws:
+    return Draws(
+        torch.tensor([signed(seed) for seed in seeds], device=device),
+        torch.tensor([settings_of(each) for each in params], dtype=torch.float64, device=device),
+        has_top_k=any(each.top_k for each in params),
+        has_top_p=any(each.top_p < 1.0 for each in params),
+    )
+
+
+def choose(
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int],
+    softcap: float | None = None, sampler: TokenSampler | None = None,
+) -> tuple[list[int], Tensor]:  # fmt: skip
+    """The kernels' tokens and scores. Whatever the rows, what lies behind them is left alone."""
+    rows, device = len(params), logits.device
+    if sampler is None:
+        sampler = TokenSampler(rows + SPARE_ROWS, logits.shape[1], softcap, device)
+    tokens = torch.full((rows + SPARE_ROWS,), -7, device=device)
+    scores = torch.zeros(rows + SPARE_ROWS, device=device)
+    positions = torch.tensor(places, dtype=torch.int32, device=device)
+    sampler(logits, draws_of(params, seeds, device), positions, tokens, scores)
+    assert tokens[rows:].tolist() == [-7] * SPARE_ROWS
+    return tokens[:rows].tolist(), scores[:rows]
+
+
+def check(
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int],
+    softcap: float | None = None,
+) -> None:  # fmt: skip
+    """Each token is where the draw falls in what the engine's sampler would leave."""
+    tokens, scores = choose(logits, params, seeds, places, softcap)
+    assert torch.equal(scores, logits.float().max(dim=1).values)
+    draws = philox_uniform(torch.tensor([signed(seed) for seed in seeds]), torch.tensor(places)).tolist()
+    for row, (each, token) in enumerate(zip(params, tokens, strict=True)):
+        products = logits[row].float().cpu()
+        if each.greedy:
+            assert token == int((products == products.max()).nonzero()[0])
+            continue
+        capped = products if softcap is None else softcap * torch.tanh(products / softcap)
+        left = distribute(capped, each).double()
+        ends = (left / left.sum()).cumsum(-1)
+        assert left[token] > 0, (each, token)
+        assert float(ends[token - 1] if token else 0.0) - ROUNDING <= draws[row] <= float(ends[token]) + ROUNDING, each
+
+
+def draw_params(rng: random.Random, size: int) -> SamplingParams:
+    """Any mix of options. A top-p has odd digits: where a sum may be just what it asks for, rounding would decide."""
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 2.5]),
+        top_k=rng.choice([0, 0, 1, 7, 50, size // 2, size + 5]),
+        top_p=rng.choice([1.0, 1.0, 0.10337, 0.50713, 0.90931, 0.99071]),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.3]),
+    )
+
+
+def draw_logits(rng: random.Random, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Flat or steep, and now and then with many equals."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits = torch.randn(rows, size, generator=generator) * rng.choice([0.3, 2.0, 8.0])
+    if rng.random() < 0.3:
+        logits = (logits * 2).round() / 2
+    return logits.to(device, dtype)
+
+
+def check_random(seed: int, size: int, dtype: torch.dtype, device: torch.device, rows: int = 6) -> None:
+    rng = random.Random(seed)
+    logits = draw_logits(rng, rows, size, dtype, device)
+    params = [draw_params(rng, size) for _ in range(rows)]
+    seeds, places = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
+    check(logits, params, seeds, places, rng.choice([None, None, 12.0]))
+
+
+def check_alone_and_among_others(seed: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """A row's token is the same whatever rows stand beside it, in whatever order."""
+    rng, rows = random.Random(seed), 7
+    logits = draw_logits(rng, rows, size, dtype, device)
+    params = [draw_params(rng, size) for _ in range(rows)]
+    seeds, places = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
+    together, _ = choose(logits, params, seeds, places)
+    turned, _ = choose(logits.flip(0), params[::-1], seeds[::-1], places[::-1])
+    alone = [choose(logits[r : r + 1], params[r : r + 1], [seeds[r]], [places[r]])[0][0] for r in range(rows)]
+    assert together == turned[::-1] == alone
+
+
+def check_equals(dtype: torch.dtype, device: torch.device, repeats: int = 3000) -> None:
+    """Of equal logits at the cut those with lower ids are kept, across tiles too."""
+    logits = torch.tensor([1.0, 2.0, 1.0, 0.0]).repeat(repeats)
+    mass = repeats * (math.e**2 + 2 * math.e + 1)
+    params = [
+        SamplingParams(top_k=repeats // 3),
+        SamplingParams(top_k=repeats + repeats // 3),
+        SamplingParams(top_p=(repeats // 3 - 0.5) * math.e**2 / mass),
+        SamplingParams(top_p=(repeats * math.e**2 + (repeats // 3 - 0.5) * math.e) / mass),
+        SamplingParams(top_k=repeats + 40, top_p=1 - 20.5 * math.e / (repeats * math.e**2 + 40 * math.e)),
+    ]
+    for each in params:
+        assert 0 < int((distribute(logits, each) > 0).sum()) < 2 * repeats, "the cut is among equals"
+    rows = [each for each in params for _ in range(4)]
+    check(logits.to(device, dtype).repeat(len(rows), 1), rows, range(len(rows)), [9] * len(rows))
+
+
+def check_bad_rows(dtype: torch.dtype, device: torch.device, size: int = 5000) -> None:
+    """Rows that are no numbers or ban everything say so; those beside them, and banned tokens, are none the wiser."""
+    logits = draw_logits(random.Random(1), 5, size, dtype, device)
+    logits[1, size - 1] = math.nan
+    logits[2] = -math.inf
+    logits[3, 7] = math.inf
+    logits[4, : size - 3] = -math.inf
+    params = [SamplingParams(top_p=0.9, top_k=40, min_p=0.01)] * 5
+    tokens, scores = choose(logits, params, [5] * 5, [3] * 5)
+    assert scores.isfinite().tolist() == [True, False, False, False, True]
+    assert all(0 <= token < size for token in tokens)
+    assert tokens[0] == choose(logits[:1], params[:1], [5], [3])[0][0]
+    assert tokens[4] >= size - 3
+
+
+def check_distribution(
+    params: SamplingParams, device: torch.device, *, size: int = 5000, rows: int = 256, rounds: int = 16
+) -> float:
+    """Chi-squared of many seeds' tokens over ten groups of equal mass; 9 degrees of freedom."""
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(device)
+    left = distribute(logits.cpu(), params).double()
+    group = ((left.cumsum(-1) - left / 2) / left.sum() * 10).long().clamp(0, 9)
+    expected = torch.zeros(10, dtype=torch.float64).index_add_(0, group, left / left.sum()) * rows * rounds
+    counts = torch.zeros(10, dtype=torch.float64)
+    sampler = TokenSampler(rows + SPARE_ROWS, size, None, device)
+    for number in range(rounds):
+        seeds = range(number * rows, (number + 1) * rows)
+        tokens, _ = choose(logits.expand(rows, -1).contiguous(), [params] * rows, seeds, [7] * rows, None, sampler)
+        counts.index_add_(0, group[torch.tensor(tokens)], torch.ones(rows, dtype=torch.float64))
+    return float(((counts - expected) ** 2 / expected).sum())
