@@ -1,8 +1,9 @@
 """quire on one GPU beside vLLM's recorded figures: Llama-3-8B's shapes, bf16, random weights made on the GPU.
 
-    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE]
+    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE] [--exact] [--sampled]
 
-Greedy, no prefix cache. TTFT is the time of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1).
+Greedy, no prefix cache; `--exact` measures what the same bits in any batch cost, `--sampled` what draws do (temperature
+0.8, top-p 0.95). TTFT is the time of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1).
 vLLM 0.24.0 was measured once on one H200 with dummy weights, and so was the limit: weights and cache read once a step
 at 4.2 TB/s, or 800 TFLOP/s. Each figure is the best of `--repeats` runs after one to warm up: captures and compilations
 are part of the first. Needs no network and no file.
@@ -78,18 +79,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="start,1,16,64,256,prefill,mix")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--sampled", action="store_true")
     return parser.parse_args()
 
 
 class Bench:
     """An engine, and requests for it."""
 
-    def __init__(self, max_requests: int, step_tokens: int) -> None:
+    def __init__(self, max_requests: int, step_tokens: int, options: argparse.Namespace) -> None:
+        drawn = {"temperature": 0.8, "top_p": 0.95} if options.sampled else {"temperature": 0.0}
+        self._sampling: dict[str, Any] = {"ignore_eos": True} | drawn
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_8B))
             config = EngineConfig(
                 model="llama-3-8b, random weights", device="cuda", weights="random", prefix_cache=False, max_len=17_000,
-                max_requests=max_requests, max_tokens_per_step=step_tokens, kv_memory=60.0,
+                max_requests=max_requests, max_tokens_per_step=step_tokens, kv_memory=60.0, exact=options.exact,
             )  # fmt: skip
             self.client = InProcess(config, Path(folder))
         print(self.client.info.summary, file=sys.stderr)
@@ -110,9 +115,9 @@ class Bench:
 
     def _request(self, rng: random.Random, prompt: int, output: int) -> Request:
         self._number += 1
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, **self._sampling)
         tokens = [rng.randrange(1000, 120_000) for _ in range(prompt)]
-        return Request(str(self._number), tokens, params, max_tokens=output)
+        return Request(str(self._number), tokens, params, max_tokens=output, seed=self._number)
 
     def best(self, lengths: list[tuple[int, int]], repeats: int) -> tuple[float, int]:
         self.run(lengths)
@@ -133,7 +138,7 @@ def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
 def measure(options: argparse.Namespace) -> list[Figure]:
     wanted, repeats = options.only.split(","), options.repeats
     figures: list[Figure] = []
-    bench = Bench(max_requests=512, step_tokens=8192)
+    bench = Bench(512, 8192, options)
     bench.run([(512, 1)])
     if "start" in wanted:
         figures.append(Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 15.0, None))
@@ -149,7 +154,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         del bench
         gc.collect()
         torch.cuda.empty_cache()
-        bench = Bench(max_requests=64, step_tokens=16_384)
+        bench = Bench(64, 16_384, options)
         for length, (vllm, goal, limit) in PREFILLS.items():
             seconds, _ = bench.best([(length, 1)], repeats)
             figures.append(Figure(f"prefill {length:,}", "ms", 1e3 * seconds, vllm, goal, limit))

@@ -113,13 +113,15 @@ def test_block_sizes(block_size):
     check([[(0, 33), (1, 1)], [(0, 1), (1, 40)]], block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "turned", "window"),
-    [(4, 2, 32, 32, None), (9, 3, 64, 64, 20), (6, 1, 80, 32, None), (32, 8, 128, 128, None)],
-)
-@pytest.mark.parametrize("contexts", [[1], [700], [16, 1, 65, 130, 64, 300], list(range(1, 80))], ids=len)
+    ("heads", "kv_heads", "dim", "turned", "window", "interleaved", "dtype"),
+    [
+        (4, 2, 32, 32, None, True, torch.bfloat16), (9, 3, 64, 64, 20, False, torch.float16),
+        (6, 1, 80, 32, None, False, torch.float32), (6, 1, 80, 32, None, True, torch.bfloat16),
+        (32, 8, 128, 128, None, False, torch.bfloat16), (4, 2, 256, 256, None, False, torch.bfloat16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("contexts", [[700], [16, 1, 65, 130, 64, 300], [*range(1, 30)], [*range(1, 80)]], ids=len)
 def test_new_tokens_are_turned_and_stored_on_the_way(
     heads, kv_heads, dim, turned, window, contexts, interleaved, dtype
 ):

@@ -107,7 +107,7 @@ def answer(client: InProcess, requests: list[Request]) -> dict[str, Answer]:
     while client.engine.has_work:
         for update in client.step():
             answers[update.id][0].extend(update.tokens)
-            answers[update.id][1].extend(update.detail.logprobs if update.detail else [])
+            answers[update.id][1].extend((update.detail and update.detail.logprobs) or [])
             assert update.finish is None or update.finish.value == "length", update
     return answers
 

@@ -100,8 +100,8 @@ def test_linear(rows, outputs, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3, 16, 33, 64, 65])
-@pytest.mark.parametrize(("size", "inputs"), [(1, 1), (70, 300), (1024, 512)])
+@pytest.mark.parametrize("rows", [1, 3, 33, 64, 65])
+@pytest.mark.parametrize(("size", "inputs"), [(70, 300), (1024, 512)])
 def test_gated_linear(rows, size, inputs, dtype):
     x, weight = draw(rows, inputs, dtype=dtype), draw(2 * size, inputs, dtype=dtype) / inputs**0.5
     products = (x.double() @ weight.double().T).to(dtype)

@@ -47,16 +47,16 @@ def _gemv(
 
 @triton.jit
 def _skinny(
-    x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_EVEN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+    IS_EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     tile, split = tl.program_id(1), tl.program_id(2)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows, inputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, INPUTS)
     weights = weight + outputs.to(tl.int64)[:, None] * stride + inputs[None, :]
-    second = weights + num_out.to(tl.int64) * stride
+    second = weights + to_second
     values = x + rows.to(tl.int64)[None, :] * x_row + inputs[:, None]
     is_row = (rows < num_rows)[None, :]
     is_output = (outputs < num_out)[:, None]
@@ -161,7 +161,8 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile, activation: str | None = Non
     rows = min(tile.max_rows, max(MIN_ROWS, triton.next_power_of_2(num_rows)))
     assert tile.splits == 1 or num_rows <= rows, "tiles of several rows have no room for their sums"
     _skinny[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, tile.outputs), tile.splits)](
-        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0), ROWS=rows,
+        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
+        num_out * weight.stride(0), ROWS=rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits, IS_GATED=activation is not None,
         IS_SILU=activation == "silu", IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0,
         num_warps=tile.warps, num_stages=tile.stages, **chained(),
