@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,21 +136,20 @@ def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
     return [*figures, Figure(f"{name}: TPOT", "ms", tpot_ms, *batch.tpot)]
 
 
-def measure(options: argparse.Namespace) -> list[Figure]:
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
     wanted, repeats = options.only.split(","), options.repeats
-    figures: list[Figure] = []
     bench = Bench(512, 8192, options)
     bench.run([(512, 1)])
     if "start" in wanted:
-        figures.append(Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 15.0, None))
+        yield Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 15.0, None)
     for name, batch in BATCHES.items():
         if name in wanted:
-            figures += measure_batch(bench, batch, repeats)
+            yield from measure_batch(bench, batch, repeats)
     if "mix" in wanted:
         rng = random.Random(7)
         lengths = [(rng.randint(32, 1024), rng.randint(16, 512)) for _ in range(512)]
         seconds, num_tokens = bench.best(lengths, max(1, repeats - 1))
-        figures.append(Figure("512 requests at once", "tok/s", num_tokens / seconds, 8783.0, 10_000.0, None))
+        yield Figure("512 requests at once", "tok/s", num_tokens / seconds, 8783.0, 10_000.0, None)
     if "prefill" in wanted:
         del bench
         gc.collect()
@@ -157,8 +157,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         bench = Bench(64, 16_384, options)
         for length, (vllm, goal, limit) in PREFILLS.items():
             seconds, _ = bench.best([(length, 1)], repeats)
-            figures.append(Figure(f"prefill {length:,}", "ms", 1e3 * seconds, vllm, goal, limit))
-    return figures
+            yield Figure(f"prefill {length:,}", "ms", 1e3 * seconds, vllm, goal, limit)
 
 
 def table(figures: list[Figure]) -> str:
@@ -180,7 +179,10 @@ def digits(value: float) -> int:
 
 def main() -> None:
     options = parse()
-    figures = measure(options)
+    figures: list[Figure] = []
+    for figure in measure(options):
+        figures.append(figure)
+        print(f"{figure.name}: {figure.quire:,.3f} {figure.unit}", file=sys.stderr, flush=True)
     document: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": [f._asdict() for f in figures]
     }  # fmt: skip
