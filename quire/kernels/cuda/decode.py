@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.rotary import fit
-from quire.kernels.cuda.scoring import Scoring, soften
+from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.cuda.softmax import absorb, read_tile, score
 from quire.kernels.paging import LayerCache
 
 MIN_QUERIES = 16  # the least a tensor core takes
@@ -51,43 +52,12 @@ def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.con
     return turned.to(own.dtype)
 
 
-@triton.jit
-def _read(keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """A tile's keys and values [places, columns]; zeros where nothing is seen."""
-    block = tl.load(table + places // PAGE, mask=seen, other=0).to(tl.int64)
-    at = (block * block_stride + head_at + places % PAGE * DIM)[:, None] + columns[None, :]
-    wanted = seen[:, None] & (columns < DIM)[None, :]
-    return tl.load(keys + at, mask=wanted, other=0.0), tl.load(values + at, mask=wanted, other=0.0)
-
-
-@triton.jit
-def _absorb(
-    query, key, value, seen, distance, top, mass, total, scale, cap, slope, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-):  # fmt: skip
-    """Take one tile into the running softmax: its maximum, its mass and its weighted values."""
-    key, value = key.to(query.dtype), value.to(query.dtype)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if HAS_CAP:
-        scores = soften(scores, cap)
-    if HAS_SLOPES:
-        scores += slope[:, None] * distance[None, :].to(tl.float32)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp(scores - safe[:, None])
-    fading = tl.exp(top - safe)
-    mass = mass * fading + tl.sum(weights, axis=1)
-    total = total * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return higher, mass, total
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
 def _decode(
     q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
-    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
+    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride, splits,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_ROWS: tl.constexpr, IS_NEW: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERIES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +73,7 @@ def _decode(
     newest = seq_len - 1
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
     tiles = tl.cdiv(seq_len, TILE) - first // TILE
-    own = tl.cdiv(tiles, SPLITS)
+    own = tl.cdiv(tiles, splits)
     begin = (first // TILE + split * own) * TILE
     end = tl.minimum(begin + own * TILE, seq_len)
     is_mine = (begin <= newest) & (newest < end)
@@ -118,14 +88,16 @@ def _decode(
     inside = is_query[:, None] & is_column[None, :]
     table = tables + row.to(tl.int64) * table_row
     head_at = head.to(tl.int64) * head_stride
-    slope = tl.zeros([QUERIES], tl.float32)
+    slope = tl.zeros([QUERIES, 1], tl.float32)
     if HAS_SLOPES:
-        slope = tl.load(slopes + heads, mask=is_query, other=0.0)
+        slope = tl.load(slopes + heads, mask=is_query, other=0.0)[:, None]
 
     if not IS_NEW:
         after_last(CHAINED)
     seen = (begin + within < stop) & (begin + within >= first)
-    key, value = _read(keys, values, table, begin + within, seen, columns, block_stride, head_at, DIM, PAGE)
+    key, value = read_tile(
+        keys, values, table, begin + within, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
+    )
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
         after_last(CHAINED)
@@ -147,52 +119,55 @@ def _decode(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    top, mass, total = _absorb(
-        query, key, value, seen, begin + within - newest, top, mass, total, scale, cap, slope, HAS_CAP, HAS_SLOPES
+    distance = (begin + within - newest)[None, :]
+    top, mass, total = absorb(
+        query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
     )
     for at in range(begin + TILE, stop, TILE):
         places = at + within
         seen = (places < stop) & (places >= first)
-        key, value = _read(keys, values, table, places, seen, columns, block_stride, head_at, DIM, PAGE)
-        top, mass, total = _absorb(
-            query, key, value, seen, places - newest, top, mass, total, scale, cap, slope, HAS_CAP, HAS_SLOPES
+        key, value = read_tile(
+            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
+        )
+        distance = (places - newest)[None, :]
+        top, mass, total = absorb(
+            query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
     if IS_NEW:
-        score = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1) * scale
-        if HAS_CAP:
-            score = soften(score, cap)
-        score = tl.where(is_mine, score, float("-inf"))
-        higher = tl.maximum(top, score)
+        products = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1)
+        its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
+        its_score = tl.where(is_mine, its_score, float("-inf"))
+        higher = tl.maximum(top, its_score)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, fading = tl.exp(score - safe), tl.exp(top - safe)
+        weight, fading = tl.exp2(its_score - safe), tl.exp2(top - safe)
         mass = mass * fading + weight
         total = total * fading[:, None] + weight[:, None] * new_value.to(query.dtype).to(tl.float32)
         top = higher
 
     to = out + token * out_row + heads[:, None] * DIM + columns[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
     else:
         pair = (entry * tl.num_programs(1) + head).to(tl.int64)
-        mine = (pair * SPLITS + split) * QUERIES + lanes
+        mine = (pair * splits + split) * QUERIES + lanes
         tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total, mask=inside)
         tl.store(tops + mine * 2, top, mask=is_query)
         tl.store(tops + mine * 2 + 1, mass, mask=is_query)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
-        if before == SPLITS - 1:
+        if before == splits - 1:
             top = tl.full([QUERIES], float("-inf"), tl.float32)
             mass = tl.zeros([QUERIES], tl.float32)
             total = tl.zeros([QUERIES, WIDTH], tl.float32)
-            for other in range(SPLITS):
-                its = (pair * SPLITS + other) * QUERIES + lanes
+            for other in range(splits):
+                its = (pair * splits + other) * QUERIES + lanes
                 its_top = tl.load(tops + its * 2, mask=is_query, other=0.0, cache_modifier=".cg")
                 its_mass = tl.load(tops + its * 2 + 1, mask=is_query, other=0.0, cache_modifier=".cg")
                 higher = tl.maximum(top, its_top)
                 safe = tl.where(higher == float("-inf"), 0.0, higher)
-                fading = tl.exp(top - safe)
-                factor = tl.exp(its_top - safe)
+                fading = tl.exp2(top - safe)
+                factor = tl.exp2(its_top - safe)
                 mass = mass * fading + its_mass * factor
                 from_it = parts + its[:, None] * WIDTH + columns[None, :]
                 part = tl.load(from_it, mask=inside, other=0.0, cache_modifier=".cg")
@@ -236,7 +211,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     queries: int = MIN_QUERIES
-    is_whole: bool = False  # no context is split
+    is_exact: bool = False  # no context is split, and no product is added before it is rounded
 
 
 def choose_shape(num_rows: int, dtype: torch.dtype) -> Shape:
@@ -263,7 +238,7 @@ def decode_attention(
     kv_heads, page, dim = cache.k.shape[1:]
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
     shape = shape or choose_shape(count, q.dtype)
-    splits, group = 1 if shape.is_whole else choose_splits(count, kv_heads), q.shape[1] // kv_heads
+    splits, group = 1 if shape.is_exact else choose_splits(count, kv_heads), q.shape[1] // kv_heads
     queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     parts, tops, arrived = workspace(queries, width, q.device)
     scale, window, slopes, softcap = scoring
@@ -274,8 +249,9 @@ def decode_attention(
         q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
         nothing if starts is None else starts, slopes if slopes is not None else nothing, angles, scale, softcap or 0.0,
         window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
-        cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=shape.tile, SPLITS=splits,
+        cache.k.stride(1), splits, DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=shape.tile, IS_SPLIT=splits > 1,
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
         HAS_ROWS=rows is not None, IS_NEW=new is not None, TURNED=0 if new is None else angles.shape[1],
-        INTERLEAVED=interleaved, QUERIES=queries, num_warps=shape.warps, num_stages=shape.stages, **chained(),
+        INTERLEAVED=interleaved, QUERIES=queries, num_warps=shape.warps, num_stages=shape.stages,
+        enable_fp_fusion=not shape.is_exact, **chained(),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def attention(
     work = find_work(paging, q.device, False)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
-    shape = Shape(key_tile(q.shape[-1], q.dtype), 4, 2, queries=64, is_whole=True)
+    shape = Shape(key_tile(q.shape[-1], q.dtype), 4, 2, queries=64, is_exact=True)
     if work.all_single:
         decode_attention(q, cache, tables, paging.seq_lens, out, scoring, shape=shape)
         return out
@@ -67,7 +67,7 @@ def attention(
             q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts, shape=shape
         )
     if work.tiles is not None:
-        prefill_attention(q, cache, paging, work.tiles, out, scoring)
+        prefill_attention(q, cache, paging, work.tiles, out, scoring, exact=True)
     return out
 
 

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.scoring import Scoring, soften
+from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.cuda.softmax import absorb, read_tile
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
@@ -69,20 +70,32 @@ def _prefill(
     if HAS_WINDOW:
         lowest = tl.maximum(context + (0 if HAS_MASK else first_query) - window + 1, 0)
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    table = tables + row.to(tl.int64) * table_row
+    head_at = (head // GROUP).to(tl.int64) * head_stride
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
     within = tl.arange(0, TILE)
-    for key_at in range(lowest // TILE * TILE, end, TILE):
+
+    begin = lowest // TILE * TILE
+    common = begin  # up to here every query sees every key
+    if not HAS_WINDOW:
+        common = (context + (0 if HAS_MASK else first_query + 1)) // TILE * TILE
+    for key_at in range(begin, common, TILE):
+        places = key_at + within
+        key, value = read_tile(
+            keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, False
+        )
+        distance = places[None, :] - at[:, None]
+        top, mass, total = absorb(
+            query, key, value, distance, distance, top, mass, total, scale, cap, slope, False, HAS_CAP, HAS_SLOPES
+        )
+    for key_at in range(common, end, TILE):
         places = key_at + within
         there = (places < end) & (places >= lowest)
-        block = tl.load(tables + row.to(tl.int64) * table_row + places // PAGE, mask=there, other=0).to(tl.int64)
-        offset = block * block_stride + (head // GROUP) * head_stride + places % PAGE * DIM
-        wanted = there[:, None] & is_column[None, :]
-        key = tl.load(keys + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if HAS_CAP:
-            scores = soften(scores, cap)
+        key, value = read_tile(
+            keys, values, table, places, there, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
+        )
         keys_at = places
         seen = there[None, :] & is_query[:, None]
         if HAS_MASK:
@@ -103,17 +116,10 @@ def _prefill(
             seen &= places[None, :] <= at[:, None]
         if HAS_WINDOW:
             seen &= keys_at[None, :] > at[:, None] - window
-        if HAS_SLOPES:
-            scores += slope * (keys_at[None, :] - at[:, None]).to(tl.float32)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - safe[:, None])
-        fading = tl.exp(top - safe)
-        mass = mass * fading + tl.sum(weights, axis=1)
-        value = tl.load(values + offset[:, None] + columns[None, :], mask=wanted, other=0.0).to(query.dtype)
-        total = total * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        top = higher
+        distance = keys_at[None, :] - at[:, None]
+        top, mass, total = absorb(
+            query, key, value, seen, distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
+        )
     result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
     to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
@@ -125,7 +131,7 @@ def key_tile(dim: int, dtype: torch.dtype) -> int:
 
 
 def prefill_attention(
-    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring
+    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring, *, exact: bool = False
 ) -> None:
     """The queries of the tiles; others' places in `out` are left alone."""
     kv_heads, page, dim = cache.k.shape[1:]
@@ -140,5 +146,5 @@ def prefill_attention(
         cache.k.stride(1), mask.stride(0) if mask is not None else 0, DIM=dim, WIDTH=width,
         GROUP=q.shape[1] // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_MASK=mask is not None, num_warps=8, num_stages=2, **chained(),
+        HAS_MASK=mask is not None, num_warps=8, num_stages=2, enable_fp_fusion=not exact, **chained(),
     )  # fmt: skip

@@ -257,9 +257,24 @@ def test_quantize_of_a_quantized_file_is_refused(tmp_path: Path) -> None:
         build(path, quantize="int4")
 
 
-def test_an_int8_cache_without_own_kernels_is_refused(llama: Path) -> None:
-    with pytest.raises(InvalidParams, match="kv_dtype is 'int8', which needs quire's own CPU kernels"):
-        build(llama, kernels="torch", kv_dtype="int8")
+@pytest.mark.parametrize(
+    ("kernels", "kind", "reason"),
+    [
+        ("torch", "int8", "needs quire's own CPU kernels"),
+        ("torch", "fp8", "needs quire's own GPU kernels"),
+        ("native", "fp8", "needs quire's own GPU kernels"),
+        ("native", "float16", "quire's own CPU kernels lack"),
+    ],
+)
+def test_a_cache_that_the_kernels_lack_is_refused(llama: Path, kernels: str, kind: str, reason: str) -> None:
+    with pytest.raises(InvalidParams, match=f"kv_dtype is '{kind}', which {reason}"):
+        build(llama, kernels=kernels, kv_dtype=kind)
+
+
+def test_exact_needs_own_kernels(llama: Path) -> None:
+    assert answer(build(llama, exact=True)) == answer(build(llama))
+    with pytest.raises(InvalidParams, match="exact needs quire's own kernels"):
+        build(llama, kernels="torch", exact=True)
 
 
 def test_torch_keeps_a_half_precision_cache_too(llama: Path) -> None:
@@ -268,7 +283,7 @@ def test_torch_keeps_a_half_precision_cache_too(llama: Path) -> None:
     assert all(len(tokens) == 10 for tokens in answer(engine))
 
 
-@pytest.mark.parametrize(("field", "value"), [("kernels", "cuda"), ("quantize", "int2"), ("kv_dtype", "float16")])
+@pytest.mark.parametrize(("field", "value"), [("kernels", "cuda"), ("quantize", "int2"), ("kv_dtype", "int4")])
 def test_wrong_options_are_refused(field: str, value: str) -> None:
     with pytest.raises(InvalidParams, match=f"{field} is '{value}'"):
         EngineConfig(**{field: value})
