@@ -53,12 +53,15 @@ class Scheduler:
         prefix_cache: bool = True,
         swap_slots: int = 0,
         costs: SwapCosts | None = None,
+        chunk_unit: int = 1,
     ) -> None:
         assert max_tokens_per_step >= max_requests >= 1
+        assert chunk_unit == 1 or max_tokens_per_step - max_requests >= 2 * chunk_unit, "the first could not go on"
         self.kv = KVCache(num_blocks, block_size, windows, prefix_cache=prefix_cache)
         self.swap = Swap(swap_slots, costs)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
+        self.chunk_unit = chunk_unit  # where prompts are cut, if they are: at multiples of it
         self.policy = policy or Policy()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -191,13 +194,22 @@ class Scheduler:
                 continue
             count = 1
             if need > 1:
-                count += min(need - 1, spare)
+                count = self._chunk(start, known, need, spare + 1)
+                if not count:
+                    continue
                 spare -= count - 1
             if start + count <= request.capacity:
                 add_row(plan, request, start, count, start + count - known + 1)
             else:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
+
+    def _chunk(self, start: int, known: int, need: int, room: int) -> int:
+        """How many of a row's tokens are computed; where a prompt has to be cut, it is at a multiple of the unit."""
+        count = min(need, room)
+        if start + count < known:
+            count = max(0, (start + count) // self.chunk_unit * self.chunk_unit - start)
+        return count
 
     def _feed(self, plan: Plan, hungry: list[tuple[Request, int]]) -> bool:
         """Rows that need new blocks, in order; the last in rank make room for the first."""
@@ -236,7 +248,8 @@ class Scheduler:
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
             quota -= 1
-            if count := min(len(request.tokens) - request.num_planned, budget):
+            known = len(request.tokens)
+            if count := self._chunk(request.num_planned, known, known - request.num_planned, budget):
                 added = self._add_grown_row(plan, request, count)
                 assert added, "admission promised blocks that are not there"
                 budget -= count

@@ -56,6 +56,12 @@ def choose_step_tokens(wanted: int | None, max_requests: int, ops: Kernels) -> i
     return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device.type], max_requests)
 
 
+def choose_chunk_unit(ops: Kernels, step_tokens: int, max_requests: int) -> int:
+    """Where prompts are cut; anywhere if steps are so small that units would hardly fit."""
+    unit = 1 if ops.fused is None else ops.fused.chunk_unit
+    return unit if step_tokens - max_requests >= 2 * unit else 1
+
+
 def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Our own kernels where they are there and fit, else torch's; `config.kernels` may insist on either.
 

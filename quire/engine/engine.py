@@ -21,6 +21,7 @@ from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
 from quire.engine.backend import (
+    choose_chunk_unit,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -31,7 +32,7 @@ from quire.engine.backend import (
     describe_ops,
 )
 from quire.engine.batch import BatchBuffers
-from quire.engine.cache import BlockShape, CacheLayout, CacheTensors, block_bytes, lay_out
+from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
 from quire.engine.costs import PromptClock, time_copies
 from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
 from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache, size_swap
@@ -214,7 +215,19 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         shape = (step_tokens, max_requests, size.max_len, len(layout.windows), config.block_size, device)
         runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
         costs = SwapCosts(copy_s=time_copies(cache, device) if swap_slots else None)
-    return Engine(build_scheduler(config, size, layout, step_tokens, max_requests, swap_slots, costs), runner, info)
+    scheduler = Scheduler(
+        size.num_blocks,
+        size.block_size,
+        step_tokens,
+        max_requests,
+        Policy(choose_batching(config, max_requests), config.order),
+        windows=layout.windows,
+        prefix_cache=config.prefix_cache,
+        swap_slots=swap_slots,
+        costs=costs,
+        chunk_unit=choose_chunk_unit(ops, step_tokens, max_requests),
+    )
+    return Engine(scheduler, runner, info)
 
 
 def load(
@@ -248,28 +261,6 @@ def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: Buffe
     from quire.engine.gpu_runner import GpuRunner
 
     return GpuRunner(model, cache, GpuBuffers(*shape), ops)
-
-
-def build_scheduler(
-    config: EngineConfig,
-    size: CacheSize,
-    layout: CacheLayout,
-    step_tokens: int,
-    max_requests: int,
-    swap_slots: int,
-    costs: SwapCosts,
-) -> Scheduler:
-    return Scheduler(
-        size.num_blocks,
-        size.block_size,
-        step_tokens,
-        max_requests,
-        Policy(choose_batching(config, max_requests), config.order),
-        windows=layout.windows,
-        prefix_cache=config.prefix_cache,
-        swap_slots=swap_slots,
-        costs=costs,
-    )
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:

@@ -41,7 +41,7 @@ class GpuBuffers(BatchBuffers):
     def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch:
         """A step of single tokens, filled up to `size` of them."""
         batch = self.fill(plan, in_flight, size, size)
-        batch.paging.work = {plain: Work(True, None, None, []) for plain in (False, True)}
+        batch.paging.work = Work(True, None, None, [])
         return batch
 
     def fill_mixed(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch | None:
@@ -55,8 +55,7 @@ class GpuBuffers(BatchBuffers):
         self.tile_rows.host[: len(tiles)], self.tile_rows.host[len(tiles) : num_tiles] = [row for row, _ in tiles], -1
         self.tile_firsts.host[: len(tiles)] = [first for _, first in tiles]
         shown = Tiles(self.tile_rows.send(num_tiles), self.tile_firsts.send(num_tiles))
-        work = Work(False, self.singles.send(self.max_rows) if singles else None, shown, [])
-        batch.paging.work = dict.fromkeys((False, True), work)
+        batch.paging.work = Work(False, self.singles.send(self.max_rows) if singles else None, shown, [])
         self._has_sent()
         return batch
 

@@ -26,6 +26,7 @@ class Fused:
     turn_and_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
     turn_and_attend: Callable[..., Tensor]  # those, and attention
     gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear, and silu_mul or gelu_mul
+    chunk_unit: int = 1  # attention is fastest if prompts are cut at multiples of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,16 +40,18 @@ class World:
         self.num_blocks = -(-rng.randint(20, 100) // self.block_size) * len(self.windows)
         self.depth = rng.choice([1, 1, 2])
         max_requests = rng.randint(1, 8)
+        spare = rng.randint(0, 20)
         self.scheduler = Scheduler(
             self.num_blocks,
             self.block_size,
-            rng.randint(max_requests, max_requests + 20),
+            max_requests + spare,
             max_requests,
             Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_places=rng.choice([1, 5, 50])),
             windows=self.windows,
             prefix_cache=rng.random() < 0.8,
             swap_slots=rng.choice([0, rng.randint(1, 20), 1000]),
             costs=SwapCosts(rng.choice([None, 0.0, 1.0, 1.0]), rng.choice([None, 0.3, 1.0, 1.0])),
+            chunk_unit=rng.choice([1, rng.randint(1, max(1, spare // 2))]),
         )
         self.runner = FakeRunner(self.num_blocks, self.block_size, self.windows, self.scheduler.kv)
         self.in_flight: deque[tuple[Plan, Sampled]] = deque()

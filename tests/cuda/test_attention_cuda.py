@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cuda
 
 Steps = list[list[tuple[int, int]]]
 MIXED: Steps = [[(0, 5), (1, 1)], [(1, 130), (2, 40), (0, 1)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (1, 300), (0, 7)]]
+WITH_CONTEXT: Steps = [[(0, 1024), (1, 512)], [(0, 600), (1, 512), (2, 3)], [(1, 1024), (0, 1)]]
 LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
 
 
@@ -73,7 +74,7 @@ def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("steps", [MIXED, LONG], ids=["mixed", "long"])
+@pytest.mark.parametrize("steps", [MIXED, LONG, WITH_CONTEXT], ids=["mixed", "long", "with context"])
 def test_any_mix_of_rows(steps, dtype):
     check(steps, dtype=dtype)
 
@@ -89,7 +90,7 @@ def test_heads(heads, kv_heads, dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_another_type(kept, dtype):
     check(MIXED, dtype=dtype, kept=kept)
-    check(MIXED, heads=32, kv_heads=8, dim=128, dtype=dtype, kept=kept)
+    check([*MIXED, *WITH_CONTEXT], heads=32, kv_heads=8, dim=128, dtype=dtype, kept=kept)
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 200])

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
-from quire.kernels.cuda.fresh import FreshRows, attend_fresh, find_fresh, part
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, prefill_attention
+from quire.kernels.cuda.prompts import PromptRows, attend_prompts, find_prompts, has_parts, part
 from quire.kernels.cuda.rotary import rope_store
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.paging import LayerCache, Paging
@@ -27,17 +28,29 @@ class Work:
     all_single: bool
     singles: Tensor | None  # [n] int32, rows of one query, where not all are
     tiles: Tiles | None
-    fresh: list[FreshRows]  # rows without an earlier context that are worth a call of their own
+    prompts: list[PromptRows]  # rows that are long enough for cuDNN
 
 
-def plan_work(paging: Paging, device: torch.device, may_be_fresh: bool) -> Work:
+class Reach(NamedTuple):
+    """What of a step cuDNN may be given: whole prompts, and prompts that have a context."""
+
+    prompts: bool
+    with_context: bool
+
+
+NOTHING = Reach(False, False)
+
+
+def plan_work(paging: Paging, device: torch.device, reach: Reach) -> Work:
     counts = [stop - start for start, stop in pairwise(paging.host_query_starts)]
     if paging.ancestors is None and all(count == 1 for count in counts):
         return Work(True, None, None, [])
-    fresh = find_fresh(paging, counts) if may_be_fresh and paging.ancestors is None else []
-    done = {row: rows.length for rows in fresh for row in rows.rows}
+    prompts: list[PromptRows] = []
+    if reach.prompts and paging.ancestors is None:
+        prompts = find_prompts(paging, counts, with_context=reach.with_context)
+    done = {row: rows.length for rows in prompts for row in rows.rows}
     singles, tiles = cut(counts, done, trees=paging.ancestors is not None)
-    return Work(False, _column(singles, device), _tiles(tiles, device), fresh)
+    return Work(False, _column(singles, device), _tiles(tiles, device), prompts)
 
 
 def cut(counts: Sequence[int], done: Mapping[int, int], *, trees: bool) -> tuple[list[int], list[tuple[int, int]]]:
@@ -78,19 +91,18 @@ def attention(
 ) -> Tensor:
     """As in the reference."""
     scoring = Scoring(scale, window, slopes, softcap)
-    may_be_fresh = own is not None and scoring.is_plain and q.dtype != torch.float32
-    work = find_work(paging, q.device, may_be_fresh)
-    if len(work.fresh) == 1 and work.fresh[0].num_tokens == q.shape[0]:
+    work = find_work(paging, q.device, find_reach(q, cache, scoring) if own is not None else NOTHING)
+    if len(work.prompts) == 1 and work.prompts[0].num_tokens == q.shape[0]:
         assert own is not None
-        return attend_fresh(q, *own, work.fresh[0], scale).reshape(q.shape)
+        return attend_prompts(q, *own, work.prompts[0], cache, paging, scale).reshape(q.shape)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
     if work.all_single:
         decode_attention(q, cache, tables, paging.seq_lens, out, scoring)
         return out
-    for rows in work.fresh:
+    for rows in work.prompts:
         assert own is not None
-        part(out, rows).copy_(attend_fresh(q, *own, rows, scale))
+        part(out, rows).copy_(attend_prompts(q, *own, rows, cache, paging, scale))
     if work.singles is not None:
         decode_attention(q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts)
     if work.tiles is not None:
@@ -104,7 +116,7 @@ def turn_and_attend(
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
     scoring = Scoring(scale, window, None, softcap)
-    work = find_work(paging, q.device, scoring.is_plain and q.dtype != torch.float32)
+    work = find_work(paging, q.device, find_reach(q, cache, scoring))
     if work.all_single and q.shape[0] <= NEW_ROWS:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         new = New(k, v, angles, interleaved)
@@ -114,11 +126,19 @@ def turn_and_attend(
     return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, own=(k, v))
 
 
-def find_work(paging: Paging, device: torch.device, may_be_fresh: bool) -> Work:
-    """This step's, worked out by the first layer of its kind."""
+def find_reach(q: Tensor, cache: LayerCache, scoring: Scoring) -> Reach:
+    if not scoring.is_plain or q.dtype == torch.float32:
+        return NOTHING
+    return Reach(True, has_parts(q.shape[1], cache.k.shape[1], q.shape[2], q.dtype, q.device))
+
+
+def find_work(paging: Paging, device: torch.device, reach: Reach) -> Work:
+    """This step's, worked out by the first layer of its kind. A captured step comes with its own."""
+    if isinstance(paging.work, Work):
+        return paging.work
     if paging.work is None:
         paging.work = {}
-    if may_be_fresh not in paging.work:
-        paging.work[may_be_fresh] = plan_work(paging, device, may_be_fresh)
-    work: Work = paging.work[may_be_fresh]
+    if reach not in paging.work:
+        paging.work[reach] = plan_work(paging, device, reach)
+    work: Work = paging.work[reach]
     return work

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import Fused
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
-from quire.kernels.cuda.attention import find_work
+from quire.kernels.cuda.attention import NOTHING, find_work
 from quire.kernels.cuda.decode import Shape, decode_attention
 from quire.kernels.cuda.norm import rms_norm
 from quire.kernels.cuda.ops import cache_shapes
@@ -55,7 +55,7 @@ def attention(
 ) -> Tensor:
     """As in the reference."""
     scoring = Scoring(scale, window, slopes, softcap)
-    work = find_work(paging, q.device, False)
+    work = find_work(paging, q.device, NOTHING)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
     shape = Shape(key_tile(q.shape[-1], q.dtype), 4, 2, queries=64, is_exact=True)
