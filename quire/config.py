@@ -41,7 +41,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model runs; auto takes a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What weights and activations are computed in; auto is float32 on a CPU, bfloat16 on a GPU."
+        "auto", "What weights and activations are computed in; auto is float32 on a CPU, bfloat16 on a GPU that has it."
     )
     kernels: Literal["auto", "native", "torch"] = option(
         "auto", "Whose ops compute: quire's own, torch's, or the former wherever they can (auto)."

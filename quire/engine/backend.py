@@ -78,8 +78,8 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         return select_on_gpu(model, device, config.exact)
     if config.exact and native is None:
         raise InvalidParams(
-            "exact needs quire's own kernels: torch's products differ in the last bit with the number of rows. Leave "
-            "exact out, or use kernels that can."
+            "exact needs quire's own kernels, and torch's are used here: their products differ in the last bit with "
+            "the number of rows. Leave exact out, or set kernels to 'auto' where quire's own are built."
         )
     return select(device, native, plain=config.kernels == "torch")
 

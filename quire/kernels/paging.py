@@ -36,11 +36,10 @@ class Paging:
         num_rows = len(self.host_seq_lens)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.query_starts.device)
         tokens = self.query_starts[1 : num_rows + 1].long() - 1
-        slots = [slots[tokens] for slots in self.slots]
         host_starts = list(range(num_rows + 1))
         return Ends(
             tokens,
-            Paging(starts, self.seq_lens, self.block_tables, slots, self.block_size, host_starts, self.host_seq_lens),
+            Paging(starts, self.seq_lens, self.block_tables, [], self.block_size, host_starts, self.host_seq_lens),
         )
 
     @property
@@ -57,7 +56,7 @@ class Ends:
     """The last tokens of a step's rows, when nothing else of the step is wanted: its last layer computes no others."""
 
     tokens: Tensor  # [rows] int64: where in the step they are
-    paging: Paging
+    paging: Paging  # without slots: their keys and values are stored with the others'
 
 
 @dataclass(slots=True)

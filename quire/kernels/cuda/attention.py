@@ -1,6 +1,7 @@
-"""Attention on the GPU, for any mix of rows: single queries go one way, tiles of queries another.
+"""Attention on the GPU, for any mix of rows: single queries go one way, tiles of queries another, long prompts a third.
 
-What depends only on the step's shape is worked out once, by the first layer, and kept in the Paging.
+What depends only on the step's shape is worked out once, by the first layer, and kept in the Paging. With `exact` the
+ways give the same bits: single queries take the same keys at a time as tiles do, and nothing goes to cuDNN.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
-from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, prefill_attention
+from quire.kernels.cuda.decode import NEW_ROWS, New, Shape, decode_attention
+from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
 from quire.kernels.cuda.prompts import PromptRows, attend_prompts, find_prompts, has_parts, part
 from quire.kernels.cuda.rotary import rope_store
 from quire.kernels.cuda.scoring import Scoring
@@ -88,42 +89,46 @@ def attention(
     slopes: Tensor | None = None,
     softcap: float | None = None,
     own: tuple[Tensor, Tensor] | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """As in the reference."""
     scoring = Scoring(scale, window, slopes, softcap)
-    work = find_work(paging, q.device, find_reach(q, cache, scoring) if own is not None else NOTHING)
+    work = find_work(paging, q.device, NOTHING if own is None or exact else find_reach(q, cache, scoring))
+    shape = Shape(key_tile(q.shape[-1], q.dtype), 4, 2, queries=64, is_exact=True) if exact else None
     if len(work.prompts) == 1 and work.prompts[0].num_tokens == q.shape[0]:
         assert own is not None
         return attend_prompts(q, *own, work.prompts[0], cache, paging, scale).reshape(q.shape)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
     if work.all_single:
-        decode_attention(q, cache, tables, paging.seq_lens, out, scoring)
+        decode_attention(q, cache, tables, paging.seq_lens, out, scoring, shape=shape)
         return out
     for rows in work.prompts:
         assert own is not None
         part(out, rows).copy_(attend_prompts(q, *own, rows, cache, paging, scale))
     if work.singles is not None:
-        decode_attention(q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts)
+        decode_attention(
+            q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts, shape=shape
+        )
     if work.tiles is not None:
-        prefill_attention(q, cache, paging, work.tiles, out, scoring)
+        prefill_attention(q, cache, paging, work.tiles, out, scoring, exact=exact)
     return out
 
 
 def turn_and_attend(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, angles: Tensor, interleaved: bool, cache: LayerCache,
-    paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None,
+    paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
     scoring = Scoring(scale, window, None, softcap)
-    work = find_work(paging, q.device, find_reach(q, cache, scoring))
-    if work.all_single and q.shape[0] <= NEW_ROWS:
+    is_few = not exact and q.shape[0] <= NEW_ROWS
+    if is_few and find_work(paging, q.device, find_reach(q, cache, scoring)).all_single:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         new = New(k, v, angles, interleaved)
         decode_attention(q, cache, paging.block_tables[cache.group], paging.seq_lens, out, scoring, new=new)
         return out
     rope_store(q, k, v, positions, angles, interleaved, cache, paging.slots[cache.group])
-    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, own=(k, v))
+    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, own=(k, v), exact=exact)
 
 
 def find_reach(q: Tensor, cache: LayerCache, scoring: Scoring) -> Reach:

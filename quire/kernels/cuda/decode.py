@@ -52,6 +52,26 @@ def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.con
     return turned.to(own.dtype)
 
 
+@triton.jit
+def _join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
+    """What all programs of a row have found, in their order: the sum of weights, and of weighted values."""
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for other in range(splits):
+        its = first_part + other * QUERIES
+        its_top = tl.load(tops + its * 2, mask=is_query, other=0.0, cache_modifier=".cg")
+        its_mass = tl.load(tops + its * 2 + 1, mask=is_query, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, its_top)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        fading, factor = tl.exp2(top - safe), tl.exp2(its_top - safe)
+        mass = mass * fading + its_mass * factor
+        part = tl.load(parts + its[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        total = total * fading[:, None] + part * factor[:, None]
+        top = higher
+    return mass, total
+
+
 @triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
 def _decode(
     q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
@@ -157,22 +177,8 @@ def _decode(
         tl.debug_barrier()
         before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
         if before == splits - 1:
-            top = tl.full([QUERIES], float("-inf"), tl.float32)
-            mass = tl.zeros([QUERIES], tl.float32)
-            total = tl.zeros([QUERIES, WIDTH], tl.float32)
-            for other in range(splits):
-                its = (pair * splits + other) * QUERIES + lanes
-                its_top = tl.load(tops + its * 2, mask=is_query, other=0.0, cache_modifier=".cg")
-                its_mass = tl.load(tops + its * 2 + 1, mask=is_query, other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(top, its_top)
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                fading = tl.exp2(top - safe)
-                factor = tl.exp2(its_top - safe)
-                mass = mass * fading + its_mass * factor
-                from_it = parts + its[:, None] * WIDTH + columns[None, :]
-                part = tl.load(from_it, mask=inside, other=0.0, cache_modifier=".cg")
-                total = total * fading[:, None] + part * factor[:, None]
-                top = higher
+            first_part = pair * splits * QUERIES + lanes
+            mass, total = _join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES, WIDTH)
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
             tl.store(to, result.to(out.dtype.element_ty), mask=inside)
             tl.store(arrived + pair, 0)
