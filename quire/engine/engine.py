@@ -38,7 +38,7 @@ from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory,
 from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache, size_swap
 from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
-from quire.engine.trial import measure_step
+from quire.engine.trial import Trial, read_libraries
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
@@ -181,6 +181,7 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     """Load the model at `path` and put an engine around it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    libraries = read_libraries(device, dtype) if device.type == "cuda" else None
     with told_clearly("the weights", SMALLER_WEIGHTS, device):
         loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config
@@ -190,10 +191,11 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     layout = lay_out(model.windows)
     block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
     step_bytes = 0  # a CPU has nothing set aside for steps
-    if device.type == "cuda":
-        step_bytes = measure_step(
+    if libraries is not None:
+        trial = Trial(
             loaded.model, ops, layout, block, step_tokens, max_requests, model.max_len, config.block_size
-        )
+        )  # fmt: skip
+        step_bytes = trial.measure(libraries)
     size = size_cache(
         block_bytes=block_bytes(layout, block),
         block_size=config.block_size,

@@ -31,9 +31,7 @@ class GpuBuffers(BatchBuffers):
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.singles = Buffer((max_rows,), torch.int32, device)
-        num_tiles = max_tokens // TILE_QUERIES + SPARE_TILES
-        self.tile_rows = Buffer((num_tiles,), torch.int32, device)
-        self.tile_firsts = Buffer((num_tiles,), torch.int32, device)
+        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device)
         self.seeds = Buffer((max_rows,), torch.int64, device)
         self.settings = Buffer((max_rows, len(settings_of(SamplingParams()))), torch.float64, device)
         self._drawn: list[Request] = []  # whose seeds and settings the device has
@@ -47,14 +45,12 @@ class GpuBuffers(BatchBuffers):
     def fill_mixed(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch | None:
         """Any step, filled up to `size` tokens; None if its rows are too many for the tiles of that size."""
         singles, tiles = cut(plan.counts, {}, trees=False)
-        num_tiles = size // TILE_QUERIES + SPARE_TILES
-        if len(tiles) > num_tiles:
+        if len(tiles) > room_for_tiles(size):
             return None
         batch = self.fill(plan, in_flight, size, self.max_rows)
         self.singles.host[: len(singles)], self.singles.host[len(singles) :] = singles, -1
-        self.tile_rows.host[: len(tiles)], self.tile_rows.host[len(tiles) : num_tiles] = [row for row, _ in tiles], -1
-        self.tile_firsts.host[: len(tiles)] = [first for _, first in tiles]
-        shown = Tiles(self.tile_rows.send(num_tiles), self.tile_firsts.send(num_tiles))
+        self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
+        shown = Tiles(self.tiles.send(1 + 2 * room_for_tiles(size)))
         batch.paging.work = Work(False, self.singles.send(self.max_rows) if singles else None, shown, [])
         self._has_sent()
         return batch
@@ -80,6 +76,10 @@ class GpuBuffers(BatchBuffers):
             has_top_k=any(each.top_k for each in params),
             has_top_p=any(each.top_p < 1.0 for each in params),
         )
+
+
+def room_for_tiles(num_tokens: int) -> int:
+    return num_tokens // TILE_QUERIES + SPARE_TILES
 
 
 def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:

@@ -1,10 +1,14 @@
 """The largest step there can be, computed once before the cache is made: what it takes of a GPU is measured.
 
 It also has every kernel of a step compiled, so a GPU that cannot run one is found out at start and not by a request.
-`engine.py` calls `measure_step`; a CPU is never asked.
+`engine.py` has a Trial measured; a CPU is never asked.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
 
 import torch
 
@@ -20,35 +24,64 @@ from quire.models.decoder import Decoder
 ONLY_BLOCK = 1  # all tokens of the trial are written to it, over each other: nobody looks at what comes out
 
 
-def measure_step(
-    model: Decoder,
-    ops: Kernels,
-    layout: CacheLayout,
-    block: BlockShape,
-    max_tokens: int,
-    max_requests: int,
-    max_len: int,
-    block_size: int,
-) -> int:
-    """Bytes that a step takes at its peak beside weights and cache, as torch asks the GPU for them.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A model that has no cache yet, and how large its steps will be."""
 
-    That is more than what it uses of them: pieces too small to be of use are lost to the real steps too.
-    """
-    what = f"a step of {max_tokens:,} tokens for {max_requests:,} requests beside the weights"
-    remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
-    num_groups = len(layout.windows)
-    with told_clearly(what, remedy, ops.device), kernels_tried(ops):
+    model: Decoder
+    ops: Kernels
+    layout: CacheLayout
+    block: BlockShape
+    max_tokens: int
+    max_requests: int
+    max_len: int
+    block_size: int
+
+    def measure(self, libraries: Thread) -> int:
+        """Bytes that the largest step takes at its peak beside weights and cache, as torch asks the GPU for them.
+
+        That is more than what it uses of them: pieces too small to be of use are lost to the real steps too. A small
+        step comes first: its kernels are compiled while the libraries are still read.
+        """
+        what = f"a step of {self.max_tokens:,} tokens for {self.max_requests:,} requests beside the weights"
+        remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
+        device = self.ops.device
+        with told_clearly(what, remedy, device), kernels_tried(self.ops):
+            self._run(min(self.max_tokens, self.max_requests + 1))
+            libraries.join()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_reserved(device)
+            self._run(self.max_tokens)
+            taken = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(ops.device)
-        before = torch.cuda.memory_reserved(ops.device)
-        buffers = BatchBuffers(max_tokens, max_requests, max_len, num_groups, block_size, ops.device)
-        cache = CacheTensors(layout, CacheSize(ONLY_BLOCK, block_size, 0, max_len, 1), block, ops.device)
-        run_step(model, largest_plan(max_tokens, max_requests, max_len, block_size, num_groups), buffers, cache)
-        torch.cuda.synchronize(ops.device)
-        taken = torch.cuda.max_memory_reserved(ops.device) - before
-    del buffers, cache
-    torch.cuda.empty_cache()
-    return int(taken)
+        return int(taken)
+
+    def _run(self, num_tokens: int) -> None:
+        num_groups, device = len(self.layout.windows), self.ops.device
+        buffers = BatchBuffers(num_tokens, self.max_requests, self.max_len, num_groups, self.block_size, device)
+        size = CacheSize(ONLY_BLOCK, self.block_size, 0, self.max_len, 1)
+        cache = CacheTensors(self.layout, size, self.block, device)
+        plan = largest_plan(num_tokens, self.max_requests, self.max_len, self.block_size, num_groups)
+        run_step(self.model, plan, buffers, cache)
+        torch.cuda.synchronize(device)
+
+
+def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
+    """Have cuBLAS and cuDNN loaded, which are large files, while the weights are and while kernels are compiled."""
+    thread = Thread(target=_touch_libraries, args=(device, dtype), name="libraries", daemon=True)
+    thread.start()
+    return thread
+
+
+def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    with suppress(RuntimeError):  # what fails here fails again where it is needed, and is told there
+        x = torch.zeros(64, 64, dtype=dtype, device=device)
+        torch.mm(x, x)
+        if dtype != torch.float32:
+            heads = x.view(1, 1, 64, 64)
+            torch.ops.aten._scaled_dot_product_cudnn_attention(heads, heads, heads, None, False, 0.0, True)
+        torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()

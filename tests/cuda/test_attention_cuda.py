@@ -19,6 +19,14 @@ pytestmark = pytest.mark.cuda
 Steps = list[list[tuple[int, int]]]
 MIXED: Steps = [[(0, 5), (1, 1)], [(1, 130), (2, 40), (0, 1)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (1, 300), (0, 7)]]
 WITH_CONTEXT: Steps = [[(0, 1024), (1, 512)], [(0, 600), (1, 512), (2, 3)], [(1, 1024), (0, 1)]]
+FEW_AFTER_MANY: Steps = [
+    [(0, 2300), (1, 40)],
+    [(0, 17), (1, 100)],
+    [(0, 150)],
+    [(1, 2), (0, 2)],
+    [(0, 1), (1, 1500)],
+    [(1, 9)],
+]
 LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
 
 
@@ -48,7 +56,8 @@ def check(
     options = {"scale": dim**-0.5, "window": window, "slopes": slopes, "softcap": softcap}
     for rows in steps:
         tokens = sum(count for _, count in rows)
-        paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if trees else None))
+        is_tree = trees and max(count for _, count in rows) < 64
+        paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if is_tree else None))
         q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
         reference.store_kv(k.cpu(), v.cpu(), plain, paging.slots[0].cpu())
         own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
@@ -84,6 +93,13 @@ def test_any_mix_of_rows(steps, dtype):
 )
 def test_heads(heads, kv_heads, dim):
     check(MIXED, heads=heads, kv_heads=kv_heads, dim=dim)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1200}, {"with_slopes": True}, {"trees": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_programs_share_a_context(options, dtype):
+    check(FEW_AFTER_MANY, dtype=dtype, **options)
+    check(FEW_AFTER_MANY, dtype=dtype, heads=9, kv_heads=3, dim=80, **options)
 
 
 @pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float16, torch.float32])

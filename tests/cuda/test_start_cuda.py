@@ -63,8 +63,8 @@ def run(client: InProcess, requests: list[Request]) -> dict[str, Update]:
 
 def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
     taken: list[int] = []
-    measure = assembler.measure_step
-    monkeypatch.setattr(assembler, "measure_step", lambda *given: taken.append(measure(*given)) or taken[0])
+    measure = assembler.Trial.measure
+    monkeypatch.setattr(assembler.Trial, "measure", lambda *given: taken.append(measure(*given)) or taken[0])
     free_before = torch.cuda.mem_get_info()[0]
     client = start(tmp_path, max_requests=1024, block_size=256)
     cache = client.info.cache

@@ -23,7 +23,7 @@ from quire.engine.batch import BatchBuffers
 from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
 from quire.engine.engine import choose_batching
 from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, Room, check_weights, find_room
-from quire.engine.trial import largest_plan, measure_step, run_step
+from quire.engine.trial import Trial, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from quire.models.registry import MODELS
@@ -196,5 +196,13 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    assert measure_step(tiny_model(LLAMA), select(CPU), *trial_parts(LLAMA), 40, 8, LLAMA.max_len, 4) == 700
-    assert calls == ["empty", "reset", "wait", "empty"]
+    trial = Trial(tiny_model(LLAMA), select(CPU), *trial_parts(LLAMA), 40, 8, LLAMA.max_len, 4)
+    assert trial.measure(read_libraries(CPU, torch.float32)) == 700
+    assert calls[-4:] == ["empty", "reset", "wait", "empty"]
+    assert calls.count("wait") == 3  # the libraries, the small step and the large one
+
+
+def test_libraries_that_cannot_be_used_are_not_told_of_twice() -> None:
+    thread = read_libraries(CPU, torch.bfloat16)  # a CPU has no cuDNN
+    thread.join()
+    assert not thread.is_alive()

@@ -73,10 +73,8 @@ def _column(numbers: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def _tiles(tiles: Sequence[tuple[int, int]], device: torch.device) -> Tiles | None:
-    if not tiles:
-        return None
-    both = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device, non_blocking=True)
-    return Tiles(both[0], both[1])
+    numbers = _column(Tiles.flatten(tiles) if tiles else [], device)
+    return None if numbers is None else Tiles(numbers)
 
 
 def attention(

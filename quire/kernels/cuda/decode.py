@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, read_tile, score
+from quire.kernels.cuda.softmax import absorb, join_parts, read_tile, score
 from quire.kernels.paging import LayerCache
 
 MIN_QUERIES = 16  # the least a tensor core takes
@@ -52,26 +52,6 @@ def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.con
     return turned.to(own.dtype)
 
 
-@triton.jit
-def _join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
-    """What all programs of a row have found, in their order: the sum of weights, and of weighted values."""
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for other in range(splits):
-        its = first_part + other * QUERIES
-        its_top = tl.load(tops + its * 2, mask=is_query, other=0.0, cache_modifier=".cg")
-        its_mass = tl.load(tops + its * 2 + 1, mask=is_query, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, its_top)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fading, factor = tl.exp2(top - safe), tl.exp2(its_top - safe)
-        mass = mass * fading + its_mass * factor
-        part = tl.load(parts + its[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        total = total * fading[:, None] + part * factor[:, None]
-        top = higher
-    return mass, total
-
-
 @triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
 def _decode(
     q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
@@ -93,7 +73,11 @@ def _decode(
     newest = seq_len - 1
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
     tiles = tl.cdiv(seq_len, TILE) - first // TILE
-    own = tl.cdiv(tiles, splits)
+    own = tl.maximum(tl.cdiv(tiles, splits), 1)
+    used = tl.maximum(tl.cdiv(tiles, own), 1)  # a short context has no part for every program
+    if split >= used:
+        after_last(CHAINED)
+        return
     begin = (first // TILE + split * own) * TILE
     end = tl.minimum(begin + own * TILE, seq_len)
     is_mine = (begin <= newest) & (newest < end)
@@ -176,9 +160,9 @@ def _decode(
         tl.store(tops + mine * 2 + 1, mass, mask=is_query)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
-        if before == splits - 1:
+        if before == used - 1:
             first_part = pair * splits * QUERIES + lanes
-            mass, total = _join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES, WIDTH)
+            mass, total = join_parts(parts, tops, first_part, used, columns, is_query, inside, QUERIES, WIDTH, 4)
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
             tl.store(to, result.to(out.dtype.element_ty), mask=inside)
             tl.store(arrived + pair, 0)

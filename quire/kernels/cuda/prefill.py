@@ -1,12 +1,15 @@
 """Attention of rows with many queries: tiles of queries over the paged context, each with one query head.
 
 `Tiles` says which queries make a tile; it is worked out once a step. A row's own tokens see what lies before them, or
-what their tree's mask says.
+what their tree's mask says. Where tiles are few and contexts long, as in a chat that goes on, several programs share a
+tile's context, and the one that ends last puts their parts together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -15,36 +18,50 @@ from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, read_tile
+from quire.kernels.cuda.softmax import absorb, join_parts, read_tile
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
+PROGRAMS = 132  # as many as run at once on an H200; a context is split among no more
+LEAST_KEYS = 512  # of a part
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of queries: the row of each, and its first query in the row."""
+    """Tiles of queries: how many, then the row of each and its first query in the row. There may be room for more."""
 
-    rows: Tensor  # [tiles] int32
-    firsts: Tensor  # [tiles] int32
+    numbers: Tensor  # [1 + 2 * room] int32
+
+    @property
+    def room(self) -> int:
+        return self.numbers.shape[0] // 2
+
+    @staticmethod
+    def flatten(tiles: Sequence[tuple[int, int]]) -> list[int]:
+        return [len(tiles), *(number for tile in tiles for number in tile)]
 
 
 @triton.jit
 def _prefill(
-    q, keys, values, out, tables, seq_lens, starts, rows, firsts, slopes, mask, scale, cap, window, q_row, out_row,
-    table_row, block_stride, head_stride, mask_row,
+    q, keys, values, out, parts, tops, arrived, tables, seq_lens, starts, tiles, slopes, mask, scale, cap, window,
+    q_row, out_row, table_row, block_stride, head_stride, mask_row, heads, programs,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_MASK: tl.constexpr, LEAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     after_last(CHAINED)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the long ones first
-    head = tl.program_id(1)
-    row = tl.load(rows + tile)
-    if row < 0:
+    num_tiles = tl.load(tiles)
+    num_pairs = num_tiles * heads
+    most_splits = tl.maximum(programs // tl.maximum(num_pairs, 1), 1)
+    pair = tl.program_id(0) // most_splits
+    split = tl.program_id(0) % most_splits
+    if pair >= num_pairs:
         return
-    first_query = tl.load(firsts + tile)
+    tile = num_tiles - 1 - pair % num_tiles  # the long ones first
+    head = pair // num_tiles
+    row = tl.load(tiles + 1 + 2 * tile)
+    first_query = tl.load(tiles + 2 + 2 * tile)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     seq_len = tl.load(seq_lens + row)
@@ -81,7 +98,13 @@ def _prefill(
     common = begin  # up to here every query sees every key
     if not HAS_WINDOW:
         common = (context + (0 if HAS_MASK else first_query + 1)) // TILE * TILE
-    for key_at in range(begin, common, TILE):
+    splits = tl.minimum(most_splits, tl.maximum((end - begin) // LEAST, 1))
+    if split >= splits:
+        return
+    own = tl.cdiv(tl.cdiv(end - begin, TILE), splits) * TILE
+    begin += split * own
+    end = tl.minimum(end, begin + own)
+    for key_at in range(begin, tl.minimum(common, end), TILE):
         places = key_at + within
         key, value = read_tile(
             keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, False
@@ -90,7 +113,7 @@ def _prefill(
         top, mass, total = absorb(
             query, key, value, distance, distance, top, mass, total, scale, cap, slope, False, HAS_CAP, HAS_SLOPES
         )
-    for key_at in range(common, end, TILE):
+    for key_at in range(tl.maximum(common, begin), end, TILE):
         places = key_at + within
         there = (places < end) & (places >= lowest)
         key, value = read_tile(
@@ -99,19 +122,19 @@ def _prefill(
         keys_at = places
         seen = there[None, :] & is_query[:, None]
         if HAS_MASK:
-            own = places - context
-            is_own = (own >= 0) & there
+            nth = places - context
+            is_own = (nth >= 0) & there
             visible = tl.load(
-                mask + tokens[:, None] * mask_row + own[None, :], mask=is_own[None, :] & is_query[:, None], other=0
+                mask + tokens[:, None] * mask_row + nth[None, :], mask=is_own[None, :] & is_query[:, None], other=0
             )
-            seen &= (own < 0)[None, :] | (visible != 0)
+            seen &= (nth < 0)[None, :] | (visible != 0)
             if HAS_SLOPES or HAS_WINDOW:
                 key_depth = tl.zeros([TILE], tl.int32)
                 for other in range(count):
-                    key_depth += tl.load(mask + (start + own).to(tl.int64) * mask_row + other, mask=is_own, other=0).to(
+                    key_depth += tl.load(mask + (start + nth).to(tl.int64) * mask_row + other, mask=is_own, other=0).to(
                         tl.int32
                     )
-                keys_at = tl.where(own < 0, places, context + key_depth - 1)
+                keys_at = tl.where(nth < 0, places, context + key_depth - 1)
         else:
             seen &= places[None, :] <= at[:, None]
         if HAS_WINDOW:
@@ -120,9 +143,32 @@ def _prefill(
         top, mass, total = absorb(
             query, key, value, seen, distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
-    result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+    is_last = splits == 1
+    if splits > 1:
+        within_tile = tl.arange(0, QUERIES)
+        mine = (pair * most_splits + split) * QUERIES + within_tile
+        tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total)
+        tl.store(tops + mine * 2, top)
+        tl.store(tops + mine * 2 + 1, mass)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + pair, 1, sem="acq_rel") == splits - 1
+        if is_last:
+            first_part = pair * most_splits * QUERIES + within_tile
+            mass, total = join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES, WIDTH, 1)
+            tl.store(arrived + pair, 0)
+    if is_last:
+        result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
+        to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+
+
+@cache
+def workspace(width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the parts of split contexts, shared by all layers and steps. It never moves: graphs point to it."""
+    lanes = PROGRAMS * TILE_QUERIES
+    parts = torch.empty(lanes * width, dtype=torch.float32, device=device)
+    tops = torch.empty(lanes * 2, dtype=torch.float32, device=device)
+    return parts, tops, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def key_tile(dim: int, dtype: torch.dtype) -> int:
@@ -138,13 +184,15 @@ def prefill_attention(
     tables, mask = paging.block_tables[cache.group], paging.ancestors
     scale, window, slopes, softcap = scoring
     nothing = paging.seq_lens
-    width = triton.next_power_of_2(dim)
-    _prefill[(tiles.rows.shape[0], q.shape[1])](
-        q, cache.k, cache.v, out, tables, paging.seq_lens, paging.query_starts, tiles.rows, tiles.firsts,
-        slopes if slopes is not None else nothing, mask.view(torch.uint8) if mask is not None else nothing, scale,
-        softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
-        cache.k.stride(1), mask.stride(0) if mask is not None else 0, DIM=dim, WIDTH=width,
-        GROUP=q.shape[1] // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
+    width, heads = triton.next_power_of_2(dim), q.shape[1]
+    _prefill[(max(tiles.room * heads, PROGRAMS),)](
+        q, cache.k, cache.v, out, *workspace(width, q.device), tables, paging.seq_lens, paging.query_starts,
+        tiles.numbers, slopes if slopes is not None else nothing,
+        mask.view(torch.uint8) if mask is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0),
+        out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
+        mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
+        GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_MASK=mask is not None, num_warps=8, num_stages=2, enable_fp_fusion=not exact, **chained(),
+        HAS_MASK=mask is not None, LEAST=LEAST_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
+        **chained(),
     )  # fmt: skip

@@ -69,3 +69,33 @@ def absorb(
     mass = mass * fading + tl.sum(weights, axis=1)
     total = tl.dot(weights.to(value.dtype), value, total * fading[:, None], input_precision="ieee")
     return higher, mass, total
+
+
+@triton.jit
+def join_parts(
+    parts, tops, first_part, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """What several programs have found for the same queries, in their order: sums of weights and weighted values.
+
+    AT_ONCE parts are on their way together.
+    """
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for first in range(0, count, AT_ONCE):
+        for nth in tl.static_range(AT_ONCE):
+            is_there = first + nth < count
+            its = first_part + (first + nth) * QUERIES
+            wanted = is_query & is_there
+            its_top = tl.load(tops + its * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+            its_mass = tl.load(tops + its * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+            at = parts + its[:, None] * WIDTH + columns[None, :]
+            part = tl.load(at, mask=inside & is_there, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, its_top)
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            fading, factor = tl.exp2(top - safe), tl.exp2(its_top - safe)
+            mass = mass * fading + its_mass * factor
+            total = total * fading[:, None] + part * factor[:, None]
+            top = higher
+    return mass, total
