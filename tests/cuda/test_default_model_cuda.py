@@ -62,8 +62,7 @@ def answer(client: InProcess, **params: Any) -> tuple[list[list[int]], list[list
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> tuple[list[list[int]], list[list[float]]]:
-    torch.set_num_threads(8)
-    client = start(path, "cpu", "float32", kernels="torch", max_tokens_per_step=1024)
+    client = start(path, "cpu", "float32", kernels="torch", max_tokens_per_step=1024, threads=4)
     return answer(client)[0], answer(client, prompt_logprobs=0, max_tokens=1)[1]
 
 
@@ -77,14 +76,19 @@ def test_float32_gives_the_reference_numbers(path, expected):
     assert differences(answer(client, prompt_logprobs=0, max_tokens=1)[1], expected[1]).max() < 2e-3
 
 
-@pytest.mark.parametrize(("dtype", "mean"), [("bfloat16", 0.03), ("float16", 0.006)])
-def test_half_precision_agrees_to_its_rounding(path, expected, dtype, mean):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_agrees_to_its_rounding(path, expected, dtype):
+    """It is as far from float32 as the reference is in the same type."""
     client = start(path, DEVICE.type, dtype, prefix_cache=False)
     off = differences(answer(client, prompt_logprobs=0, max_tokens=1)[1], expected[1])
     parted = [first_difference(*pair) for pair in zip(answer(client)[0], expected[0], strict=True)]
+    plain = start(path, DEVICE.type, dtype, prefix_cache=False, kernels="torch")
+    usual = differences(answer(plain, prompt_logprobs=0, max_tokens=1)[1], expected[1])
     print(f"{dtype}: log probabilities off by {off.mean():.4f} in the mean, {off.max():.3f} at most; ", end="")
-    print(f"greedy tokens part from the reference's after {parted} of {LENGTH}")
-    assert off.mean() < mean
+    print(f"the reference's by {usual.mean():.4f} and {usual.max():.3f}; ", end="")
+    print(f"greedy tokens part from the float32 reference's after {parted} of {LENGTH}")
+    assert off.mean() < 1.25 * usual.mean()
+    assert off.max() < 2 * usual.max()
     assert sum(parted) > len(parted) * LENGTH // 4
 
 

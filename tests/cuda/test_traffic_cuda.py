@@ -30,6 +30,7 @@ PARAMS = [
     {"temperature": 1.1, "top_k": 20}, {"temperature": 0.8, "min_p": 0.05, "top_k": 50, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.2}, {"temperature": 0.5, "logprobs": 2},
 ]  # fmt: skip
+WEIGHTS = [6, 6, 6, 6, 6, 6, 1, 1]  # the last two wait for the host: most steps are to run ahead of it
 
 
 class Traffic:
@@ -47,7 +48,7 @@ class Traffic:
     def arrive(self, number: int) -> None:
         rng, leader = self.rng, None
         params = SamplingParams(
-            **rng.choice(PARAMS), max_tokens=rng.choice([1, 10, 60, 100]), ignore_eos=rng.random() < 0.5
+            **rng.choices(PARAMS, WEIGHTS)[0], max_tokens=rng.choice([1, 10, 60, 100]), ignore_eos=rng.random() < 0.5
         )
         prompt = self.shared[: rng.choice([0, 0, 16, 90, 300])]
         prompt = prompt + [rng.randrange(2, 2000) for _ in range(rng.choice([1, 2, 17, 60, 200, 600]))]

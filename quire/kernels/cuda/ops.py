@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import Fused
+from quire.kernels.cuda import launchers
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
 from quire.kernels.cuda.attention import attention, turn_and_attend
 from quire.kernels.cuda.norm import rms_norm
@@ -18,6 +19,7 @@ from quire.kernels.reference import DTYPES
 
 __all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
 
+launchers.use()
 fused = Fused(rope_store, turn_and_attend, gated_linear, UNIT)
 
 
