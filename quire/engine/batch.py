@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,23 +28,47 @@ class Batch:
     feeds: Tensor | None = None  # [rows] int32: where among the last step's tokens a row's first one is, or -1
 
 
+class Outbox(Protocol):
+    """How buffers get to a device: each is put in, then all are sent, and cleared away when they have arrived."""
+
+    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None: ...
+
+    def send(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Copies:
+    """An Outbox that copies each buffer by itself, and at once."""
+
+    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
+        target[first:last].copy_(source[first:last], non_blocking=True)  # whole rows: others cannot be copied at once
+
+    def send(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
 class Buffer:
     """A tensor on the device and a numpy array on the host; on the CPU they are the same memory."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, outbox: Outbox) -> None:
         self._on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
         self._on_device = self._on_host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self._views: dict[tuple[int, ...], Tensor] = {}
+        self._outbox = outbox
         self.host = self._on_host.numpy()
 
     def send(self, size: int) -> Tensor:
-        """The leading part of the buffer, on the device."""
+        """The leading part of the buffer, on the device once the outbox is sent."""
         self.send_rows(0, size)
         return self.view(size)
 
-    def send_rows(self, first: int, last: int) -> None:
+    def send_rows(self, first: int, last: int, width: int | None = None) -> None:
         if self._on_device is not self._on_host:
-            self._on_device[first:last].copy_(self._on_host[first:last], non_blocking=True)
+            self._outbox.put(self._on_host, self._on_device, first, last, width)
 
     def view(self, *sizes: int) -> Tensor:
         """The leading part on the device as it is. Steps of one size come often, so views are kept."""
@@ -58,8 +83,8 @@ class Buffer:
 class TableBuffer:
     """The block tables of a step's rows. A row that goes on from the last step only has its new blocks written."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
-        self.buffer = Buffer((max_rows, max_blocks), torch.int32, device)
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, outbox: Outbox) -> None:
+        self.buffer = Buffer((max_rows, max_blocks), torch.int32, device, outbox)
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
         self._changed: list[int] = []  # rows, since the last sending
 
@@ -73,9 +98,10 @@ class TableBuffer:
         self._changed.append(row)
 
     def send(self, num_rows: int, num_blocks: int) -> Tensor:
-        """The tables of the first rows; only what lies between the first and the last changed one is copied."""
+        """The tables of the first rows; only what lies between the first and the last changed one is sent."""
         if self._changed:
-            self.buffer.send_rows(min(self._changed), max(self._changed) + 1)
+            widest = max(len(self._kept[row]) for row in self._changed)
+            self.buffer.send_rows(min(self._changed), max(self._changed) + 1, widest)
             self._changed.clear()
         return self.buffer.view(num_rows, num_blocks)
 
@@ -84,19 +110,27 @@ class BatchBuffers:
     """Room for the largest step there can be."""
 
     def __init__(
-        self, max_tokens: int, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device
+        self,
+        max_tokens: int,
+        max_rows: int,
+        max_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device,
+        outbox: Outbox | None = None,
     ) -> None:
+        self.outbox = outbox if outbox is not None else Copies()
         max_blocks = -(-max_len // block_size)
         self.block_size = block_size
         self.max_blocks = max_blocks
         self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.feeds = Buffer((max_rows,), torch.int32, device)
-        self.tokens = Buffer((max_tokens,), torch.int64, device)
-        self.positions = Buffer((max_tokens,), torch.int64, device)
-        self.query_starts = Buffer((max_rows + 1,), torch.int32, device)
-        self.seq_lens = Buffer((max_rows,), torch.int32, device)
-        self.tables = [TableBuffer(max_rows, max_blocks, device) for _ in range(num_groups)]
-        self.slots = [Buffer((max_tokens,), torch.int64, device) for _ in range(num_groups)]
+        self.feeds = Buffer((max_rows,), torch.int32, device, self.outbox)
+        self.tokens = Buffer((max_tokens,), torch.int64, device, self.outbox)
+        self.positions = Buffer((max_tokens,), torch.int64, device, self.outbox)
+        self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.outbox)
+        self.seq_lens = Buffer((max_rows,), torch.int32, device, self.outbox)
+        self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in range(num_groups)]
+        self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in range(num_groups)]
 
     def fill(
         self, plan: Plan, in_flight: Mapping[str, int] | None = None, size: int | None = None, rows: int | None = None
@@ -139,6 +173,7 @@ class BatchBuffers:
         return batch
 
     def _has_sent(self) -> None:
+        self.outbox.send()
         if self._sent is not None:
             self._sent.record()
 
@@ -146,6 +181,7 @@ class BatchBuffers:
         """What the last step was given must have left the host before it is overwritten."""
         if self._sent is not None:
             self._sent.synchronize()
+        self.outbox.clear()
 
     def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
         for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slots)):

@@ -15,9 +15,11 @@ from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Buffer
 from quire.engine.sampler import MIN_TEMPERATURE, floor_of, signed
 from quire.kernels.cuda.attention import Work, cut
+from quire.kernels.cuda.deliver import Delivery
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.sample import Draws
 
+NUM_BUFFERS = 9  # of a step, beside a table and slots for each group of layers
 SPARE_TILES = 32  # beside full ones: each row may have one that is not
 
 
@@ -27,13 +29,14 @@ class GpuBuffers(BatchBuffers):
     def __init__(
         self, max_tokens: int, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:
-        super().__init__(max_tokens, max_rows, max_len, num_groups, block_size, device)
+        delivery = Delivery(NUM_BUFFERS + 2 * num_groups)
+        super().__init__(max_tokens, max_rows, max_len, num_groups, block_size, device, delivery)
         self.max_tokens = max_tokens
         self.max_rows = max_rows
-        self.singles = Buffer((max_rows,), torch.int32, device)
-        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device)
-        self.seeds = Buffer((max_rows,), torch.int64, device)
-        self.settings = Buffer((max_rows, len(settings_of(SamplingParams()))), torch.float64, device)
+        self.singles = Buffer((max_rows,), torch.int32, device, delivery)
+        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device, delivery)
+        self.seeds = Buffer((max_rows,), torch.int64, device, delivery)
+        self.settings = Buffer((max_rows, len(settings_of(SamplingParams()))), torch.float64, device, delivery)
         self._drawn: list[Request] = []  # whose seeds and settings the device has
 
     def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> Batch:

@@ -6,6 +6,7 @@ It also has every kernel of a step compiled, so a GPU that cannot run one is fou
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -14,7 +15,7 @@ import torch
 
 from quire.core.plan import Plan
 from quire.core.request import Request
-from quire.engine.batch import BatchBuffers
+from quire.engine.batch import Batch, BatchBuffers
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors
 from quire.engine.faults import kernels_tried, told_clearly
 from quire.engine.memory import CacheSize
@@ -40,31 +41,49 @@ class Trial:
     def measure(self, libraries: Thread) -> int:
         """Bytes that the largest step takes at its peak beside weights and cache, as torch asks the GPU for them.
 
-        That is more than what it uses of them: pieces too small to be of use are lost to the real steps too. A small
-        step comes first: its kernels are compiled while the libraries are still read.
+        That is more than what it uses of them: pieces too small to be of use are lost to the real steps too.
         """
         what = f"a step of {self.max_tokens:,} tokens for {self.max_requests:,} requests beside the weights"
         remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
         device = self.ops.device
         with told_clearly(what, remedy, device), kernels_tried(self.ops):
-            self._run(min(self.max_tokens, self.max_requests + 1))
+            self._compile()
             libraries.join()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_reserved(device)
-            self._run(self.max_tokens)
+            self._run(self.max_tokens, self.max_requests)
             taken = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return int(taken)
 
-    def _run(self, num_tokens: int) -> None:
-        num_groups, device = len(self.layout.windows), self.ops.device
-        buffers = BatchBuffers(num_tokens, self.max_requests, self.max_len, num_groups, self.block_size, device)
-        size = CacheSize(ONLY_BLOCK, self.block_size, 0, self.max_len, 1)
-        cache = CacheTensors(self.layout, size, self.block, device)
-        plan = largest_plan(num_tokens, self.max_requests, self.max_len, self.block_size, num_groups)
-        run_step(self.model, plan, buffers, cache)
-        torch.cuda.synchronize(device)
+    def _compile(self) -> None:
+        """Kernels take seconds to compile, so they are tried on few tokens first, those of mixed steps in a thread."""
+        with ThreadPoolExecutor(1) as beside:
+            attended = beside.submit(self._attend)
+            self._run(1, 1)
+            attended.result()
+
+    @torch.inference_mode()
+    def _attend(self) -> None:
+        """The attention of a step with a prompt in it, once for each window that layers have."""
+        batch, cache = self._lay_out(min(self.max_tokens, self.max_requests + 1), self.max_requests)
+        x = self.model.embedding(batch.tokens)
+        kinds = {layer.attention.window: place for place, layer in enumerate(self.model.layers)}
+        for place in kinds.values():
+            self.model.layers[place].attention(x, batch.positions, batch.paging, cache.layers[place])
+
+    def _run(self, num_tokens: int, num_requests: int) -> None:
+        batch, cache = self._lay_out(num_tokens, num_requests)
+        run_step(self.model, batch, cache)
+        torch.cuda.synchronize(self.ops.device)
+
+    def _lay_out(self, num_tokens: int, num_requests: int) -> tuple[Batch, CacheTensors]:
+        num_groups, max_len, device = len(self.layout.windows), self.max_len, self.ops.device
+        buffers = BatchBuffers(num_tokens, num_requests, max_len, num_groups, self.block_size, device)
+        size = CacheSize(ONLY_BLOCK, self.block_size, 0, max_len, 1)
+        plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, num_groups)
+        return buffers.fill(plan), CacheTensors(self.layout, size, self.block, device)
 
 
 def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
@@ -85,9 +104,8 @@ def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def run_step(model: Decoder, plan: Plan, buffers: BatchBuffers, cache: CacheTensors) -> None:
+def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
     """The model on all tokens, and the logits of every row twice: as if each asked for log probabilities."""
-    batch = buffers.fill(plan)
     hidden = model(batch.tokens, batch.positions, batch.paging, cache.layers)
     ends = torch.tensor(batch.paging.host_query_starts[1:], device=hidden.device) - 1
     torch.log_softmax(model.logits(hidden[ends]), -1)

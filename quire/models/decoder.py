@@ -24,6 +24,8 @@ from quire.models.config import ModelConfig
 
 
 class Layer(Protocol):
+    attention: Attention
+
     def __call__(
         self,
         x: Tensor,

@@ -10,6 +10,7 @@ from tests.cuda.gpu import DEVICE, DTYPES, assert_near  # skips this module wher
 from quire.kernels import reference  # isort: skip
 from quire.kernels.cuda import ops
 from quire.kernels.cuda.best import BestFinder
+from quire.kernels.cuda.deliver import Delivery
 from quire.kernels.cuda.feed import feed
 from quire.kernels.cuda.prompts import join
 from quire.kernels.paging import LayerCache
@@ -144,3 +145,29 @@ def test_feed():
     feeds = torch.tensor([-1, 2, -1, 0], dtype=torch.int32, device=DEVICE)
     feed(tokens, starts, feeds, torch.tensor([7, 8, 9], device=DEVICE), 4)
     assert tokens.tolist() == [10, 9, 12, 13, 7, 15]
+
+
+def test_numbers_are_delivered_from_the_host_together():
+    letters = Delivery(4)
+    sources = [
+        torch.arange(5000, dtype=torch.int64), torch.arange(30 * 700, dtype=torch.int32).view(30, 700),
+        torch.randn(9, 4, dtype=torch.float64),
+    ]  # fmt: skip
+    sources = [source.pin_memory() for source in sources]
+    targets = [torch.zeros(source.shape, dtype=source.dtype, device=DEVICE) for source in sources]
+    letters.put(sources[0], targets[0], 7, 4000)
+    letters.put(sources[1], targets[1], 3, 20, 517)
+    letters.send()
+    letters.put(sources[2], targets[2], 0, 7)
+    letters.send()
+    expected = [torch.zeros_like(source) for source in sources]
+    expected[0][7:4000] = sources[0][7:4000]
+    expected[1][3:20, :517] = sources[1][3:20, :517]
+    expected[2][:7] = sources[2][:7]
+    for target, wanted in zip(targets, expected, strict=True):
+        assert torch.equal(target.cpu(), wanted)
+    letters.clear()
+    sources[0][:4] = 77  # what the host writes after a delivery is seen by the next
+    letters.put(sources[0], targets[0], 0, 4)
+    letters.send()
+    assert targets[0][:8].tolist() == [77, 77, 77, 77, 0, 0, 0, 7]

@@ -26,6 +26,7 @@ from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, Room, check_
 from quire.engine.trial import Trial, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
+from quire.layers.attention import Attention
 from quire.models.registry import MODELS
 from quire.weights.loader import count_weights
 from quire.weights.random_weights import RandomWeights
@@ -185,7 +186,7 @@ def test_every_family_can_be_tried(family, monkeypatch) -> None:
     monkeypatch.setattr(model, "logits", lambda hidden: shown.append(hidden.shape) or logits(hidden))
     buffers = BatchBuffers(70, 9, config.max_len, len(layout.windows), 4, CPU)
     cache = CacheTensors(layout, CacheSize(1, 4, block_bytes(layout, block), config.max_len, 1), block, CPU)
-    run_step(model, largest_plan(70, 9, config.max_len, 4, len(layout.windows)), buffers, cache)
+    run_step(model, buffers.fill(largest_plan(70, 9, config.max_len, 4, len(layout.windows))), cache)
     assert shown == [(9, config.hidden_size)]
 
 
@@ -200,6 +201,21 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     assert trial.measure(read_libraries(CPU, torch.float32)) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
+
+
+def test_kernels_are_tried_on_few_tokens_before_the_largest_step(gpu, monkeypatch) -> None:
+    """Every kind of window with a prompt, and a single token through all layers, in any order."""
+    config, seen = FAMILIES["gemma3"], []
+    attend = Attention.__call__
+    monkeypatch.setattr(
+        Attention, "__call__", lambda *given: seen.append((given[0].window, len(given[1]))) or attend(*given)
+    )
+    for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    trial = Trial(tiny_model(config), select(CPU), *trial_parts(config), 40, 8, config.max_len, 4)
+    trial.measure(read_libraries(CPU, torch.float32))
+    assert sorted(seen[:5], key=str) == sorted([(9, 9), (None, 9), (9, 1), (9, 1), (None, 1)], key=str)
+    assert seen[5:] == [(9, 40), (9, 40), (None, 40)]
 
 
 def test_libraries_that_cannot_be_used_are_not_told_of_twice() -> None:

@@ -1,0 +1,61 @@
+"""A step's numbers from the host to the device in one launch, in place of a copy for each of its buffers.
+
+The kernel reads pinned memory across the bus. Copies would take as long each as it does for all: they are small, and
+the GPU does nothing else between two of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD = 4  # bytes; all that is sent consists of these
+CHUNK = 1024  # words a program
+FIELDS = tl.constexpr(5)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _deliver(letters, first, CHUNK: tl.constexpr):
+    letter = letters + (first + tl.program_id(0)) * FIELDS
+    source = tl.load(letter, volatile=True).to(tl.pointer_type(tl.int32))
+    target = tl.load(letter + 1, volatile=True).to(tl.pointer_type(tl.int32))
+    rows = tl.load(letter + 2, volatile=True).to(tl.int32)
+    words = tl.load(letter + 3, volatile=True).to(tl.int32)
+    stride = tl.load(letter + 4, volatile=True).to(tl.int32)
+    nth = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = nth < rows * words
+    place = nth // words * stride + nth % words
+    tl.store(target + place, tl.load(source + place, mask=inside, volatile=True), mask=inside)
+
+
+class Delivery:
+    """Letters that are due: from where to where, how many rows, how many words of each, and how far rows are apart.
+
+    None is written over before `clear` says that all have arrived.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._letters = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        self._rows = self._letters.numpy()
+        self._sent = self._count = self._most_words = 0
+
+    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
+        """source[first:last], and with a `width` only so many columns of it, to the same place in `target`."""
+        words = source.element_size() // WORD
+        stride = source.stride(0) * words
+        rows, each = (1, (last - first) * stride) if width is None else (last - first, width * words)
+        offset = first * stride * WORD
+        self._rows[self._count] = source.data_ptr() + offset, target.data_ptr() + offset, rows, each, stride
+        self._count += 1
+        self._most_words = max(self._most_words, rows * each)
+
+    def send(self) -> None:
+        if self._most_words:
+            num_letters, chunks = self._count - self._sent, triton.cdiv(self._most_words, CHUNK)
+            _deliver[(num_letters, chunks)](self._letters, self._sent, CHUNK=CHUNK, num_warps=4)
+        self._sent, self._most_words = self._count, 0
+
+    def clear(self) -> None:
+        self._sent = self._count = 0

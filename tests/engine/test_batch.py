@@ -1,0 +1,55 @@
+"""What of a step's numbers is sent to a device: a device that holds nothing stands in for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.engine.batch import Buffer, Copies, TableBuffer
+
+pytestmark = pytest.mark.cpu
+
+NOWHERE = torch.device("meta")
+
+
+class Noted(Copies):
+    """Notes what is put in."""
+
+    def __init__(self) -> None:
+        self.put_in: list[tuple[int, int, int | None]] = []
+
+    def put(self, source, target, first, last, width=None) -> None:
+        self.put_in.append((first, last, width))
+
+    def take(self) -> list[tuple[int, int, int | None]]:
+        taken, self.put_in = self.put_in, []
+        return taken
+
+
+def test_a_table_sends_rows_that_changed_as_wide_as_they_are():
+    outbox = Noted()
+    tables = TableBuffer(8, 100, NOWHERE, outbox)
+    for row in range(6):
+        tables.fill(row, [*range(1, 4 + row)])
+    tables.send(6, 100)
+    assert outbox.take() == [(0, 6, 8)]
+    tables.fill(2, [*range(1, 6)])
+    tables.send(6, 100)
+    assert outbox.take() == []  # nothing has changed
+    tables.fill(2, [*range(1, 8)])
+    tables.fill(4, [5, 6])
+    tables.send(6, 100)
+    assert outbox.take() == [(2, 5, 7)]
+    assert tables.buffer.host[2, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert tables.buffer.host[4, :2].tolist() == [5, 6]
+
+
+def test_a_buffer_on_the_host_is_never_sent():
+    outbox = Noted()
+    buffer = Buffer((9,), torch.int32, torch.device("cpu"), outbox)
+    buffer.host[:3] = 1, 2, 3
+    assert buffer.send(3).tolist() == [1, 2, 3]
+    assert outbox.take() == []
+    far = Buffer((9,), torch.int32, NOWHERE, outbox)
+    assert far.send(4).shape == (4,)
+    assert outbox.take() == [(0, 4, None)]
