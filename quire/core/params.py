@@ -116,12 +116,16 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether something is done to the model's logits before temperature and cuts."""
+        restricts = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs is not None
+        penalizes = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        return bool(restricts or penalizes or self.logit_bias or self.min_tokens)
+
+    @property
     def takes_logits(self) -> bool:
         """Whether the next token is chosen from the model's logits as they are, and nothing more is asked about it."""
-        changes = self.allowed_token_ids is not None or self.logit_bias or self.bad_words or self.min_tokens
-        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        asks_more = self.logprobs is not None or self.structured_outputs is not None
-        return not asks_more and not changes and not penalties
+        return not self.changes_logits and self.logprobs is None
 
     @property
     def takes_best(self) -> bool:

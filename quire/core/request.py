@@ -85,7 +85,8 @@ class Request:
     rank: tuple[int, int] = field(init=False, default=(0, 0))
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
-    takes_logits: bool = field(init=False)  # its next token is chosen from the model's logits as they are
+    changes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
+    takes_logits: bool = field(init=False)  # its next token is chosen from them as they are, and no more is asked
     takes_best: bool = field(init=False)  # and is simply the likeliest one
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
@@ -103,7 +104,8 @@ class Request:
         self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
-        self.takes_logits = self.params.takes_logits and not self.bad_word_ids and self.constraint is None
+        self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
+        self.takes_logits = self.params.logprobs is None and not self.changes_logits
         self.takes_best = self.takes_logits and self.params.greedy
 
     @property

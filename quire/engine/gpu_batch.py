@@ -5,9 +5,10 @@ What differs from step to step is in the numbers: which rows have one query, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
@@ -31,6 +32,7 @@ class GpuBuffers(BatchBuffers):
     ) -> None:
         delivery = Delivery(NUM_BUFFERS + 2 * num_groups)
         super().__init__(max_tokens, max_rows, max_len, num_groups, block_size, device, delivery)
+        self.device = device
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.singles = Buffer((max_rows,), torch.int32, device, delivery)
@@ -61,24 +63,32 @@ class GpuBuffers(BatchBuffers):
     def fill_draws(self, plan: Plan) -> Draws | None:
         """What the plan's rows want drawn, which the device mostly has already; None if all take the likeliest token.
 
-        Called when the plan has been laid out and nothing else launched, so that the next step need not wait long.
+        What rows want whose tokens the host chooses does not matter. Called when the plan has been laid out and nothing
+        else launched, so that the next step need not wait long.
         """
-        if all(request.takes_best for request in plan.requests):
+        if all(request.params.greedy or request.changes_logits for request in plan.requests):
             return None
-        num_rows, params = len(plan), [request.params for request in plan.requests]
+        num_rows = len(plan)
         if self._drawn != plan.requests:
             self.seeds.host[:num_rows] = [signed(request.seed) for request in plan.requests]
-            self.settings.host[:num_rows] = list(map(settings_of, params))
+            self.settings.host[:num_rows] = [settings_of(request.params) for request in plan.requests]
             self.seeds.send(num_rows)
             self.settings.send(num_rows)
             self._has_sent()
             self._drawn = list(plan.requests)
-        return Draws(
-            self.seeds.view(num_rows),
-            self.settings.view(num_rows),
-            has_top_k=any(each.top_k for each in params),
-            has_top_p=any(each.top_p < 1.0 for each in params),
-        )
+        return describe_draws(plan.requests, self.seeds.view(num_rows), self.settings.view(num_rows))
+
+    def send_draws(self, requests: Sequence[Request]) -> Draws:
+        """What some of a plan's rows want drawn, beside all of them."""
+        seeds = torch.tensor([signed(request.seed) for request in requests])
+        settings = torch.tensor([settings_of(request.params) for request in requests], dtype=torch.float64)
+        return describe_draws(requests, seeds.to(self.device), settings.to(self.device))
+
+
+def describe_draws(requests: Sequence[Request], seeds: Tensor, settings: Tensor) -> Draws:
+    params = [request.params for request in requests]
+    has_top_p = any(each.top_p < 1.0 for each in params)
+    return Draws(seeds, settings, has_top_k=any(each.top_k for each in params), has_top_p=has_top_p)
 
 
 def room_for_tiles(num_tokens: int) -> int:

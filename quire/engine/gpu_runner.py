@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.core.plan import Plan, Sampled
+from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Batch
 from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.runner import ModelRunner, Pending
+from quire.engine.sampler import Position, Report, penalize, report, restrict, tell
 from quire.kernels import Kernels
 from quire.kernels.cuda.best import BestFinder
 from quire.kernels.cuda.feed import feed
@@ -30,6 +31,11 @@ from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans launched before the first is taken in
 MIXED_SIZES = (32, 64, 128, 256, 384, 512, 768, 1024)  # tokens; larger steps keep the host ahead anyway
+
+
+def arriving(x: Tensor) -> Tensor:
+    """A copy that will be on the host when the stream has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def bucket_of(num_rows: int, most: int) -> int:
@@ -43,9 +49,10 @@ def bucket_of(num_rows: int, most: int) -> int:
     return min(size, most)
 
 
-def needs_no_host(request: Request) -> bool:
-    """Whether a request's next token can be chosen before its last one is known here."""
-    return request.takes_logits and request.params.prompt_logprobs is None and not request.drafts
+def looks_back(request: Request, start: int) -> bool:
+    """Whether a row's step yields more than one token, or is asked about tokens that its prompt has already."""
+    scores_prompt = request.params.prompt_logprobs is not None and start < request.num_prompt - 1
+    return scores_prompt or bool(request.drafts)
 
 
 @dataclass(slots=True)
@@ -55,6 +62,14 @@ class Landing:
     tokens: Tensor
     scores: Tensor
     event: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class Told:
+    """What is known of some rows beside their tokens: log probabilities that are on their way to the host."""
+
+    rows: list[int]
+    reported: Report
 
 
 class GpuRunner(ModelRunner):
@@ -77,7 +92,9 @@ class GpuRunner(ModelRunner):
             for _ in range(DEPTH + 1)
         )
         self._find_best = BestFinder(max_rows, device)
-        self._draw = TokenSampler(max_rows, model.head.weight.shape[0], model.head.softcap, device)
+        vocab_size = model.head.weight.shape[0]
+        self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
+        self._draw_changed = TokenSampler(max_rows, vocab_size, None, device)  # from logits that are capped already
         self._rows: dict[str, int] = {}  # of the last plan
         self.depth = DEPTH
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -88,19 +105,21 @@ class GpuRunner(ModelRunner):
         """Start a step. What comes back waits for it."""
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
-        self.depth = DEPTH if all(map(needs_no_host, plan.requests)) else 1
-        if self.depth == 1:
+        if any(map(looks_back, plan.requests, plan.starts)):
+            self.depth = 1
             return self._launch_and_wait(plan)
-        if plan.num_tokens == len(plan):
-            self._run_decode(plan)
-        else:
-            self._run_mixed(plan)
+        changed = [row for row, request in enumerate(plan.requests) if request.changes_logits and plan.yields[row]]
+        self.depth = 1 if changed else DEPTH
+        hidden = self._run_decode(plan) if plan.num_tokens == len(plan) else self._run_mixed(plan)
+        if changed:
+            self._choose_again(plan, hidden, changed)
+        told = self._report(plan, hidden)
         self._remember(plan)
         landing = self._send_home(len(plan))
-        return lambda: self._arrive(plan, landing)
+        return lambda: self._arrive(plan, landing, told)
 
     def _launch_and_wait(self, plan: Plan) -> Pending:
-        """Steps whose sampling needs the host: computed here and now."""
+        """Steps that need hidden states of more than each row's last token: computed here and now."""
         batch = self.buffers.fill(plan, self._rows)
         self._feed(batch, len(plan))
         sampled = self._finish(plan, batch)
@@ -108,6 +127,34 @@ class GpuRunner(ModelRunner):
         self._tokens[: len(plan)] = torch.tensor(tokens, dtype=torch.int64).to(self.ops.device)
         self._remember(plan)
         return lambda: sampled
+
+    def _choose_again(self, plan: Plan, hidden: Tensor, rows: list[int]) -> None:
+        """For rows whose logits are changed before a token is chosen: by what the host knows, so it must know all."""
+        index, requests = self._column(rows), [plan.requests[row] for row in rows]
+        places = [plan.starts[row] + plan.counts[row] for row in rows]
+        logits = self.model.logits(hidden[index])
+        for nth, request in enumerate(requests):
+            assert len(request.tokens) == places[nth], "a token that the host has not seen yet"
+            position = Position(request, request.tokens, places[nth])
+            restrict(logits[nth], position)
+            penalize(logits[nth], position)
+        tokens, scores = torch.empty_like(index), logits.new_empty(len(rows))
+        self._draw_changed(logits, self.buffers.send_draws(requests), self._column(places), tokens, scores)
+        self._tokens[index], self._scores[index] = tokens, scores
+
+    def _report(self, plan: Plan, hidden: Tensor) -> Told | None:
+        """Log probabilities for rows that ask for them, from the logits as they are."""
+        nums_top = [request.params.logprobs for request in plan.requests]
+        rows = [row for row, num_top in enumerate(nums_top) if num_top is not None and plan.yields[row]]
+        if not rows:
+            return None
+        index = self._column(rows)
+        logprobs = torch.log_softmax(self.model.logits(hidden[index]), -1)
+        reported = report(logprobs, self._tokens[index], max(nums_top[row] or 0 for row in rows))
+        return Told(rows, Report(*map(arriving, reported)))
+
+    def _column(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self.ops.device, non_blocking=True)
 
     def _remember(self, plan: Plan) -> None:
         self._rows = {request.id: row for row, request in enumerate(plan.requests)}
@@ -133,17 +180,22 @@ class GpuRunner(ModelRunner):
         landing.event.record()
         return landing
 
-    def _arrive(self, plan: Plan, landing: Landing) -> Sampled:
+    def _arrive(self, plan: Plan, landing: Landing, told: Told | None) -> Sampled:
         landing.event.synchronize()
         tokens, scores = landing.tokens[: len(plan)].tolist(), landing.scores[: len(plan)].tolist()
+        known: dict[int, TokenLogprobs] = {}
+        if told is not None:
+            nums_top = [plan.requests[row].params.logprobs or 0 for row in told.rows]
+            known = dict(zip(told.rows, tell(told.reported, [tokens[row] for row in told.rows], nums_top), strict=True))
         sampled = Sampled([[] for _ in range(len(plan))])
         for row, num_yields in enumerate(plan.yields):
             if num_yields:
-                self._accept(plan, sampled, row, tokens[row] if math.isfinite(scores[row]) else None, None)
+                token = tokens[row] if math.isfinite(scores[row]) else None
+                self._accept(plan, sampled, row, token, known.get(row))
         return sampled
 
-    def _run_decode(self, plan: Plan) -> None:
-        """Rows of one token each, from the feeding of tokens to the choosing of the next ones.
+    def _run_decode(self, plan: Plan) -> Tensor:
+        """Rows of one token each, from the feeding of tokens to the choosing of the next ones -> hidden [rows or more].
 
         The choice of the likeliest is captured with the rest. Draws are launched after it: what they take differs, and
         the logits of every size would be kept with its graph.
@@ -161,9 +213,10 @@ class GpuRunner(ModelRunner):
         hidden = self._replay(("decode" if draws is None else "layers", size), body)
         if draws is not None:
             self._choose(hidden, draws, batch.paging.seq_lens)
+        return hidden
 
-    def _run_mixed(self, plan: Plan) -> None:
-        """Chunks of prompts, and single tokens among them."""
+    def _run_mixed(self, plan: Plan) -> Tensor:
+        """Chunks of prompts, and single tokens among them -> hidden [rows]."""
         size = min(next((size for size in MIXED_SIZES if size >= plan.num_tokens), 0), self.buffers.max_tokens)
         captured = self.buffers.fill_mixed(plan, self._rows, size) if size else None
         batch = captured if captured is not None else self.buffers.fill(plan, self._rows)
@@ -176,6 +229,7 @@ class GpuRunner(ModelRunner):
         else:
             hidden = self._forward(batch, len(plan), batch.paging.ends())
         self._choose(hidden, draws, batch.paging.seq_lens)
+        return hidden
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         self._feed(batch, num_rows)

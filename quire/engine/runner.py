@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers
 from quire.engine.cache import CacheTensors
-from quire.engine.sampler import Position, report, sample
+from quire.engine.sampler import Position, report, sample, tell
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
@@ -127,5 +127,6 @@ class ModelRunner:
             chunk = targets[begin : begin + SCORED_AT_ONCE]
             logits = self.model.logits(hidden[first + begin : first + begin + len(chunk)])
             logprobs = torch.log_softmax(logits, -1)
-            scores += [report(logprobs[index], token, num_top) for index, token in enumerate(chunk)]
+            reported = report(logprobs, torch.tensor(chunk, device=hidden.device), num_top)
+            scores += tell(reported, chunk, [num_top] * len(chunk))
         return scores

@@ -65,7 +65,8 @@ def sample(
     logprobs: list[TokenLogprobs | None] = [None] * len(positions)
     for index, values in raw.items():
         if (token := tokens[index]) is not None:
-            logprobs[index] = report(values, token, positions[index].request.params.logprobs or 0)
+            num_top = positions[index].request.params.logprobs or 0
+            (logprobs[index],) = tell(report(values[None], _index([token], logits), num_top), [token], [num_top])
     return tokens, logprobs
 
 
@@ -90,8 +91,16 @@ def restrict(logits: Tensor, position: Position) -> None:
 
 def forbid_others(logits: Tensor, allowed: bytes) -> None:
     """Ban what has no bit set, and what lies behind the last bit, in place. logits [vocab]"""
-    addends = BITS_TO_ADDENDS.take(np.frombuffer(allowed, np.uint8), axis=0).reshape(-1)[: len(logits)]
-    logits[: len(addends)] += torch.from_numpy(addends).to(logits.device)
+    bits = np.frombuffer(allowed, np.uint8)
+    if logits.is_cuda:  # the bits are sent, not what they mean: that is thirty times as long
+        sent = torch.from_numpy(bits.copy()).to(logits.device)
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        is_banned = ((sent[:, None] >> places) & 1).flatten()[: len(logits)] == 0
+        logits[: len(is_banned)].masked_fill_(is_banned, -torch.inf)
+        logits[len(is_banned) :] = -torch.inf
+        return
+    addends = BITS_TO_ADDENDS.take(bits, axis=0).reshape(-1)[: len(logits)]
+    logits[: len(addends)] += torch.from_numpy(addends)
     logits[len(addends) :] = -torch.inf
 
 
@@ -179,13 +188,46 @@ def cut_tail(probabilities: Tensor, logits: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probabilities).scatter_(0, tokens[kept], values[kept])
 
 
-def report(logprobs: Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """logprobs [vocab] -> the token's own, its rank, and the likeliest ones."""
-    own = logprobs[token]
-    rank = int((logprobs > own).sum()) + 1
-    top = torch.topk(logprobs, min(num_top, len(logprobs)))
-    ranked = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return TokenLogprobs((token, float(own), rank), [(t, value, place + 1) for place, (t, value) in enumerate(ranked)])
+class Report(NamedTuple):
+    """Log probabilities of a row's token and of the likeliest ones, for some rows; all on the logits' device."""
+
+    own: Tensor  # [n] float32
+    ranks: Tensor  # [n] int64: how many are likelier, and one
+    top: Tensor  # [n, most] int64, likeliest first
+    values: Tensor  # [n, most] float32
+
+
+def report(logprobs: Tensor, tokens: Tensor, num_top: int) -> Report:
+    """logprobs [n, vocab], tokens [n]. What is said of a row does not depend on the others."""
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(1) + 1
+    top = likeliest(logprobs, min(num_top, logprobs.shape[1]))
+    return Report(own[:, 0], ranks, top, logprobs.gather(1, top))
+
+
+def likeliest(logprobs: Tensor, count: int) -> Tensor:
+    """logprobs [n, vocab] -> the likeliest tokens of each row, [n, count].
+
+    On a GPU the order of equals would depend on the number of rows, so none are equal there: the bits of a logarithm of
+    a probability, which is not above zero, are the larger without their sign the less likely it is, and then come ids.
+    """
+    if not logprobs.is_cuda or not count:
+        return logprobs.topk(count).indices
+    order = (logprobs.view(torch.int32) & 0x7FFFFFFF).long() << 32
+    order |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return order.topk(count, largest=False).values & 0xFFFFFFFF
+
+
+def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
+    """A report that is on the host, for rows that asked for so many of the likeliest tokens."""
+    own, ranks, top, values = (part.tolist() for part in reported)
+    return [
+        TokenLogprobs(
+            (token, own[row], ranks[row]),
+            [(other, values[row][place], place + 1) for place, other in enumerate(top[row][:num_top])],
+        )
+        for row, (token, num_top) in enumerate(zip(tokens, nums_top, strict=True))
+    ]
 
 
 def signed(seed: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 from tests.cuda import gpu  # skips this module where there is no GPU
 
 from quire.core.params import SamplingParams  # isort: skip
+from quire.core.plan import TokenLogprobs
 from quire.core.request import Request
 from quire.engine.client import InProcess
 
@@ -116,6 +117,66 @@ def test_drawn_answers_are_the_same_beside_requests_that_need_the_host(model):
     requests = [request for pair in zip(draw_sampled_requests(8, 24), others, strict=True) for request in pair]
     answers = answer(start(model), requests, 2)
     assert {id: tokens for id, tokens in answers.items() if id in expected} == expected
+
+
+ASKING_MORE: list[dict[str, Any]] = [
+    {"logprobs": 0}, {"logprobs": 5}, {"logprobs": 3, "temperature": 0.9, "top_p": 0.8}, {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "temperature": 0.8, "logprobs": 2}, {"logit_bias": {7: 5.0, 9: -3.0}}, {"min_tokens": 5},
+    {"allowed_token_ids": [5, 6, 7, 8, 9], "temperature": 1.0}, {"prompt_logprobs": 2},
+    {"prompt_logprobs": 0, "logprobs": 1}, {"temperature": 0.7}, {}, {},
+    {"allowed_token_ids": [5, 6, 7], "temperature": 1.0, "top_k": 40, "logprobs": 9},
+    {"presence_penalty": 1.5, "temperature": 1.0, "top_p": 0.7, "min_p": 0.01}, {"logit_bias": {7: -100.0}, "top_k": 3},
+]  # fmt: skip
+
+
+def draw_asking_requests(count: int) -> list[Request]:
+    rng, requests = random.Random(4), []
+    for number in range(count):
+        asked = {"temperature": 0.0} | rng.choice(ASKING_MORE)
+        params = SamplingParams(**asked, max_tokens=rng.randrange(1, 20), ignore_eos=True)
+        tokens = [rng.randrange(2, 2000) for _ in range(rng.choice([1, 17, 60, 300]))]
+        requests.append(Request(str(number), tokens, params, max_tokens=params.max_tokens, seed=number))
+    return requests
+
+
+def answer_fully(client: InProcess, requests: list[Request]) -> dict[str, tuple[list[int], list[TokenLogprobs]]]:
+    """Tokens, and all that is told about them and the prompt's."""
+    answers: dict[str, tuple[list[int], list[TokenLogprobs]]] = {request.id: ([], []) for request in requests}
+    for request in requests:
+        client.add(request)
+    while client.engine.has_work:
+        for update in client.step():
+            answers[update.id][0].extend(update.tokens)
+            if update.detail is not None:
+                answers[update.id][1].extend([*(update.detail.prompt_logprobs or []), *(update.detail.logprobs or [])])
+    return answers
+
+
+def test_what_is_asked_beside_tokens_is_what_the_reference_says(model):
+    expected = answer_fully(start(model, kernels="torch"), draw_asking_requests(60))
+    client = start(model)
+    got = answer_fully(client, draw_asking_requests(60))
+    assert {name: tokens for name, (tokens, _) in got.items()} == {
+        name: tokens for name, (tokens, _) in expected.items()
+    }
+    for name, (_, told) in got.items():
+        assert len(told) == len(expected[name][1])
+        for mine, wanted in zip(told, expected[name][1], strict=True):
+            assert [token for token, _, _ in mine.top] == [token for token, _, _ in wanted.top]
+            assert mine.chosen[0] == wanted.chosen[0]
+            assert mine.chosen[2] == wanted.chosen[2]
+            values = [value for _, value, _ in (mine.chosen, *mine.top)]
+            assert values == pytest.approx([value for _, value, _ in (wanted.chosen, *wanted.top)], abs=1e-4)
+
+
+def test_log_probabilities_do_not_keep_the_host_waiting(model):
+    client = start(model)
+    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9, ignore_eos=True)
+    client.add(Request("asks", [5, 6, 7], params, max_tokens=9))
+    for _ in range(4):
+        client.step()
+    assert client.engine.runner.depth == 2
+    assert len(client.engine._launched) == 1, "the next step is under way"
 
 
 @pytest.mark.parametrize("seed", range(4))
