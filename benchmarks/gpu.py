@@ -1,9 +1,9 @@
 """quire on one GPU beside vLLM's recorded figures: Llama-3-8B's shapes, bf16, random weights made on the GPU.
 
-    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE] [--exact] [--sampled]
+    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE] [--exact] [--sampling JSON]
 
-Greedy, no prefix cache; `--exact` measures what the same bits in any batch cost, `--sampled` what draws do (temperature
-0.8, top-p 0.95). TTFT is the time of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1).
+Greedy, no prefix cache; `--exact` measures what the same bits in any batch cost, `--sampling` what draws or anything
+else that a request may ask for do, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. TTFT is the time of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1).
 vLLM 0.24.0 was measured once on one H200 with dummy weights, and so was the limit: weights and cache read once a step
 at 4.2 TB/s, or 800 TFLOP/s. Each figure is the best of `--repeats` runs after one to warm up: captures and compilations
 are part of the first. Needs no network and no file.
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--sampled", action="store_true")
+    parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON")
     return parser.parse_args()
 
 
@@ -89,8 +89,7 @@ class Bench:
     """An engine, and requests for it."""
 
     def __init__(self, max_requests: int, step_tokens: int, options: argparse.Namespace) -> None:
-        drawn = {"temperature": 0.8, "top_p": 0.95} if options.sampled else {"temperature": 0.0}
-        self._sampling: dict[str, Any] = {"ignore_eos": True} | drawn
+        self._sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0} | options.sampling
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_8B))
             config = EngineConfig(
