@@ -3,10 +3,11 @@
     python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE] [--exact] [--sampling JSON]
 
 Greedy, no prefix cache; `--exact` measures what the same bits in any batch cost, `--sampling` what draws or anything
-else that a request may ask for do, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. TTFT is the time of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1).
-vLLM 0.24.0 was measured once on one H200 with dummy weights, and so was the limit: weights and cache read once a step
-at 4.2 TB/s, or 800 TFLOP/s. Each figure is the best of `--repeats` runs after one to warm up: captures and compilations
-are part of the first. Needs no network and no file.
+else that a request may ask for do, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. TTFT is the time
+of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1). vLLM 0.24.0 was measured once on one H200
+with dummy weights, and so was the limit: weights and cache read once a step at 4.2 TB/s, or 800 TFLOP/s. Each figure is
+the best of `--repeats` runs after one to warm up: captures and compilations are part of the first. Needs no network and
+no file.
 """
 
 from __future__ import annotations
