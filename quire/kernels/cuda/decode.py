@@ -10,7 +10,6 @@ kernel before this one ends.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, read_tile, score
+from quire.kernels.cuda.softmax import absorb, join_parts, leave_part, read_tile, score, workspace
 from quire.kernels.paging import LayerCache
 
 MIN_QUERIES = 16  # the least a tensor core takes
@@ -157,27 +156,15 @@ def _decode(
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
     else:
         pair = (entry * tl.num_programs(1) + head).to(tl.int64)
-        mine = (pair * splits + split) * QUERIES + lanes
-        tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total, mask=inside)
-        tl.store(tops + mine * 2, top, mask=is_query)
-        tl.store(tops + mine * 2 + 1, mass, mask=is_query)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
-        if before == used - 1:
+        is_last = leave_part(
+            parts, tops, arrived, pair, split, splits, used, top, mass, total, lanes, columns, is_query, inside,
+            QUERIES, WIDTH,
+        )  # fmt: skip
+        if is_last:
             first_part = pair * splits * QUERIES + lanes
             mass, total = join_parts(parts, tops, first_part, used, columns, is_query, inside, QUERIES, WIDTH, 4)
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
             tl.store(to, result.to(out.dtype.element_ty), mask=inside)
-            tl.store(arrived + pair, 0)
-
-
-@cache
-def workspace(queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the parts of split rows, shared by all layers and steps. It never grows or moves: graphs point to it."""
-    lanes = PROGRAMS * queries
-    parts = torch.empty(lanes * width, dtype=torch.float32, device=device)
-    tops = torch.empty(lanes * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def choose_splits(num_rows: int, kv_heads: int) -> int:
@@ -233,7 +220,7 @@ def decode_attention(
     shape = shape or choose_shape(count, q.dtype)
     splits, group = 1 if shape.is_exact else choose_splits(count, kv_heads), q.shape[1] // kv_heads
     queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(queries, width, q.device)
+    parts, tops, arrived = workspace(PROGRAMS, queries, width, q.device)
     scale, window, slopes, softcap = scoring
     nothing = seq_lens
     k, v, angles, interleaved = new or New(q, q, q, False)

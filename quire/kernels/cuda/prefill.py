@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, read_tile
+from quire.kernels.cuda.softmax import absorb, join_parts, leave_part, read_tile, workspace
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
@@ -113,7 +112,9 @@ def _prefill(
         top, mass, total = absorb(
             query, key, value, distance, distance, top, mass, total, scale, cap, slope, False, HAS_CAP, HAS_SLOPES
         )
-    for key_at in range(tl.maximum(common, begin), end, TILE):
+    for key_at in tl.range(
+        tl.maximum(common, begin), end, TILE, num_stages=2 if HAS_WINDOW else 1
+    ):  # else they are few
         places = key_at + within
         there = (places < end) & (places >= lowest)
         key, value = read_tile(
@@ -145,30 +146,18 @@ def _prefill(
         )
     is_last = splits == 1
     if splits > 1:
-        within_tile = tl.arange(0, QUERIES)
-        mine = (pair * most_splits + split) * QUERIES + within_tile
-        tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total)
-        tl.store(tops + mine * 2, top)
-        tl.store(tops + mine * 2 + 1, mass)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrived + pair, 1, sem="acq_rel") == splits - 1
+        in_tile = tl.arange(0, QUERIES)
+        is_last = leave_part(
+            parts, tops, arrived, pair, split, most_splits, splits, top, mass, total, in_tile, columns, is_query,
+            inside, QUERIES, WIDTH,
+        )  # fmt: skip
         if is_last:
-            first_part = pair * most_splits * QUERIES + within_tile
+            first_part = pair * most_splits * QUERIES + in_tile
             mass, total = join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES, WIDTH, 1)
-            tl.store(arrived + pair, 0)
     if is_last:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
-
-
-@cache
-def workspace(width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the parts of split contexts, shared by all layers and steps. It never moves: graphs point to it."""
-    lanes = PROGRAMS * TILE_QUERIES
-    parts = torch.empty(lanes * width, dtype=torch.float32, device=device)
-    tops = torch.empty(lanes * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def key_tile(dim: int, dtype: torch.dtype) -> int:
@@ -186,8 +175,8 @@ def prefill_attention(
     nothing = paging.seq_lens
     width, heads = triton.next_power_of_2(dim), q.shape[1]
     _prefill[(max(tiles.room * heads, PROGRAMS),)](
-        q, cache.k, cache.v, out, *workspace(width, q.device), tables, paging.seq_lens, paging.query_starts,
-        tiles.numbers, slopes if slopes is not None else nothing,
+        q, cache.k, cache.v, out, *workspace(PROGRAMS, TILE_QUERIES, width, q.device), tables, paging.seq_lens,
+        paging.query_starts, tiles.numbers, slopes if slopes is not None else nothing,
         mask.view(torch.uint8) if mask is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
