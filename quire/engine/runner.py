@@ -90,7 +90,7 @@ class ModelRunner:
                     assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
                     before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
                     place = plan.starts[row] + plan.counts[row] - num_yields + num_drafts + 1
-                    assert len(before) == place or request.takes_logits, "what looks at tokens must know them all"
+                    assert len(before) == place or not request.changes_logits, "what looks at tokens must know them all"
                     positions.append(Position(request, before, place))
         if best.rows:
             likeliest, scores = self.model.best(hidden, best.places)

@@ -169,6 +169,29 @@ def test_what_is_asked_beside_tokens_is_what_the_reference_says(model):
             assert values == pytest.approx([value for _, value, _ in (wanted.chosen, *wanted.top)], abs=1e-4)
 
 
+def test_a_prompt_is_scored_while_tokens_of_others_are_on_their_way(model):
+    """Those are drawn, and told about, by their places: the host need not know what stands before them."""
+    asks = {"logprobs": 2, "max_tokens": 12, "ignore_eos": True}
+    first = [SamplingParams(temperature=0.0, **asks), SamplingParams(temperature=0.9, **asks)]
+    second = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=3, ignore_eos=True)
+
+    def ask(client: InProcess) -> dict[str, list[int]]:
+        got: dict[str, list[int]] = {"0": [], "1": [], "late": []}
+        for number, params in enumerate(first):
+            client.add(Request(str(number), [5, 6, 7], params, max_tokens=12, seed=number))
+        for step in range(60):
+            if step == 5:
+                client.add(Request("late", [*range(9, 40)], second, max_tokens=3))
+            if client.engine.has_work:
+                for update in client.step():
+                    got[update.id] += update.tokens
+        return got
+
+    expected = ask(start(model, kernels="torch"))
+    assert [len(tokens) for tokens in expected.values()] == [12, 12, 3]
+    assert ask(start(model)) == expected
+
+
 def test_log_probabilities_do_not_keep_the_host_waiting(model):
     client = start(model)
     params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9, ignore_eos=True)
