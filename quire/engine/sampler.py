@@ -208,14 +208,19 @@ def report(logprobs: Tensor, tokens: Tensor, num_top: int) -> Report:
 def likeliest(logprobs: Tensor, count: int) -> Tensor:
     """logprobs [n, vocab] -> the likeliest tokens of each row, [n, count].
 
-    On a GPU the order of equals would depend on the number of rows, so none are equal there: the bits of a logarithm of
-    a probability, which is not above zero, are the larger without their sign the less likely it is, and then come ids.
+    On a GPU the order of equals would depend on the number of rows, so there they are told apart by their ids.
     """
     if not logprobs.is_cuda or not count:
         return logprobs.topk(count).indices
+    return places_of(logprobs).topk(count, largest=False).values & 0xFFFFFFFF
+
+
+def places_of(logprobs: Tensor) -> Tensor:
+    """logprobs [n, vocab] -> numbers with ids in their lower halves that rise from the likeliest token on, of equals
+    from the lowest id: a logarithm of a probability is not above zero, so its bits without the sign rise as it falls.
+    """
     order = (logprobs.view(torch.int32) & 0x7FFFFFFF).long() << 32
-    order |= torch.arange(logprobs.shape[1], device=logprobs.device)
-    return order.topk(count, largest=False).values & 0xFFFFFFFF
+    return order | torch.arange(logprobs.shape[1], device=logprobs.device)
 
 
 def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -10,7 +10,7 @@ import torch
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.sampler import Position, banned_words, cut_tail, distribute, pick, sample, signed
+from quire.engine.sampler import Position, banned_words, cut_tail, distribute, pick, places_of, sample, signed
 from quire.kernels import select
 
 pytestmark = pytest.mark.cpu
@@ -181,3 +181,12 @@ def test_hardly_any_temperature_takes_the_likeliest(temperature):
     request = Request("r", [1], SamplingParams(temperature=temperature), seed=3)
     tokens, _ = sample(logits, [Position(request, [1], 1)], select("cpu"))
     assert tokens == [1]
+
+
+def test_places_rise_from_the_likeliest_and_of_equals_from_the_lowest_id():
+    logprobs = torch.log_softmax(torch.randn(5, 3000).bfloat16().float(), -1)  # many are equal
+    logprobs[2, 17:40] = -torch.inf
+    logprobs[3] = -torch.inf
+    logprobs[3, 9] = 0.0
+    order = logprobs.sort(descending=True, stable=True).indices
+    assert torch.equal(places_of(logprobs).sort().values & 0xFFFFFFFF, order)
