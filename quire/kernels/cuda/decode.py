@@ -9,7 +9,6 @@ ends with the new token turns its key and stores both. What earlier steps stored
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, read_tile, score
+from quire.kernels.cuda.softmax import absorb, join_parts, read_tile, score, workspace
 from quire.kernels.paging import LayerCache
 
 MIN_QUERIES = 16  # the least a tensor core takes
@@ -168,15 +167,6 @@ def _decode(
             tl.store(arrived + pair, 0)
 
 
-@cache
-def workspace(queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the parts of split rows, shared by all layers and steps. It never grows or moves: graphs point to it."""
-    lanes = PROGRAMS * queries
-    parts = torch.empty(lanes * width, dtype=torch.float32, device=device)
-    tops = torch.empty(lanes * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-
-
 def choose_splits(num_rows: int, kv_heads: int) -> int:
     """How many programs share a row's context: fixed for a number of rows, since a captured graph cannot change it.
 
@@ -230,7 +220,7 @@ def decode_attention(
     shape = shape or choose_shape(count, q.dtype)
     splits, group = 1 if shape.is_exact else choose_splits(count, kv_heads), q.shape[1] // kv_heads
     queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(queries, width, q.device)
+    parts, tops, arrived = workspace(PROGRAMS, queries, width, q.device)
     scale, window, slopes, softcap = scoring
     nothing = seq_lens
     k, v, angles, interleaved = new or New(q, q, q, False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, read_tile
+from quire.kernels.cuda.softmax import absorb, join_parts, read_tile, workspace
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
@@ -162,15 +161,6 @@ def _prefill(
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
-@cache
-def workspace(width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the parts of split contexts, shared by all layers and steps. It never moves: graphs point to it."""
-    lanes = PROGRAMS * TILE_QUERIES
-    parts = torch.empty(lanes * width, dtype=torch.float32, device=device)
-    tops = torch.empty(lanes * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-
-
 def key_tile(dim: int, dtype: torch.dtype) -> int:
     """How many keys a program takes at a time: those of wide heads need more room each."""
     return 32 if dim > 128 or dtype == torch.float32 else 128
@@ -186,8 +176,8 @@ def prefill_attention(
     nothing = paging.seq_lens
     width, heads = triton.next_power_of_2(dim), q.shape[1]
     _prefill[(max(tiles.room * heads, PROGRAMS),)](
-        q, cache.k, cache.v, out, *workspace(width, q.device), tables, paging.seq_lens, paging.query_starts,
-        tiles.numbers, slopes if slopes is not None else nothing,
+        q, cache.k, cache.v, out, *workspace(PROGRAMS, TILE_QUERIES, width, q.device), tables, paging.seq_lens,
+        paging.query_starts, tiles.numbers, slopes if slopes is not None else nothing,
         mask.view(torch.uint8) if mask is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,

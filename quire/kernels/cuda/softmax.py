@@ -6,8 +6,12 @@ masked; with `enable_fp_fusion=False` both ways give the same bits.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quire.kernels.cuda.scoring import soften
 
@@ -99,3 +103,14 @@ def join_parts(
             total = total * fading[:, None] + part * factor[:, None]
             top = higher
     return mass, total
+
+
+@cache
+def workspace(programs: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the parts of so many programs, shared by all layers and steps, and how many have arrived of each pair.
+
+    It never grows or moves: graphs point to it.
+    """
+    parts = torch.empty(programs * queries * width, dtype=torch.float32, device=device)
+    tops = torch.empty(programs * queries * 2, dtype=torch.float32, device=device)
+    return parts, tops, torch.zeros(programs, dtype=torch.int32, device=device)
