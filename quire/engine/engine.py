@@ -181,7 +181,10 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     """Load the model at `path` and put an engine around it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    libraries = read_libraries(device, dtype) if device.type == "cuda" else None
+    libraries = None
+    if device.type == "cuda":
+        uses_cudnn = dtype != torch.float32 and config.kernels != "torch" and not config.exact
+        libraries = read_libraries(device, dtype, cudnn=uses_cudnn)
     with told_clearly("the weights", SMALLER_WEIGHTS, device):
         loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config

@@ -86,18 +86,19 @@ class Trial:
         return buffers.fill(plan), CacheTensors(self.layout, size, self.block, device)
 
 
-def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
-    """Have cuBLAS and cuDNN loaded, which are large files, while the weights are and while kernels are compiled."""
-    thread = Thread(target=_touch_libraries, args=(device, dtype), name="libraries", daemon=True)
+def read_libraries(device: torch.device, dtype: torch.dtype, *, cudnn: bool) -> Thread:
+    """Have cuBLAS, and cuDNN if it is used, loaded while the weights are and while kernels are compiled: they are
+    large files."""
+    thread = Thread(target=_touch_libraries, args=(device, dtype, cudnn), name="libraries", daemon=True)
     thread.start()
     return thread
 
 
-def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
+def _touch_libraries(device: torch.device, dtype: torch.dtype, cudnn: bool) -> None:
     with suppress(RuntimeError):  # what fails here fails again where it is needed, and is told there
         x = torch.zeros(64, 64, dtype=dtype, device=device)
         torch.mm(x, x)
-        if dtype != torch.float32:
+        if cudnn:
             heads = x.view(1, 1, 64, 64)
             torch.ops.aten._scaled_dot_product_cudnn_attention(heads, heads, heads, None, False, 0.0, True)
         torch.cuda.synchronize(device)

@@ -198,7 +198,7 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     trial = Trial(tiny_model(LLAMA), select(CPU), *trial_parts(LLAMA), 40, 8, LLAMA.max_len, 4)
-    assert trial.measure(read_libraries(CPU, torch.float32)) == 700
+    assert trial.measure(read_libraries(CPU, torch.float32, cudnn=False)) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
 
@@ -213,12 +213,12 @@ def test_kernels_are_tried_on_few_tokens_before_the_largest_step(gpu, monkeypatc
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     trial = Trial(tiny_model(config), select(CPU), *trial_parts(config), 40, 8, config.max_len, 4)
-    trial.measure(read_libraries(CPU, torch.float32))
+    trial.measure(read_libraries(CPU, torch.float32, cudnn=False))
     assert sorted(seen[:5], key=str) == sorted([(9, 9), (None, 9), (9, 1), (9, 1), (None, 1)], key=str)
     assert seen[5:] == [(9, 40), (9, 40), (None, 40)]
 
 
 def test_libraries_that_cannot_be_used_are_not_told_of_twice() -> None:
-    thread = read_libraries(CPU, torch.bfloat16)  # a CPU has no cuDNN
+    thread = read_libraries(CPU, torch.bfloat16, cudnn=True)  # a CPU has no cuDNN
     thread.join()
     assert not thread.is_alive()

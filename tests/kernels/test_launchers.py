@@ -9,6 +9,8 @@ import pytest
 
 from quire.kernels.cuda.launchers import build_quickly
 
+pytestmark = pytest.mark.cpu
+
 SOURCE = """
 #include <Python.h>
 #include <math.h>

@@ -1,7 +1,7 @@
 """The C modules through which Triton launches kernels, built in half of the time.
 
-Triton has the C compiler build one for every kernel and optimise it as far as it can, which takes longer than the
-kernel's own compilation and gains nothing: all that is in it is the unpacking of arguments. `build_quickly` is for
+Triton has the C compiler build one for every kernel and optimise it as far as it can, which often takes longer than
+the kernel's own compilation and gains nothing: all that is in it is the unpacking of arguments. `build_quickly` is for
 `triton.knobs.build.impl`; a setting that is already there is left alone.
 """
 
