@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Buffer
+from quire.engine.logits import send
 from quire.engine.sampler import MIN_TEMPERATURE, floor_of, signed
 from quire.kernels.cuda.attention import Work, cut
 from quire.kernels.cuda.deliver import Delivery
@@ -80,9 +82,9 @@ class GpuBuffers(BatchBuffers):
 
     def send_draws(self, requests: Sequence[Request]) -> Draws:
         """What some of a plan's rows want drawn, beside all of them."""
-        seeds = torch.tensor([signed(request.seed) for request in requests])
-        settings = torch.tensor([settings_of(request.params) for request in requests], dtype=torch.float64)
-        return describe_draws(requests, seeds.to(self.device), settings.to(self.device))
+        seeds = send([signed(request.seed) for request in requests], np.int64, self.device)
+        settings = send([settings_of(request.params) for request in requests], np.float64, self.device)
+        return describe_draws(requests, seeds, settings)
 
 
 def describe_draws(requests: Sequence[Request], seeds: Tensor, settings: Tensor) -> Draws:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,9 @@ from quire.core.request import Request
 from quire.engine.batch import Batch
 from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
+from quire.engine.logits import Position, change, send
 from quire.engine.runner import ModelRunner, Pending
-from quire.engine.sampler import Position, Report, penalize, report, restrict, tell
+from quire.engine.sampler import Report, report, tell
 from quire.kernels import Kernels
 from quire.kernels.cuda.best import BestFinder
 from quire.kernels.cuda.feed import feed
@@ -133,11 +135,9 @@ class GpuRunner(ModelRunner):
         index, requests = self._column(rows), [plan.requests[row] for row in rows]
         places = [plan.starts[row] + plan.counts[row] for row in rows]
         logits = self.model.logits(hidden[index])
-        for nth, request in enumerate(requests):
-            assert len(request.tokens) == places[nth], "a token that the host has not seen yet"
-            position = Position(request, request.tokens, places[nth])
-            restrict(logits[nth], position)
-            penalize(logits[nth], position)
+        positions = [Position(request, request.tokens, place) for request, place in zip(requests, places, strict=True)]
+        assert all(len(tokens) == place for _, tokens, place in positions), "a token that the host has not seen yet"
+        change(logits, positions)
         tokens, scores = torch.empty_like(index), logits.new_empty(len(rows))
         self._draw_changed(logits, self.buffers.send_draws(requests), self._column(places), tokens, scores)
         self._tokens[index], self._scores[index] = tokens, scores
@@ -154,7 +154,7 @@ class GpuRunner(ModelRunner):
         return Told(rows, Report(*map(arriving, reported)))
 
     def _column(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self.ops.device, non_blocking=True)
+        return send(numbers, np.int64, self.ops.device)
 
     def _remember(self, plan: Plan) -> None:
         self._rows = {request.id: row for row, request in enumerate(plan.requests)}

@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers
 from quire.engine.cache import CacheTensors
-from quire.engine.sampler import Position, report, sample, tell
+from quire.engine.logits import Position
+from quire.engine.sampler import report, sample, tell
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 

@@ -3,28 +3,24 @@ position, and of nothing else, so it does not matter who shares the batch or how
 
 For each position, in this order:
   1. log probabilities are taken from the untouched logits, if asked for
-  2. tokens that the request's constraint does not allow and those outside `allowed_token_ids` are banned, the bias is
-     added, words in `bad_words` and, up to `min_tokens`, tokens that would end the answer are banned
-  3. repetition, frequency and presence penalties
-  4. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest.
+  2. what the request bans, favours or penalizes is changed (logits.py)
+  3. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest.
      Where equal logits stand at the cut, those with lower ids are kept
-  5. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
+  4. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
 from quire.core.plan import TokenLogprobs
-from quire.core.request import Request
+from quire.engine.logits import Position, change
 from quire.kernels import Kernels
 
 NO_TOKEN_LEFT = (
@@ -32,22 +28,7 @@ NO_TOKEN_LEFT = (
     "and min_tokens together ban every one. Loosen the restrictions, or check the model's file."
 )
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
-# For each byte of a mask what its eight tokens get added: a branch a token would take ten times as long.
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-BITS_TO_ADDENDS = np.where(BITS, 0.0, -np.inf).astype(np.float32)
 TOP_FIRST = 1024  # most of the probability is usually among so many tokens: try them before sorting all
-
-
-class Position(NamedTuple):
-    """One token to be chosen: whose it is and what stands before it."""
-
-    request: Request
-    tokens: Sequence[int]  # prompt, answer so far and drafts before this position, as far as the host knows them
-    place: int  # how many there are
-
-    @property
-    def output(self) -> Sequence[int]:
-        return self.tokens[self.request.num_prompt :]
 
 
 def sample(
@@ -56,9 +37,7 @@ def sample(
     """logits [n, vocab] float32, used up -> a token each (None where none is left), and log probabilities if asked."""
     wants_logprobs = [index for index, p in enumerate(positions) if p.request.params.logprobs is not None]
     raw = {index: torch.log_softmax(logits[index], -1) for index in wants_logprobs}
-    for index, position in enumerate(positions):
-        restrict(logits[index], position)
-        penalize(logits[index], position)
+    change(logits, positions)
     largest, best = ops.argmax(logits)
     has_choice = [math.isfinite(value) for value in best.tolist()]
     tokens = choose(logits, largest, has_choice, positions, ops)
@@ -66,63 +45,9 @@ def sample(
     for index, values in raw.items():
         if (token := tokens[index]) is not None:
             num_top = positions[index].request.params.logprobs or 0
-            (logprobs[index],) = tell(report(values[None], _index([token], logits), num_top), [token], [num_top])
+            reported = report(values[None], torch.tensor([token], device=logits.device), num_top)
+            (logprobs[index],) = tell(reported, [token], [num_top])
     return tokens, logprobs
-
-
-def restrict(logits: Tensor, position: Position) -> None:
-    """Ban tokens and add the bias, in place. logits [vocab]"""
-    request, params = position.request, position.request.params
-    if request.constraint is not None:
-        forbid_others(logits, request.constraint.allowed())
-    if params.allowed_token_ids is not None:
-        allowed = _index(params.allowed_token_ids, logits)
-        kept = logits[allowed]
-        logits.fill_(-torch.inf)
-        logits[allowed] = kept
-    if params.logit_bias:
-        logits[_index(list(params.logit_bias), logits)] += logits.new_tensor(list(params.logit_bias.values()))
-    banned = banned_words(request.bad_word_ids, position.output) if request.bad_word_ids else []
-    if len(position.tokens) - request.num_prompt < params.min_tokens:
-        banned += request.stop_ids
-    if banned:
-        logits[_index(banned, logits)] = -torch.inf
-
-
-def forbid_others(logits: Tensor, allowed: bytes) -> None:
-    """Ban what has no bit set, and what lies behind the last bit, in place. logits [vocab]"""
-    bits = np.frombuffer(allowed, np.uint8)
-    if logits.is_cuda:  # the bits are sent, not what they mean: that is thirty times as long
-        sent = torch.from_numpy(bits.copy()).to(logits.device)
-        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        is_banned = ((sent[:, None] >> places) & 1).flatten()[: len(logits)] == 0
-        logits[: len(is_banned)].masked_fill_(is_banned, -torch.inf)
-        logits[len(is_banned) :] = -torch.inf
-        return
-    addends = BITS_TO_ADDENDS.take(bits, axis=0).reshape(-1)[: len(logits)]
-    logits[: len(addends)] += torch.from_numpy(addends)
-    logits[len(addends) :] = -torch.inf
-
-
-def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
-    """The tokens that would complete one of the words."""
-    return [
-        word[-1] for word in words if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1])
-    ]
-
-
-def penalize(logits: Tensor, position: Position) -> None:
-    """Make what was said before less likely, in place. logits [vocab]"""
-    params = position.request.params
-    if params.repetition_penalty != 1.0:
-        seen = _index(sorted(set(position.tokens)), logits)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        counts = Counter(position.output)
-        index = _index(list(counts), logits)
-        times = logits.new_tensor(list(counts.values()))
-        logits[index] -= params.frequency_penalty * times + params.presence_penalty
 
 
 def choose(
@@ -239,7 +164,3 @@ def signed(seed: int) -> int:
     """A 64-bit seed as the int64 of the same bits."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-def _index(tokens: Sequence[int] | list[int], logits: Tensor) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

@@ -10,7 +10,8 @@ import torch
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.sampler import Position, banned_words, cut_tail, distribute, pick, places_of, sample, signed
+from quire.engine.logits import Position, banned_words, change
+from quire.engine.sampler import cut_tail, distribute, pick, places_of, sample, signed
 from quire.kernels import select
 
 pytestmark = pytest.mark.cpu
@@ -77,6 +78,23 @@ def test_repetition_looks_at_the_prompt_too_and_pushes_negative_logits_down() ->
     assert greedy(prompt=[1], repetition_penalty=1.1) == 5
     logits = torch.tensor([-1.0, -1.05])
     assert greedy(logits, prompt=[0], repetition_penalty=1.2) == 1
+
+
+def test_what_is_changed_in_one_row_leaves_the_others_alone() -> None:
+    asked: list[dict[str, object]] = [
+        {}, {"repetition_penalty": 1.3, "output": [1, 5, 1]}, {"frequency_penalty": 0.4, "output": [5, 5, 2]},
+        {"presence_penalty": 0.3, "repetition_penalty": 0.5, "output": [7, 2]}, {"presence_penalty": 1.0, "output": []},
+        {"logit_bias": {2: 1.5}, "frequency_penalty": -0.5, "output": [2, 1]}, {"allowed_token_ids": [3, 4]},
+    ]  # fmt: skip
+    positions = [position(**options) for options in asked]
+    together = torch.randn(len(asked), 8, generator=torch.Generator().manual_seed(1))
+    alone, untouched = together.clone(), together.clone()
+    change(together, positions)
+    for row, each in enumerate(positions):
+        change(alone[row : row + 1], [each])
+    assert together.equal(alone)
+    assert together.ne(untouched).any(1).tolist() == [False, True, True, True, False, True, True]
+    assert (untouched - together)[2].tolist() == pytest.approx([0, 0, 0.4, 0, 0, 0.8, 0, 0])
 
 
 def test_temperature_one_draws_from_the_softmax() -> None:

@@ -15,8 +15,9 @@ from quire.core.params import SamplingParams, StructuredOutputs
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
+from quire.engine.logits import forbid_at_once, forbid_others
 from quire.engine.messages import Order, Submit, decode_for_engine, encode
-from quire.engine.sampler import NO_TOKEN_LEFT, forbid_others
+from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.text.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
@@ -191,6 +192,16 @@ def test_a_mask_forbids_what_has_no_bit() -> None:
     assert longer.isfinite().tolist() == [False, True, True]
     forbid_others(longer, b"")
     assert not longer.isfinite().any()
+
+
+def test_masks_of_many_rows_forbid_what_each_would_alone() -> None:
+    masks = [(0, bytes([0b1000_0001, 0b10])), (2, b""), (3, bytes([0xFF] * 9)), (5, bytes([0, 0, 0b100]))]
+    together, alone = torch.zeros(6, 20), torch.zeros(6, 20)
+    forbid_at_once(together, masks)
+    for row, mask in masks:
+        forbid_others(alone[row], mask)
+    assert together.equal(alone)
+    assert together.isfinite().sum(1).tolist() == [3, 20, 0, 20, 20, 1]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.engine.sampler import Position
+from quire.engine.logits import Position
 
 
 @dataclass

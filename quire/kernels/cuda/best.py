@@ -10,10 +10,11 @@ from torch import Tensor
 from quire.kernels.cuda.chain import after_last, chained, let_next
 
 WIDTH = 4096
-SPLITS = 16
+MAX_SPLITS = 16
+PROGRAMS = 132 * 8  # as many as an H200 runs at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _best(
     logits,
     tokens,
@@ -23,15 +24,16 @@ def _best(
     arrived,
     row_stride,
     size,
+    splits,
     WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     let_next(CHAINED)
     after_last(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    share = tl.cdiv(tl.cdiv(size, SPLITS), 16) * 16  # so many lie side by side in one load
+    share = tl.cdiv(tl.cdiv(size, splits), 16) * 16  # so many lie side by side in one load
     begin = split * share
     end = tl.minimum(begin + share, size)
     best = tl.full([WIDTH], float("-inf"), tl.float32)
@@ -45,14 +47,14 @@ def _best(
         where = tl.where(higher, columns, where)
     top = tl.max(best, axis=0)
     place = tl.min(tl.where(best == top, where, size), axis=0)
-    tl.store(parts + row * SPLITS + split, top)
-    tl.store(places + row * SPLITS + split, place)
+    tl.store(parts + row * MAX_SPLITS + split, top)
+    tl.store(places + row * MAX_SPLITS + split, place)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
-    if before == SPLITS - 1:
-        lanes = tl.arange(0, SPLITS)
-        tops = tl.load(parts + row * SPLITS + lanes, cache_modifier=".cg")
-        found = tl.load(places + row * SPLITS + lanes, cache_modifier=".cg")
+    if before == splits - 1:
+        lanes = tl.arange(0, MAX_SPLITS)
+        tops = tl.load(parts + row * MAX_SPLITS + lanes, mask=lanes < splits, other=float("-inf"), cache_modifier=".cg")
+        found = tl.load(places + row * MAX_SPLITS + lanes, mask=lanes < splits, other=size, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
         tl.store(scores + row, top)
         tl.store(tokens + row, tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64))
@@ -63,15 +65,16 @@ class BestFinder:
     """Finds the first largest of each row; a NaN counts as infinity."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._parts = torch.empty(max_rows * SPLITS, dtype=torch.float32, device=device)
-        self._places = torch.empty(max_rows * SPLITS, dtype=torch.int32, device=device)
+        self._parts = torch.empty(max_rows * MAX_SPLITS, dtype=torch.float32, device=device)
+        self._places = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor, tokens: Tensor, scores: Tensor) -> None:
         """logits [rows, vocab] -> tokens and scores, their first `rows` entries."""
         rows, size = logits.shape
         assert logits.stride(1) == 1
-        _best[(rows, SPLITS)](
-            logits, tokens, scores, self._parts, self._places, self._arrived, logits.stride(0), size, WIDTH=WIDTH,
-            SPLITS=SPLITS, num_warps=8, **chained(),
+        splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
+        _best[(rows, splits)](
+            logits, tokens, scores, self._parts, self._places, self._arrived, logits.stride(0), size, splits,
+            WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **chained(),
         )  # fmt: skip

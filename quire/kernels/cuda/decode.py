@@ -4,8 +4,7 @@ All query heads of a key head share a tile, so each key is read once. Where a ro
 ends last puts the parts together, in their order: the sum does not depend on who was last.
 
 With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
-ends with the new token turns its key and stores both. With or without, what earlier steps stored is read before the
-kernel before this one ends.
+ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ def _decode(
     if HAS_SLOPES:
         slope = tl.load(slopes + heads, mask=is_query, other=0.0)[:, None]
 
-    is_early = IS_NEW or newest >= begin + TILE  # the first tile is as earlier steps left it
-    if not is_early:
+    if not IS_NEW:
         after_last(CHAINED)
     seen = (begin + within < stop) & (begin + within >= first)
     key, value = read_tile(
@@ -105,7 +103,6 @@ def _decode(
     )
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
-    if is_early:
         after_last(CHAINED)
     token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
     at_query = q + token * q_row + heads[:, None] * DIM

@@ -19,15 +19,15 @@ FIELDS = tl.constexpr(5)
 @triton.jit(do_not_specialize=["first"])
 def _deliver(letters, first, CHUNK: tl.constexpr):
     letter = letters + (first + tl.program_id(0)) * FIELDS
-    source = tl.load(letter, volatile=True).to(tl.pointer_type(tl.int32))
-    target = tl.load(letter + 1, volatile=True).to(tl.pointer_type(tl.int32))
-    rows = tl.load(letter + 2, volatile=True).to(tl.int32)
-    words = tl.load(letter + 3, volatile=True).to(tl.int32)
-    stride = tl.load(letter + 4, volatile=True).to(tl.int32)
+    source = tl.load(letter).to(tl.pointer_type(tl.int32))
+    target = tl.load(letter + 1).to(tl.pointer_type(tl.int32))
+    rows = tl.load(letter + 2).to(tl.int32)
+    words = tl.load(letter + 3).to(tl.int32)
+    stride = tl.load(letter + 4).to(tl.int32)
     nth = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = nth < rows * words
     place = nth // words * stride + nth % words
-    tl.store(target + place, tl.load(source + place, mask=inside, volatile=True), mask=inside)
+    tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
 
 
 class Delivery:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.core.plan import Plan
 from quire.engine import runner
-from quire.engine.sampler import Position, sample
+from quire.engine.logits import Position
+from quire.engine.sampler import sample
 from tests.tools.scores import Scores
 
 
