@@ -5,6 +5,7 @@ ends last puts the parts together, in their order: the sum does not depend on wh
 
 With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
 ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends.
+Where neither is of use, `many` does the same with less.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.many import MAX_GROUP, attend_many
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import absorb, join_parts, leave_part, read_tile, score, workspace
@@ -216,6 +218,10 @@ def decode_attention(
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
     shape = shape or choose_shape(count, q.dtype)
     splits, group = 1 if shape.is_exact else choose_splits(count, kv_heads), q.shape[1] // kv_heads
+    is_plain = new is None and not shape.is_exact and splits == 1
+    if is_plain and group <= MAX_GROUP and q.dtype != torch.float32:
+        attend_many(q, cache, tables, seq_lens, out, scoring, rows, starts)
+        return
     queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     parts, tops, arrived = workspace(PROGRAMS, queries, width, q.device)
     scale, window, slopes, softcap = scoring
