@@ -13,12 +13,12 @@ from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import read_tile, score
+from quire.kernels.cuda.softmax import score
 from quire.kernels.paging import LayerCache
 
 MAX_GROUP = 8  # query heads of a key head; with more, queries fill the rows of `decode`
 TILE = 64
-FEW_PROGRAMS = 1024  # up to here sixteen columns are faster: then the tensor cores read keys where they arrive
+QUERIES = 8  # columns; sixteen would be multiplied by other instructions, which ptxas gets wrong after a loop
 
 
 @triton.jit
@@ -35,8 +35,31 @@ def _take_in(
     safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
     weights = tl.exp2(scores - safe[None, :])
     fading = tl.exp2(top - safe)[None, :]
-    total = tl.dot(tl.trans(value), weights.to(value.dtype), total * fading)
+    total = tl.dot(value, weights.to(value.dtype), total * fading)
     return higher, mass * fading + weights, total
+
+
+@triton.jit
+def _read(
+    keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile's keys [places, columns] and values [columns, places]; zeros where nothing is seen."""
+    if IS_MASKED:
+        block = tl.load(table + places // PAGE, mask=seen, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + places // PAGE).to(tl.int64)
+    at = block * block_stride + head_at + places % PAGE * DIM
+    at_keys, at_values = at[:, None] + columns[None, :], at[None, :] + columns[:, None]
+    if IS_MASKED:
+        key = tl.load(keys + at_keys, mask=seen[:, None] & (columns < DIM)[None, :], other=0.0)
+        value = tl.load(values + at_values, mask=seen[None, :] & (columns < DIM)[:, None], other=0.0)
+    elif DIM < WIDTH:
+        key = tl.load(keys + at_keys, mask=(columns < DIM)[None, :], other=0.0)
+        value = tl.load(values + at_values, mask=(columns < DIM)[:, None], other=0.0)
+    else:
+        key, value = tl.load(keys + at_keys), tl.load(values + at_values)
+    return key, value
 
 
 @triton.jit
@@ -75,7 +98,7 @@ def _attend_many(
     whole = begin if HAS_WINDOW else seq_len // TILE * TILE  # up to here tiles are seen whole
     for at in range(begin, whole, TILE):
         places = at + within
-        key, value = read_tile(
+        key, value = _read(
             keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, False
         )
         distance = (places - seq_len + 1)[:, None]
@@ -86,7 +109,7 @@ def _attend_many(
     for at in tl.range(whole, seq_len, TILE, num_stages=ahead):
         places = at + within
         seen = (places < seq_len) & (places >= first)
-        key, value = read_tile(
+        key, value = _read(
             keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
         )
         distance = (places - seq_len + 1)[:, None]
@@ -122,5 +145,5 @@ def attend_many(
         DIM=dim, WIDTH=triton.next_power_of_2(dim), GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=TILE,
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
         HAS_ROWS=rows is not None,
-        QUERIES=16 if count * kv_heads <= FEW_PROGRAMS else 8, num_warps=4, num_stages=3, **chained(),
+        QUERIES=QUERIES, num_warps=4, num_stages=3, **chained(),
     )  # fmt: skip
