@@ -27,6 +27,11 @@ FEW_AFTER_MANY: Steps = [
     [(0, 1), (1, 1500)],
     [(1, 9)],
 ]
+MANY: Steps = [
+    [(row, row * 7 % 90 + 1) for row in range(70)],
+    [(row, 1) for row in range(70)],
+    [(3, 130), *((row, 1) for row in range(4, 70))],
+]
 LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
 
 
@@ -49,7 +54,13 @@ def check(
     """Store step by step on both sides, and compare what each step gives."""
     torch.manual_seed(seed)
     paged = PagedCache(
-        kv_heads=kv_heads, head_dim=dim, windows=[window], num_blocks=400, block_size=block_size, dtype=dtype, seed=seed
+        kv_heads=kv_heads,
+        head_dim=dim,
+        windows=[window],
+        num_blocks=1000,
+        block_size=block_size,
+        dtype=dtype,
+        seed=seed,
     )
     plain = paged.layers[0]
     slopes = torch.rand(heads, device=DEVICE) if with_slopes else None
@@ -102,6 +113,19 @@ def test_several_programs_share_a_context(options, dtype):
     check(FEW_AFTER_MANY, dtype=dtype, heads=9, kv_heads=3, dim=80, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 40}, {"with_slopes": True}, {"softcap": 4.0}, {"kept": torch.float8_e4m3fn}, {"block_size": 5}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [(32, 8, 128, torch.bfloat16), (16, 16, 64, torch.float16), (24, 8, 80, torch.bfloat16)],
+)
+def test_many_rows(heads, kv_heads, dim, dtype, options):
+    check(MANY, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, **options)
+
+
 @pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_another_type(kept, dtype):
@@ -144,7 +168,7 @@ def test_new_tokens_are_turned_and_stored_on_the_way(
 ):
     torch.manual_seed(len(contexts))
     paged = PagedCache(
-        kv_heads=kv_heads, head_dim=dim, windows=[window], num_blocks=400, block_size=16, dtype=dtype, seed=1
+        kv_heads=kv_heads, head_dim=dim, windows=[window], num_blocks=1000, block_size=16, dtype=dtype, seed=1
     )
     plain = paged.layers[0]
     before = [(row, length - 1) for row, length in enumerate(contexts) if length > 1]

@@ -112,9 +112,8 @@ def _prefill(
         top, mass, total = absorb(
             query, key, value, distance, distance, top, mass, total, scale, cap, slope, False, HAS_CAP, HAS_SLOPES
         )
-    for key_at in tl.range(
-        tl.maximum(common, begin), end, TILE, num_stages=2 if HAS_WINDOW else 1
-    ):  # else they are few
+    ahead: tl.constexpr = 2 if HAS_WINDOW else 1  # tiles are few here without a window
+    for key_at in tl.range(tl.maximum(common, begin), end, TILE, num_stages=ahead):
         places = key_at + within
         there = (places < end) & (places >= lowest)
         key, value = read_tile(
