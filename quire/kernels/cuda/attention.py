@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.decode import NEW_ROWS, New, Shape, decode_attention
+from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention, suits
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
 from quire.kernels.cuda.prompts import PromptRows, attend_prompts, find_prompts, has_parts, part
 from quire.kernels.cuda.rotary import rope_store
 from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.cuda.single import attend_singly
 from quire.kernels.paging import LayerCache, Paging
 
 
@@ -92,22 +94,22 @@ def attention(
     """As in the reference."""
     scoring = Scoring(scale, window, slopes, softcap)
     work = find_work(paging, q.device, NOTHING if own is None or exact else find_reach(q, cache, scoring))
-    shape = Shape(key_tile(q.shape[-1], q.dtype), 4, 2, queries=64, is_exact=True) if exact else None
+    attend = decode_attention
+    if exact or not suits(q, cache.k.shape[1]):
+        attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
     if len(work.prompts) == 1 and work.prompts[0].num_tokens == q.shape[0]:
         assert own is not None
         return attend_prompts(q, *own, work.prompts[0], cache, paging, scale).reshape(q.shape)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = paging.block_tables[cache.group]
     if work.all_single:
-        decode_attention(q, cache, tables, paging.seq_lens, out, scoring, shape=shape)
+        attend(q, cache, tables, paging.seq_lens, out, scoring)
         return out
     for rows in work.prompts:
         assert own is not None
         part(out, rows).copy_(attend_prompts(q, *own, rows, cache, paging, scale))
     if work.singles is not None:
-        decode_attention(
-            q, cache, tables, paging.seq_lens, out, scoring, work.singles, paging.query_starts, shape=shape
-        )
+        attend(q, cache, tables, paging.seq_lens, out, scoring, rows=work.singles, starts=paging.query_starts)
     if work.tiles is not None:
         prefill_attention(q, cache, paging, work.tiles, out, scoring, exact=exact)
     return out
@@ -119,7 +121,7 @@ def turn_and_attend(
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
     scoring = Scoring(scale, window, None, softcap)
-    is_few = not exact and q.shape[0] <= NEW_ROWS
+    is_few = not exact and q.shape[0] <= NEW_ROWS and suits(q, cache.k.shape[1])
     if is_few and find_work(paging, q.device, find_reach(q, cache, scoring)).all_single:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         new = New(k, v, angles, interleaved)

@@ -1,11 +1,10 @@
 """Attention of rows with one query each: a program takes a stretch of one row's context for one key head.
 
-All query heads of a key head share a tile, so each key is read once. Where a row's context is split, the program that
-ends last puts the parts together, in their order: the sum does not depend on who was last.
+Keys and values are the rows of both products, and the few queries of a key head are the columns: eight of them, where
+queries as rows would have to be filled up to sixteen. Where heads share their keys with more, `single` is used.
 
 With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
 ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends.
-Where neither is of use, `many` does the same with less.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.many import MAX_GROUP, attend_many
+from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, workspace
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, leave_part, read_tile, score, workspace
+from quire.kernels.cuda.softmax import score
 from quire.kernels.paging import LayerCache
 
-MIN_QUERIES = 16  # the least a tensor core takes
-PROGRAMS = 132 * 4  # enough to keep an H200's multiprocessors reading
-MAX_SPLITS = 32
+QUERIES = 8  # columns that a matrix instruction has: the most query heads of a key head
 NEW_ROWS = 64  # with more, `New` costs more than kernels of their own do
 
 
@@ -42,15 +39,60 @@ def _partner(columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x points to heads [lanes, 1]; what comes back is rotated by the table's row, and rounded as a head is stored."""
+    """x points to heads [1, lanes]; what comes back is rotated by the table's row, and rounded as a head is stored."""
     partner, angle, sign = _partner(columns, TURNED, INTERLEAVED)
     is_turned = columns < TURNED
     cosines = tl.load(table + angle, mask=is_turned, other=1.0)
     sines = tl.load(table + TURNED // 2 + angle, mask=is_turned, other=0.0) * sign
-    own = tl.load(x + columns[None, :], mask=inside, other=0.0)
-    other = tl.load(x + partner[None, :], mask=inside & is_turned[None, :], other=0.0)
-    turned = own.to(tl.float32) * cosines[None, :] + other.to(tl.float32) * sines[None, :]
+    own = tl.load(x + columns[:, None], mask=inside, other=0.0)
+    other = tl.load(x + partner[:, None], mask=inside & is_turned[:, None], other=0.0)
+    turned = own.to(tl.float32) * cosines[:, None] + other.to(tl.float32) * sines[:, None]
     return turned.to(own.dtype)
+
+
+@triton.jit
+def _read(
+    keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, IS_LARGE: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile's keys [places, columns] and values [columns, places]; zeros where nothing is seen."""
+    if IS_MASKED:
+        block = tl.load(table + places // PAGE, mask=seen, other=0)
+    else:
+        block = tl.load(table + places // PAGE)
+    if IS_LARGE:
+        block = block.to(tl.int64)
+    at = block * block_stride + head_at + places % PAGE * DIM
+    at_keys, at_values = keys + (at[:, None] + columns[None, :]), values + (at[None, :] + columns[:, None])
+    is_column = columns < DIM
+    if IS_MASKED:
+        key = tl.load(at_keys, mask=seen[:, None] & is_column[None, :], other=0.0)
+        value = tl.load(at_values, mask=seen[None, :] & is_column[:, None], other=0.0)
+    elif DIM < WIDTH:
+        key = tl.load(at_keys, mask=is_column[None, :], other=0.0)
+        value = tl.load(at_values, mask=is_column[:, None], other=0.0)
+    else:
+        key, value = tl.load(at_keys), tl.load(at_values)
+    return key, value
+
+
+@triton.jit
+def _take_in(
+    query, key, value, seen, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """As `absorb`, the other way round: query and total [dim, queries], mass [keys, queries] and not summed yet."""
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    products = tl.dot(key, query, input_precision="ieee")
+    scores = score(products, distance[:, None], scale, cap, slope, HAS_CAP, HAS_SLOPES)
+    if IS_MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=0))
+    safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
+    weights = tl.exp2(scores - safe[None, :])
+    fading = tl.exp2(top - safe)[None, :]
+    total = tl.dot(value, weights.to(value.dtype), total * fading, input_precision="ieee")
+    return higher, mass * fading + weights, total
 
 
 @triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
@@ -60,7 +102,7 @@ def _decode(
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_ROWS: tl.constexpr, IS_NEW: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERIES: tl.constexpr, CHAINED: tl.constexpr,
+    QUERIES: tl.constexpr, IS_LARGE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     entry = tl.program_id(0)
@@ -90,65 +132,81 @@ def _decode(
     is_query = lanes < GROUP
     is_column = columns < DIM
     heads = head * GROUP + lanes
-    inside = is_query[:, None] & is_column[None, :]
     table = tables + row.to(tl.int64) * table_row
-    head_at = head.to(tl.int64) * head_stride
-    slope = tl.zeros([QUERIES, 1], tl.float32)
+    head_at = head * head_stride
+    slope = 0.0
     if HAS_SLOPES:
-        slope = tl.load(slopes + heads, mask=is_query, other=0.0)[:, None]
+        slope = tl.load(slopes + heads, mask=is_query, other=0.0)[None, :]
 
     if not IS_NEW:
         after_last(CHAINED)
-    seen = (begin + within < stop) & (begin + within >= first)
-    key, value = read_tile(
-        keys, values, table, begin + within, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
-    )
+    is_early: tl.constexpr = IS_NEW or HAS_WINDOW  # whether the first tile is taken by itself
+    places = begin + within
+    seen = (places < stop) & (places >= first)
+    if is_early:
+        key, value = _read(
+            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, True
+        )
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
         after_last(CHAINED)
     token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
-    at_query = q + token * q_row + heads[:, None] * DIM
+    at_query = q + token * q_row + heads[None, :] * DIM
+    is_its = is_column[:, None] & is_query[None, :]
     if IS_NEW:
         angle = angles + tl.maximum(newest, 0) * TURNED
-        one = tl.arange(0, 1)[:, None]
-        wanted = is_column[None, :] & is_mine
+        one = tl.arange(0, 1)[None, :]
+        wanted = is_column[:, None] & is_mine
         new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, angle, TURNED, INTERLEAVED)
-        new_value = tl.load(v + token * v_row + head * DIM + one + columns[None, :], mask=wanted, other=0.0)
-        query = _turned(at_query, columns, inside, angle, TURNED, INTERLEAVED)
+        new_value = tl.load(v + token * v_row + head * DIM + one + columns[:, None], mask=wanted, other=0.0)
+        query = _turned(at_query, columns, is_its, angle, TURNED, INTERLEAVED)
         new_key, new_value = fit(new_key, keys), fit(new_value, values)
-        place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[None, :]
+        place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[:, None]
         tl.store(keys + place, new_key, mask=wanted)
         tl.store(values + place, new_value, mask=wanted)
     else:
-        query = tl.load(at_query + columns[None, :], mask=inside, other=0.0)
+        query = tl.load(at_query + columns[:, None], mask=is_its, other=0.0)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    distance = (begin + within - newest)[None, :]
-    top, mass, total = absorb(
-        query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
-    )
-    for at in range(begin + TILE, stop, TILE):
+    masses = tl.zeros([TILE, QUERIES], tl.float32)
+    total = tl.zeros([WIDTH, QUERIES], tl.float32)
+    if is_early:
+        top, masses, total = _take_in(
+            query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
+        )
+    after_first = begin + TILE if is_early else begin
+    whole = tl.maximum(begin + (stop - begin) // TILE * TILE, after_first)  # up to here tiles are seen whole
+    for at in range(after_first, whole, TILE):
         places = at + within
-        seen = (places < stop) & (places >= first)
-        key, value = read_tile(
-            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
+        key, value = _read(
+            keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, False
         )
-        distance = (places - newest)[None, :]
-        top, mass, total = absorb(
-            query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
+        top, masses, total = _take_in(
+            query, key, value, places, places - newest, top, masses, total, scale, cap, slope, False, HAS_CAP,
+            HAS_SLOPES,
+        )  # fmt: skip
+    if whole < stop:
+        places = whole + within
+        seen = places < stop
+        key, value = _read(
+            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, True
         )
+        top, masses, total = _take_in(
+            query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
+        )
+    mass = tl.sum(masses, axis=0)
     if IS_NEW:
-        products = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1)
+        products = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=0)
         its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
         its_score = tl.where(is_mine, its_score, float("-inf"))
         higher = tl.maximum(top, its_score)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight, fading = tl.exp2(its_score - safe), tl.exp2(top - safe)
         mass = mass * fading + weight
-        total = total * fading[:, None] + weight[:, None] * new_value.to(query.dtype).to(tl.float32)
+        total = total * fading[None, :] + weight[None, :] * new_value.to(query.dtype).to(tl.float32)
         top = higher
 
+    total = tl.trans(total)
+    inside = is_query[:, None] & is_column[None, :]
     to = out + token * out_row + heads[:, None] * DIM + columns[None, :]
     if not IS_SPLIT:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -166,14 +224,6 @@ def _decode(
             tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
-def choose_splits(num_rows: int, kv_heads: int) -> int:
-    """How many programs share a row's context: fixed for a number of rows, since a captured graph cannot change it.
-
-    Where there are several, they are PROGRAMS or fewer in all: the workspace has room for no more.
-    """
-    return max(1, min(MAX_SPLITS, PROGRAMS // max(1, num_rows * kv_heads)))
-
-
 class New(NamedTuple):
     """The new tokens' keys and values [rows, kv_heads, dim], not turned yet, and what turns them."""
 
@@ -184,21 +234,20 @@ class New(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How the work is cut, as measured on an H200."""
+    """How the work is cut."""
 
     tile: int
     warps: int
     stages: int
-    queries: int = MIN_QUERIES
-    is_exact: bool = False  # no context is split, and no product is added before it is rounded
 
 
-def choose_shape(num_rows: int, dtype: torch.dtype) -> Shape:
-    if dtype == torch.float32:
-        return Shape(64, 4, 2)
-    if num_rows <= 16:
-        return Shape(32, 2, 4)
-    return Shape(64, 2, 3) if num_rows <= NEW_ROWS else Shape(64, 4, 3)
+def choose_shape(num_rows: int, dim: int) -> Shape:
+    """As measured on an H200; wide heads need more room."""
+    return Shape(32, 2, 4) if num_rows <= 16 or dim > 128 else Shape(64, 2, 3)
+
+
+def suits(q: Tensor, kv_heads: int) -> bool:
+    return q.shape[1] <= QUERIES * kv_heads and q.dtype != torch.float32
 
 
 def decode_attention(
@@ -216,14 +265,9 @@ def decode_attention(
     """Rows of one query: all of them, their tokens in order, or those in `rows`, whose tokens are at starts[row]."""
     kv_heads, page, dim = cache.k.shape[1:]
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
-    shape = shape or choose_shape(count, q.dtype)
-    splits, group = 1 if shape.is_exact else choose_splits(count, kv_heads), q.shape[1] // kv_heads
-    is_plain = new is None and not shape.is_exact and splits == 1
-    if is_plain and group <= MAX_GROUP and q.dtype != torch.float32:
-        attend_many(q, cache, tables, seq_lens, out, scoring, rows, starts)
-        return
-    queries, width = max(shape.queries, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(PROGRAMS, queries, width, q.device)
+    tile, warps, stages = shape or choose_shape(count, dim)
+    splits, width = choose_splits(count, kv_heads), triton.next_power_of_2(dim)
+    parts, tops, arrived = workspace(PROGRAMS, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
     nothing = seq_lens
     k, v, angles, interleaved = new or New(q, q, q, False)
@@ -232,9 +276,9 @@ def decode_attention(
         q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
         nothing if starts is None else starts, slopes if slopes is not None else nothing, angles, scale, softcap or 0.0,
         window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
-        cache.k.stride(1), splits, DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=shape.tile, IS_SPLIT=splits > 1,
-        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_ROWS=rows is not None, IS_NEW=new is not None, TURNED=0 if new is None else angles.shape[1],
-        INTERLEAVED=interleaved, QUERIES=queries, num_warps=shape.warps, num_stages=shape.stages,
-        enable_fp_fusion=not shape.is_exact, **chained(),
+        cache.k.stride(1), splits, DIM=dim, WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile,
+        IS_SPLIT=splits > 1, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
+        HAS_WINDOW=window is not None, HAS_ROWS=rows is not None, IS_NEW=new is not None,
+        TURNED=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES,
+        IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **chained(),
     )  # fmt: skip

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.parts import join_parts, leave_part, workspace
 from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, join_parts, leave_part, read_tile, workspace
+from quire.kernels.cuda.softmax import absorb, read_tile
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
