@@ -100,7 +100,7 @@ def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[
 
 def penalize(logits: Tensor, positions: Sequence[Position]) -> None:
     """Make what was said before less likely, in place. logits [n, vocab]"""
-    seen, counted = Spots(logits), Spots(logits)
+    seen, counted = Spots(), Spots()
     for row, position in enumerate(positions):
         params = position.request.params
         if params.repetition_penalty != 1.0:
@@ -110,38 +110,37 @@ def penalize(logits: Tensor, positions: Sequence[Position]) -> None:
             times = np.fromiter(counts.values(), np.float32, len(counts))
             counted.add(row, counts, np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty))
     if seen:
-        index, factors, values = seen.read()
-        seen.write(index, torch.where(values > 0, values / factors, values * factors))
+        rows, tokens, factors = seen.send(logits.device)
+        values = logits[rows, tokens]
+        logits[rows, tokens] = torch.where(values > 0, values / factors, values * factors)
     if counted:
-        index, addends, values = counted.read()
-        counted.write(index, values - addends)
+        rows, tokens, addends = counted.send(logits.device)
+        logits[rows, tokens] -= addends
 
 
 class Spots:
-    """Tokens of some rows, and a number for each: gathered on the host, then read and written together."""
+    """Tokens of some rows, and a number for each, gathered on the host."""
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits.view(-1)
-        self._size = logits.shape[1]
-        self._places: list[NDArray[np.int64]] = []
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._tokens: list[NDArray[np.int64]] = []
         self._numbers: list[NDArray[np.float32]] = []
 
     def __bool__(self) -> bool:
-        return any(map(len, self._places))
+        return any(map(len, self._tokens))
 
     def add(self, row: int, tokens: Iterable[int], numbers: NDArray[np.float32] | np.float32) -> None:
         """No token twice; one number each, or one for all of them."""
-        places = np.array([*tokens], np.int64) + row * self._size
-        self._places.append(places)
+        places = np.array([*tokens], np.int64)
+        self._rows.append(row)
+        self._tokens.append(places)
         self._numbers.append(np.broadcast_to(numbers, places.shape))
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where they are, their numbers, and their logits."""
-        index = send(np.concatenate(self._places), np.int64, self._logits.device)
-        return index, send(np.concatenate(self._numbers), np.float32, self._logits.device), self._logits[index]
-
-    def write(self, index: Tensor, values: Tensor) -> None:
-        self._logits[index] = values
+    def send(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, tokens and numbers, all of one length."""
+        rows = np.repeat(self._rows, [len(tokens) for tokens in self._tokens])
+        tokens, numbers = np.concatenate(self._tokens), np.concatenate(self._numbers)
+        return send(rows, np.int64, device), send(tokens, np.int64, device), send(numbers, np.float32, device)
 
 
 def send(numbers: Any, dtype: type[np.generic], device: torch.device) -> Tensor:

@@ -87,12 +87,14 @@ def test_what_is_changed_in_one_row_leaves_the_others_alone() -> None:
         {"logit_bias": {2: 1.5}, "frequency_penalty": -0.5, "output": [2, 1]}, {"allowed_token_ids": [3, 4]},
     ]  # fmt: skip
     positions = [position(**options) for options in asked]
-    together = torch.randn(len(asked), 8, generator=torch.Generator().manual_seed(1))
-    alone, untouched = together.clone(), together.clone()
+    wide = torch.randn(len(asked), 11, generator=torch.Generator().manual_seed(1))
+    together = wide[:, :8]  # as where rows lie further apart than they are long
+    alone, untouched, behind = together.clone(), together.clone(), wide[:, 8:].clone()
     change(together, positions)
     for row, each in enumerate(positions):
         change(alone[row : row + 1], [each])
     assert together.equal(alone)
+    assert wide[:, 8:].equal(behind)
     assert together.ne(untouched).any(1).tolist() == [False, True, True, True, False, True, True]
     assert (untouched - together)[2].tolist() == pytest.approx([0, 0, 0.4, 0, 0, 0.8, 0, 0])
 
