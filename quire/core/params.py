@@ -123,14 +123,9 @@ class SamplingParams:
         return bool(restricts or penalizes or self.logit_bias or self.min_tokens)
 
     @property
-    def takes_logits(self) -> bool:
-        """Whether the next token is chosen from the model's logits as they are, and nothing more is asked about it."""
-        return not self.changes_logits and self.logprobs is None
-
-    @property
     def takes_best(self) -> bool:
-        """Whether the next token is the likeliest one as the model sees it, and nothing more is asked about it."""
-        return self.greedy and self.takes_logits
+        """Whether the next token is simply the one with the largest logit, and nothing more is asked about it."""
+        return self.greedy and not self.changes_logits and self.logprobs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -86,8 +86,7 @@ class Request:
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
     changes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
-    takes_logits: bool = field(init=False)  # its next token is chosen from them as they are, and no more is asked
-    takes_best: bool = field(init=False)  # and is simply the likeliest one
+    takes_best: bool = field(init=False)  # it is simply the likeliest one, and no more is asked
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
@@ -105,8 +104,7 @@ class Request:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
         self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
-        self.takes_logits = self.params.logprobs is None and not self.changes_logits
-        self.takes_best = self.takes_logits and self.params.greedy
+        self.takes_best = self.params.takes_best and not self.changes_logits
 
     @property
     def num_output(self) -> int:

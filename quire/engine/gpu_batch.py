@@ -65,8 +65,8 @@ class GpuBuffers(BatchBuffers):
     def fill_draws(self, plan: Plan) -> Draws | None:
         """What the plan's rows want drawn, which the device mostly has already; None if all take the likeliest token.
 
-        What rows want whose tokens the host chooses does not matter. Called when the plan has been laid out and nothing
-        else launched, so that the next step need not wait long.
+        What rows want whose logits are changed does not matter: their tokens are chosen once more. Called when the plan
+        has been laid out and nothing else launched, so that the next step need not wait long.
         """
         if all(request.params.greedy or request.changes_logits for request in plan.requests):
             return None

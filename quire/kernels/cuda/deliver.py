@@ -37,7 +37,7 @@ class Delivery:
     """
 
     def __init__(self, most: int) -> None:
-        self._letters = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        self._letters = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=True)
         self._rows = self._letters.numpy()
         self._sent = self._count = self._most_words = 0
 
