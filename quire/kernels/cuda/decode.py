@@ -241,9 +241,9 @@ class Shape(NamedTuple):
     stages: int
 
 
-def choose_shape(num_rows: int, dim: int) -> Shape:
-    """As measured on an H200; wide heads need more room."""
-    return Shape(32, 2, 4) if num_rows <= 16 or dim > 128 else Shape(64, 2, 3)
+def choose_shape(dim: int) -> Shape:
+    """As measured on an H200, at 1 to 256 rows; wide heads need more room."""
+    return Shape(32, 2, 4) if dim > 128 else Shape(64, 2, 3)
 
 
 def suits(q: Tensor, kv_heads: int) -> bool:
@@ -265,7 +265,7 @@ def decode_attention(
     """Rows of one query: all of them, their tokens in order, or those in `rows`, whose tokens are at starts[row]."""
     kv_heads, page, dim = cache.k.shape[1:]
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
-    tile, warps, stages = shape or choose_shape(count, dim)
+    tile, warps, stages = shape or choose_shape(dim)
     splits, width = choose_splits(count, kv_heads), triton.next_power_of_2(dim)
     parts, tops, arrived = workspace(PROGRAMS, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
