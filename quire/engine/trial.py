@@ -58,11 +58,14 @@ class Trial:
         return int(taken)
 
     def _compile(self) -> None:
-        """Kernels take seconds to compile, so they are tried on few tokens first, those of mixed steps in a thread."""
-        with ThreadPoolExecutor(1) as beside:
-            attended = beside.submit(self._attend)
+        """Kernels take seconds to compile, so they are tried on few tokens first, and in several threads."""
+        with ThreadPoolExecutor(2) as beside:
+            tried = [beside.submit(self._attend)]
+            if self.ops.fused is not None:
+                tried.append(beside.submit(self._choose))
             self._run(1, 1)
-            attended.result()
+            for each in tried:
+                each.result()
 
     @torch.inference_mode()
     def _attend(self) -> None:
@@ -72,6 +75,23 @@ class Trial:
         kinds = {layer.attention.window: place for place, layer in enumerate(self.model.layers)}
         for place in kinds.values():
             self.model.layers[place].attention(x, batch.positions, batch.paging, cache.layers[place])
+
+    @torch.inference_mode()
+    def _choose(self) -> None:
+        """What is done around a step's layers: its numbers are sent, and tokens fed and chosen."""
+        from quire.engine.gpu_batch import GpuBuffers  # these load Triton
+        from quire.kernels.cuda.best import BestFinder
+        from quire.kernels.cuda.feed import feed
+
+        num_groups, device, rows = len(self.layout.windows), self.ops.device, self.max_requests
+        buffers = GpuBuffers(1, rows, self.max_len, num_groups, self.block_size, device)
+        plan = largest_plan(1, 1, self.max_len, self.block_size, num_groups)
+        batch = buffers.fill(plan, {}, 1, rows)
+        assert batch.feeds is not None
+        tokens, scores = torch.zeros_like(batch.feeds, dtype=torch.int64), torch.zeros(rows, device=device)
+        feed(batch.tokens, batch.paging.query_starts, batch.feeds, tokens, rows)
+        logits = self.model.embedding(batch.tokens).new_zeros(1, self.model.head.weight.shape[0])
+        BestFinder(rows, device)(logits, tokens, scores)
 
     def _run(self, num_tokens: int, num_requests: int) -> None:
         batch, cache = self._lay_out(num_tokens, num_requests)

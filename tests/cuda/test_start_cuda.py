@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 from tests.cuda import gpu  # skips this module where there is no GPU
 from tests.cuda.gpu import DEVICE
+
+import triton  # isort: skip
 
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.plan import Update
@@ -59,6 +62,14 @@ def run(client: InProcess, requests: list[Request]) -> dict[str, Update]:
     while client.engine.has_work:
         ends |= {update.id: update for update in client.step() if update.finish}
     return ends
+
+
+def forget_kernels() -> None:
+    """What earlier tests compiled counts for nothing."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("quire.kernels.cuda")]
+    for value in (value for module in modules for value in vars(module).values()):
+        if isinstance(value, triton.JITFunction):
+            value.device_caches.clear()
 
 
 def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
@@ -129,3 +140,13 @@ def test_out_of_memory_in_a_step_ends_only_its_requests(tmp_path):
     ends = run(client, [draw_request("large again", 8192), draw_request("small", 9)])
     assert {update.finish for update in ends.values()} == {Finish.LENGTH}
     assert client.engine.scheduler.kv.pool.num_free == client.info.cache.num_blocks
+
+
+@pytest.mark.parametrize("num_prompt", [1, 100, 512])
+def test_a_first_token_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_prompt: int) -> None:
+    forget_kernels()
+    client = start(tmp_path)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: compiled.append(told["fn"].name))
+    assert run(client, [draw_request("first", num_prompt, 1)])["first"].finish is Finish.LENGTH
+    assert compiled == []

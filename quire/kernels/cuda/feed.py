@@ -11,7 +11,7 @@ from quire.kernels.cuda.chain import after_last, chained, let_next
 ROWS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _feed(tokens, starts, feeds, sampled, num_rows, ROWS: tl.constexpr, CHAINED: tl.constexpr):
     let_next(CHAINED)
     after_last(CHAINED)
