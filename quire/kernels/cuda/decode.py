@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, workspace
+from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, stretch, workspace
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import score
@@ -95,6 +95,20 @@ def _take_in(
     return higher, mass * fading + weights, total
 
 
+@triton.jit
+def _take_in_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_CAP: tl.constexpr):
+    """The newest token's key and value, [dim, 1] each, if they are this program's; mass is summed already."""
+    products = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=0)
+    its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
+    its_score = tl.where(is_mine, its_score, float("-inf"))
+    higher = tl.maximum(top, its_score)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight, fading = tl.exp2(its_score - safe), tl.exp2(top - safe)
+    mass = mass * fading + weight
+    total = total * fading[None, :] + weight[None, :] * value.to(query.dtype).to(tl.float32)
+    return higher, mass, total
+
+
 @triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
 def _decode(
     q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
@@ -115,14 +129,11 @@ def _decode(
     seq_len = tl.load(seq_lens + row)
     newest = seq_len - 1
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    tiles = tl.cdiv(seq_len, TILE) - first // TILE
-    own = tl.maximum(tl.cdiv(tiles, splits), 1)
-    used = tl.maximum(tl.cdiv(tiles, own), 1)  # a short context has no part for every program
+    begin, length, used = stretch(seq_len, first, splits, split, TILE)
     if split >= used:
         after_last(CHAINED)
         return
-    begin = (first // TILE + split * own) * TILE
-    end = tl.minimum(begin + own * TILE, seq_len)
+    end = tl.minimum(begin + length, seq_len)
     is_mine = (begin <= newest) & (newest < end)
     stop = tl.minimum(end, newest) if IS_NEW else end
 
@@ -195,15 +206,7 @@ def _decode(
         )
     mass = tl.sum(masses, axis=0)
     if IS_NEW:
-        products = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=0)
-        its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
-        its_score = tl.where(is_mine, its_score, float("-inf"))
-        higher = tl.maximum(top, its_score)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, fading = tl.exp2(its_score - safe), tl.exp2(top - safe)
-        mass = mass * fading + weight
-        total = total * fading[None, :] + weight[None, :] * new_value.to(query.dtype).to(tl.float32)
-        top = higher
+        top, mass, total = _take_in_new(query, new_key, new_value, is_mine, top, mass, total, scale, cap, HAS_CAP)
 
     total = tl.trans(total)
     inside = is_query[:, None] & is_column[None, :]

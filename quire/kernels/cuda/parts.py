@@ -15,6 +15,16 @@ MAX_SPLITS = 32
 
 
 @triton.jit
+def stretch(seq_len, first, splits, nth, TILE: tl.constexpr):
+    """What the nth of `splits` programs takes of a context that is seen from `first` on: where it begins, how long it
+    is, and how many programs take part; a short context has no part for every one."""
+    tiles = tl.cdiv(seq_len, TILE) - first // TILE
+    own = tl.maximum(tl.cdiv(tiles, splits), 1)
+    used = tl.maximum(tl.cdiv(tiles, own), 1)
+    return (first // TILE + nth * own) * TILE, own * TILE, used
+
+
+@triton.jit
 def leave_part(
     parts, tops, arrived, pair, nth, room, count, top, mass, total, lanes, columns, is_query, inside,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, workspace
+from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, stretch, workspace
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import absorb, read_tile
 from quire.kernels.paging import LayerCache
@@ -38,12 +38,9 @@ def _single(
         return
     seq_len = tl.load(seq_lens + row)
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    tiles = tl.cdiv(seq_len, TILE) - first // TILE
-    own = tl.maximum(tl.cdiv(tiles, splits), 1)
-    used = tl.maximum(tl.cdiv(tiles, own), 1)  # a short context has no part for every program
+    begin, length, used = stretch(seq_len, first, splits, split, TILE)
     if split >= used:
         return
-    begin = (first // TILE + split * own) * TILE
     lanes = tl.arange(0, QUERIES)
     columns = tl.arange(0, WIDTH)
     is_query = lanes < GROUP
@@ -60,7 +57,7 @@ def _single(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for at in range(begin, tl.minimum(begin + own * TILE, seq_len), TILE):
+    for at in range(begin, tl.minimum(begin + length, seq_len), TILE):
         places = at + tl.arange(0, TILE)
         seen = (places < seq_len) & (places >= first)
         key, value = read_tile(
