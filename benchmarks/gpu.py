@@ -1,13 +1,21 @@
 """quire on one GPU beside vLLM's recorded figures: Llama-3-8B's shapes, bf16, random weights made on the GPU.
 
-    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix] [--json FILE] [--exact] [--sampling JSON]
+    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix,arrivals,mixed,shared,azure] [--json FILE] [--exact]
+                             [--sampling JSON] [--trace FILE] [--seconds S]
 
-Greedy, no prefix cache; `--exact` measures what the same bits in any batch cost, `--sampling` what draws or anything
-else that a request may ask for do, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. TTFT is the time
-of a batch with one new token; TPOT is (time for n tokens - TTFT) / (n - 1). vLLM 0.24.0 was measured once on one H200
-with dummy weights, and so was the limit: weights and cache read once a step at 4.2 TB/s, or 800 TFLOP/s. Each figure is
-the best of `--repeats` runs after one to warm up: captures and compilations are part of the first. Needs no network and
-no file.
+Greedy unless `--sampling` says otherwise, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'; `--exact`
+measures what the same bits in any batch cost. Needs no network and no file; from a checkout it needs no installation.
+
+start, batches, prefill, mix: batches that begin together, without prefix cache and without a target for the time
+between tokens, as `LLM.generate` runs them. TTFT is the time of a batch with one new token; TPOT is (time for n tokens
+- TTFT) / (n - 1). Best of `--repeats` runs after one to warm up.
+arrivals: requests that come one by one, as a server has them, on an engine with default settings; prompts of 32 to
+1,024 tokens, answers of 16 to 512. Cold is a new process that has compiled nothing, from its first request on.
+mixed: long prompts together, and long contexts. shared: 64 requests that begin with the same 6,000 tokens, twice.
+azure: an hour's excerpt of Azure's conversation trace (`--trace`), at three speeds.
+
+vLLM 0.24.0 was measured once on one H200 with dummy weights, and so was the limit: weights and cache read once a step
+at 4.2 TB/s, or 800 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -15,7 +23,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,18 +34,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BEGIN = time.perf_counter()
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import traffic  # noqa: E402
 
+from quire.bench.traces import read_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
-from quire.core.params import SamplingParams  # noqa: E402
-from quire.core.request import Request  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 
+ROWS = "start,1,16,64,256,prefill,mix,arrivals,mixed,shared,azure"
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 32768, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "hidden_act": "silu", "eos_token_id": 128001, "bos_token_id": 128000,
 }  # fmt: skip
 
@@ -46,16 +57,20 @@ class Figure(NamedTuple):
     name: str
     unit: str
     quire: float
-    vllm: float
-    goal: float
-    limit: float | None
+    vllm: float | None = None
+    goal: float | None = None
+    limit: float | None = None
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
+        if self.vllm is None:
+            return None
         return self.quire / self.vllm if self.unit == "tok/s" else self.vllm / self.quire
 
     @property
-    def reached(self) -> bool:
+    def reached(self) -> bool | None:
+        if self.goal is None:
+            return None
         return self.quire >= self.goal if self.unit == "tok/s" else self.quire <= self.goal
 
 
@@ -76,58 +91,77 @@ BATCHES = {
 PREFILLS = {2048: (47.2, 44.0, 37.0), 8192: (211.4, 195.0, 165.0), 16000: (470.3, 430.0, 363.0)}
 
 
+class Rate(NamedTuple):
+    """Requests a second, with vLLM's figures in ms and the goals."""
+
+    per_second: float
+    vllm: tuple[float, float, float, float]  # TTFT p50 and p99, between tokens p50 and p99
+    goals: tuple[float, float, float, float] | None = None
+
+
+RATES = (
+    Rate(10, (29, 81, 5.7, 30)), Rate(20, (34, 96, 6.4, 33)), Rate(30, (45, 95, 8.1, 35), (38, 80, 7, 28)),
+)  # fmt: skip
+LONGEST_GAP_MS = 100.0
+SPEEDS = (1.0, 2.0, 4.0)  # at which the trace is replayed
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="start,1,16,64,256,prefill,mix")
+    parser.add_argument("--only", default=ROWS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for the row azure")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
+    parser.add_argument(
+        "--itl-target-ms", type=float, help="for the rows of arrivals; the engine's default if not given"
+    )
+    parser.add_argument("--cold", type=float, help=argparse.SUPPRESS)  # a child: arrivals at this rate, as JSON
     return parser.parse_args()
 
 
 class Bench:
     """An engine, and requests for it."""
 
-    def __init__(self, max_requests: int, step_tokens: int, options: argparse.Namespace) -> None:
-        self._sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0} | options.sampling
+    def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
+        self._sampling = options.sampling
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_8B))
             config = EngineConfig(
-                model="llama-3-8b, random weights", device="cuda", weights="random", prefix_cache=False, max_len=17_000,
-                max_requests=max_requests, max_tokens_per_step=step_tokens, kv_memory=60.0, exact=options.exact,
-            )  # fmt: skip
+                model="llama-3-8b, random weights", device="cuda", weights="random", exact=options.exact, **settings
+            )
             self.client = InProcess(config, Path(folder))
         print(self.client.info.summary, file=sys.stderr)
         self._number = 0
 
-    def run(self, lengths: list[tuple[int, int]]) -> tuple[float, int]:
-        """Requests of (prompt, output) tokens, all at once: seconds, and tokens that came out."""
-        rng = random.Random(1)
-        requests = [self._request(rng, prompt, output) for prompt, output in lengths]
-        begin, num_tokens = time.perf_counter(), 0
-        for request in requests:
-            self.client.add(request)
-        while self.client.engine.has_work:
-            for update in self.client.step():
-                num_tokens += len(update.tokens)
-                assert update.finish is None or update.finish.value == "length", update
-        return time.perf_counter() - begin, num_tokens
-
-    def _request(self, rng: random.Random, prompt: int, output: int) -> Request:
+    def run(self, lengths: list[tuple[int, int]]) -> traffic.Figures:
+        """Requests of (prompt, output) tokens, all at once."""
         self._number += 1
-        params = SamplingParams(max_tokens=output, **self._sampling)
-        tokens = [rng.randrange(1000, 120_000) for _ in range(prompt)]
-        return Request(str(self._number), tokens, params, max_tokens=output, seed=self._number)
+        arrivals = [traffic.Arrival(0.0, *each) for each in lengths]
+        return traffic.drive(self.client, arrivals, f"b{self._number}", **self._sampling)
 
-    def best(self, lengths: list[tuple[int, int]], repeats: int) -> tuple[float, int]:
+    def best(self, lengths: list[tuple[int, int]], repeats: int) -> float:
+        """Seconds."""
         self.run(lengths)
-        return min(self.run(lengths) for _ in range(repeats))
+        return min(self.run(lengths).seconds for _ in range(repeats))
+
+
+def make_offline(options: argparse.Namespace, max_requests: int, step_tokens: int) -> Bench:
+    return Bench(
+        options, prefix_cache=False, max_len=17_000, kv_memory=60.0, itl_target_ms=0.0, max_requests=max_requests,
+        max_tokens_per_step=step_tokens,
+    )  # fmt: skip
+
+
+def make_server(options: argparse.Namespace) -> Bench:
+    return Bench(options, itl_target_ms=options.itl_target_ms)
 
 
 def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
-    first, _ = bench.best([(batch.prompt, 1)] * batch.size, repeats)
-    whole, _ = bench.best([(batch.prompt, batch.output)] * batch.size, repeats)
+    first = bench.best([(batch.prompt, 1)] * batch.size, repeats)
+    whole = bench.best([(batch.prompt, batch.output)] * batch.size, repeats)
     name = f"batch {batch.size}, prompt {batch.prompt}, {batch.output} new"
     figures = []
     if batch.ttft is not None:
@@ -136,28 +170,145 @@ def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
     return [*figures, Figure(f"{name}: TPOT", "ms", tpot_ms, *batch.tpot)]
 
 
-def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    wanted, repeats = options.only.split(","), options.repeats
-    bench = Bench(512, 8192, options)
+def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[Figure]:
+    repeats = options.repeats
+    bench = make_offline(options, 512, 8192)
     bench.run([(512, 1)])
     if "start" in wanted:
-        yield Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 15.0, None)
+        yield Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 10.0)
     for name, batch in BATCHES.items():
         if name in wanted:
             yield from measure_batch(bench, batch, repeats)
     if "mix" in wanted:
         rng = random.Random(7)
         lengths = [(rng.randint(32, 1024), rng.randint(16, 512)) for _ in range(512)]
-        seconds, num_tokens = bench.best(lengths, max(1, repeats - 1))
-        yield Figure("512 requests at once", "tok/s", num_tokens / seconds, 8783.0, 10_000.0, None)
+        seconds = bench.best(lengths, max(1, repeats - 1))
+        rate = sum(output for _, output in lengths) / seconds
+        yield Figure("512 requests at once", "tok/s", rate, 8783.0, 10_000.0)
     if "prefill" in wanted:
         del bench
-        gc.collect()
-        torch.cuda.empty_cache()
-        bench = Bench(64, 16_384, options)
-        for length, (vllm, goal, limit) in PREFILLS.items():
-            seconds, _ = bench.best([(length, 1)], repeats)
-            yield Figure(f"prefill {length:,}", "ms", 1e3 * seconds, vllm, goal, limit)
+        let_go()
+        bench = make_offline(options, 64, 16_384)
+        for length, figures in PREFILLS.items():
+            yield Figure(f"prefill {length:,}", "ms", 1e3 * bench.best([(length, 1)], repeats), *figures)
+    del bench
+    let_go()
+
+
+def let_go() -> None:
+    """Give the memory of an engine back before the next one is made."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def describe_arrivals(rate: Rate, kind: str, ttft: dict[str, float], itl: dict[str, float]) -> Iterator[Figure]:
+    values = (ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
+    names = ("TTFT p50", "TTFT p99", "between tokens p50", "between tokens p99")
+    goals = rate.goals or (None,) * len(names)
+    for name, value, vllm, goal in zip(names, values, rate.vllm, goals, strict=True):
+        yield Figure(f"{rate.per_second:g} a second, {kind}: {name}", "ms", value, vllm, goal)
+    goal = LONGEST_GAP_MS if rate.goals else None
+    yield Figure(f"{rate.per_second:g} a second, {kind}: longest gap between tokens", "ms", itl["max"], None, goal)
+
+
+def measure_cold(options: argparse.Namespace, rate: Rate) -> Iterator[Figure]:
+    """In a new process, whose kernels nobody has compiled."""
+    command = [sys.executable, __file__, "--cold", str(rate.per_second), "--seconds", str(options.seconds)]
+    command += ["--exact"] if options.exact else []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    seen = json.loads(done.stdout)
+    yield from describe_arrivals(rate, "cold", seen["ttft"], seen["itl"])
+    yield Figure(f"{rate.per_second:g} a second, cold: start", "s", seen["start_s"], None, 10.0 if rate.goals else None)
+
+
+def run_cold(options: argparse.Namespace) -> None:
+    bench = make_server(options)
+    start_s = time.perf_counter() - BEGIN
+    arrivals = traffic.poisson(options.cold, options.seconds, "cold")
+    figures = traffic.drive(bench.client, arrivals, "cold", **options.sampling)
+    print(json.dumps({"start_s": start_s, "ttft": figures.ttft, "itl": figures.itl}))
+
+
+def measure_arrivals(options: argparse.Namespace) -> Iterator[Figure]:
+    for rate in RATES:
+        yield from measure_cold(options, rate)
+    bench = make_server(options)
+    traffic.drive(bench.client, traffic.poisson(30, options.seconds, "warm-up"), "warm-up", **options.sampling)
+    for rate in RATES:
+        arrivals = traffic.poisson(rate.per_second, options.seconds, f"warm {rate.per_second}")
+        figures = traffic.drive(bench.client, arrivals, f"warm {rate.per_second}", **options.sampling)
+        yield from describe_arrivals(rate, "warm", figures.ttft, figures.itl)
+    del bench
+    let_go()
+
+
+def measure_mixed(options: argparse.Namespace) -> Iterator[Figure]:
+    bench = make_server(options)
+    bench.run([(8000, 8)] * 2)
+    yield Figure("1 prompt of 8,000, 64 new", "s", bench.best([(8000, 64)], options.repeats), 0.546)
+    seconds = bench.best([(8000, 64)] * 16, max(1, options.repeats - 1))
+    yield Figure("16 prompts of 8,000, 64 new: all done", "s", seconds, 3.92, 3.6)
+    for context in (32_000, 120_000):
+        bench.run([(context, 8)])
+        figures = bench.run([(context, 64)])
+        yield Figure(f"1 prompt of {context:,}: TTFT", "ms", figures.ttft["p50"])
+        yield Figure(f"1 prompt of {context:,}: between tokens p50", "ms", figures.itl["p50"])
+    figures = bench.run([(120_000, 64), *[(500, 100)] * 31])
+    yield Figure("1 prompt of 120,000 beside 31 of 500: between tokens p50", "ms", figures.itl["p50"])
+    yield Figure("1 prompt of 120,000 beside 31 of 500: longest gap", "ms", figures.itl["max"])
+    del bench
+    let_go()
+
+
+def measure_shared(options: argparse.Namespace) -> Iterator[Figure]:
+    bench = make_server(options)
+    rng = random.Random(1)
+    bench.run([(6000, 64)] * 2)
+    prefix = traffic.random_prompt(rng, 6000)
+    for name, vllm in (("at once", 1.32), ("again, from the cache", 1.24)):
+        requests = []
+        for number in range(64):
+            prompt = prefix + traffic.random_prompt(random.Random(number), 20)
+            requests.append((0.0, traffic.make_request(f"{name} {number}", prompt, 64, **options.sampling)))
+        before = bench.client.engine.scheduler.counters.computed_tokens
+        seconds = traffic.serve(bench.client, requests).seconds
+        computed = bench.client.engine.scheduler.counters.computed_tokens - before
+        yield Figure(f"64 requests on a shared prefix of 6,000, {name}", "s", seconds, vllm, 1.1)
+        yield Figure(f"64 requests on a shared prefix of 6,000, {name}: tokens computed", "", computed)
+    del bench
+    let_go()
+
+
+def measure_azure(options: argparse.Namespace) -> Iterator[Figure]:
+    bench = make_server(options)
+    for speed in SPEEDS:
+        entries = [entry for entry in read_trace(options.trace) if entry.at_s < speed * 2 * options.seconds]
+        arrivals = [traffic.Arrival(e.at_s / speed, e.prompt_tokens, max(1, e.output_tokens)) for e in entries]
+        figures = traffic.drive(bench.client, arrivals, f"azure {speed}", **options.sampling)
+        name = f"Azure's conversations, {speed:g} times as fast ({len(arrivals) / (2 * options.seconds):.1f} a second)"
+        for what, spread in (("TTFT", figures.ttft), ("between tokens", figures.itl)):
+            for percent in ("p50", "p99"):
+                yield Figure(f"{name}: {what} {percent}", "ms", spread[percent])
+    del bench
+    let_go()
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
+    wanted = options.only.split(",")
+    if {"start", *BATCHES, "mix", "prefill"} & {*wanted}:
+        yield from measure_offline(options, wanted)
+    if "arrivals" in wanted:
+        yield from measure_arrivals(options)
+    if "mixed" in wanted:
+        yield from measure_mixed(options)
+    if "shared" in wanted:
+        yield from measure_shared(options)
+    if "azure" in wanted and options.trace:
+        yield from measure_azure(options)
 
 
 def table(figures: list[Figure]) -> str:
@@ -166,10 +317,13 @@ def table(figures: list[Figure]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for figure in figures:
-        limit = f"{figure.limit:g} {figure.unit}" if figure.limit is not None else ""
-        cells = [f"{value:,.{digits(value)}f} {figure.unit}" for value in (figure.vllm, figure.goal, figure.quire)]
-        reached = "yes" if figure.reached else "no"
-        lines.append(f"| {figure.name} | {limit} | {' | '.join(cells)} | {figure.ratio:.2f} | {reached} |")
+        limit, vllm, goal, quire = (
+            "" if value is None else f"{value:,.{digits(value)}f} {figure.unit}".strip()
+            for value in (figure.limit, figure.vllm, figure.goal, figure.quire)
+        )
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+        reached = {None: "", True: "yes", False: "no"}[figure.reached]
+        lines.append(f"| {figure.name} | {limit} | {vllm} | {goal} | {quire} | {ratio} | {reached} |")
     return "\n".join(lines)
 
 
@@ -179,10 +333,15 @@ def digits(value: float) -> int:
 
 def main() -> None:
     options = parse()
+    if options.cold is not None:
+        run_cold(options)
+        return
     figures: list[Figure] = []
     for figure in measure(options):
         figures.append(figure)
         print(f"{figure.name}: {figure.quire:,.3f} {figure.unit}", file=sys.stderr, flush=True)
+    import torch
+
     document: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": [f._asdict() for f in figures]
     }  # fmt: skip

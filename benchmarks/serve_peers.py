@@ -1,10 +1,12 @@
 """quire's server beside llama.cpp's and vLLM's: the same load, one after another, by `quire bench serve`.
 
-    python benchmarks/serve_peers.py --peers DIR [--streams 1,16,64] [--only quire,llama,vllm] [--json FILE]
+    python benchmarks/serve_peers.py --peers DIR [--streams 1,16,64] [--rates 2,4] [--only offline,llama,vllm]
+                                     [--json FILE]
 
-Closed loop: so many streams, each asking again when it has its answer; 115 random words in, 64 tokens out, greedy, no
-prefix reused. The line `offline` is the engine alone under the same load, with no HTTP and no text. quire runs before
-and after every peer, since the machine's speed may change meanwhile. DIR is that of cpu_peers.py.
+Closed loop: so many streams, each asking again when it has its answer; open loop (`--rates`): so many requests a
+second, at random times. 115 random words in, 64 tokens out, greedy, no prefix reused. The line `offline` is the engine
+alone under the same load, with no HTTP and no text. quire runs before and after every peer, since the machine's speed
+may change meanwhile. DIR is that of cpu_peers.py.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.config import DEFAULT_MODEL, cache_dir
 from quire.weights.store import resolve
 
 START_S = 400.0
+RATE_SECONDS = 60
 REQUESTS_PER_STREAM = {1: 8, 16: 4, 64: 3}
 
 
@@ -34,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--streams", default="1,16,64")
+    parser.add_argument("--rates", default="", help="requests a second; 60 s of each")
     parser.add_argument("--only", default="offline,llama,vllm")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -101,18 +106,39 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     raise SystemExit("a server was not ready in time")
 
 
-def load(port: int, streams: int) -> dict[str, float]:
+class Load(NamedTuple):
+    """So many streams, or requests a second."""
+
+    name: str
+    flags: tuple[str, ...]
+    streams: int | None
+
+
+def make_loads(streams: str, rates: str) -> list[Load]:
+    loads = []
+    for count in map(int, filter(None, streams.split(","))):
+        number = count * REQUESTS_PER_STREAM.get(count, 4)
+        loads.append(Load(f"{count}", ("--concurrency", str(count), "--num-requests", str(number)), count))
+    for rate in map(float, filter(None, rates.split(","))):
+        number = max(8, int(rate * RATE_SECONDS))
+        flags = ("--rate", str(rate), "--num-requests", str(number), "--seed", "5")
+        loads.append(Load(f"{rate:g} a second", flags, None))
+    return loads
+
+
+def load(port: int, flags: Sequence[str]) -> dict[str, float]:
     """One cell: what clients saw."""
-    number = streams * REQUESTS_PER_STREAM.get(streams, 4)
     command = [
         sys.executable, "-m", "quire.cli.main", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}",
-        "--model", "m", "--concurrency", str(streams), "--num-requests", str(number), "--json",
+        "--model", "m", *flags, "--json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout)["summary"]
     return {
         "tokens_per_s": summary["output_tokens_per_s"],
         "ttft_p50_s": summary["ttft_ms"]["p50"] / 1e3,
+        "ttft_p99_s": summary["ttft_ms"]["p99"] / 1e3,
+        "itl_p50_ms": summary["itl_ms"]["p50"],
         "itl_p99_ms": summary["itl_ms"]["p99"],
         "failed": summary["num_failed"],
     }
@@ -161,29 +187,31 @@ def main() -> None:
         return
     options = parse()
     model = resolve(DEFAULT_MODEL).path.resolve()
-    streams = [int(part) for part in options.streams.split(",")]
+    loads = make_loads(options.streams, options.rates)
     order = ["quire"]
     for name in options.only.split(","):
         order += [name, "quire"]
-    rows: list[tuple[str, int, dict[str, float]]] = []
+    rows: list[tuple[str, str, dict[str, float]]] = []
     for name in order:
         print(f"{name} ...", file=sys.stderr, flush=True)
         if name == "offline":
-            rows += [(name, count, offline(model, count)) for count in streams]
+            rows += [(name, each.name, offline(model, each.streams)) for each in loads if each.streams]
             continue
         port = free_port()
         with running(commands(options.peers, model, port)[name], port):
-            rows += [(name, count, load(port, count)) for count in streams]
+            rows += [(name, each.name, load(port, each.flags)) for each in loads]
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print("| server | streams | output tok/s | TTFT p50, s | ITL p99, ms | failed |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for name, count, row in rows:
+    print("| server | streams | output tok/s | TTFT p50, s | TTFT p99, s | ITL p50, ms | ITL p99, ms | failed |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, what, row in rows:
         cells = [f"{row[key]:.{digits}f}" if key in row else "-" for key, digits in COLUMNS]
-        print(f"| {name} | {count} | {' | '.join(cells)} |")
+        print(f"| {name} | {what} | {' | '.join(cells)} |")
 
 
-COLUMNS = (("tokens_per_s", 0), ("ttft_p50_s", 2), ("itl_p99_ms", 0), ("failed", 0))
+COLUMNS = (
+    ("tokens_per_s", 0), ("ttft_p50_s", 2), ("ttft_p99_s", 2), ("itl_p50_ms", 0), ("itl_p99_ms", 0), ("failed", 0),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

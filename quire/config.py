@@ -79,14 +79,28 @@ class EngineConfig:
         None, "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set."
     )
     prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests that begin the same way.")
-    batching: Literal["continuous", "static", "dynamic"] = option(
-        "continuous", "When waiting requests join: at every step, or when the running batch has ended."
+    batching: Literal["continuous", "static", "dynamic", "ratio"] = option(
+        "continuous",
+        "When waiting requests join: at every step, when the running batch has ended (static, dynamic), or when enough "
+        "wait for the number that runs (ratio).",
     )
     order: Literal["fcfs", "priority"] = option("fcfs", "Who goes first: first come first served, or by priority.")
     batch_size: int | None = option(
         None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
     )
     batch_wait: float = option(0.05, "Dynamic batching: seconds to wait for a batch to fill.")
+    waiting_ratio: float | None = option(
+        None, "Batching by ratio: waiting requests for each running one at which they join; 0.3 if not set."
+    )
+    max_waiting_steps: int | None = option(
+        None, "Batching by ratio: steps after which waiting requests join in any case; 20 if not set."
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
+        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target; 25 on a GPU and "
+        "50 on a CPU if not set.",
+    )
     threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
@@ -106,13 +120,22 @@ class EngineConfig:
             raise InvalidParams(f"swap_memory is {self.swap_memory}; give a number of GiB, 0 or more.")
         if not 0 <= self.batch_wait < float("inf"):
             raise InvalidParams(f"batch_wait is {self.batch_wait}; give a number of seconds, 0 or more.")
+        for name in ("waiting_ratio", "max_waiting_steps"):
+            if getattr(self, name) is not None and self.batching != "ratio":
+                raise InvalidParams(f"{name} needs batching 'ratio', and it is {self.batching!r}; leave it out.")
+        if self.waiting_ratio is not None and not 0 <= self.waiting_ratio < float("inf"):
+            raise InvalidParams(f"waiting_ratio is {self.waiting_ratio}; give a number, 0 or more.")
+        if self.max_waiting_steps is not None:
+            self._at_least("max_waiting_steps", 0)
+        if self.itl_target_ms is not None and not 0 <= self.itl_target_ms < float("inf"):
+            raise InvalidParams(f"itl_target_ms is {self.itl_target_ms}; give a number of milliseconds, 0 or more.")
         self._one_of("device", ("auto", "cpu", "cuda"))
         self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._one_of("kernels", ("auto", "native", "torch"))
         self._one_of("weights", ("file", "random"))
         self._one_of("quantize", ("none", "int8", "int4"))
         self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
-        self._one_of("batching", ("continuous", "static", "dynamic"))
+        self._one_of("batching", ("continuous", "static", "dynamic", "ratio"))
         self._one_of("order", ("fcfs", "priority"))
 
     @classmethod

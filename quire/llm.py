@@ -10,6 +10,7 @@ For asyncio there is `AsyncLLM`; both stand on the same intake and the same engi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -33,7 +34,9 @@ class LLM:
     """Generates, chats, scores and searches. Options are EngineConfig's fields."""
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        self.config = EngineConfig.of({"model": model, **options})
+        config = EngineConfig.of({"model": model, **options})
+        # Answers are taken whole, so steps need not be short for them unless that is asked for.
+        self.config = replace(config, itl_target_ms=config.itl_target_ms or 0.0)
         with bar("fetching") as report:
             files = resolve(self.config.model, progress=lambda what, done, total: report(done, total))
         with no_garbage_collection(), bar("loading") as report:

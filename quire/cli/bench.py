@@ -42,12 +42,12 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
     add_json(parser)
-    add_engine_options(parser, without=["prefix_cache", "max_requests", "order", "seed"])
+    add_engine_options(parser, without=["prefix_cache", "max_requests", "order", "seed", "itl_target_ms"])
 
 
 def run_offline(arguments: argparse.Namespace) -> None:
     batches = parse_batches(arguments.batch)
-    config = engine_config(arguments, max_requests=max(batches), prefix_cache=False)
+    config = engine_config(arguments, max_requests=max(batches), prefix_cache=False, itl_target_ms=0.0)
     from quire.bench.offline import run as measure
 
     files = resolve(config.model)

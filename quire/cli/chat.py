@@ -22,6 +22,11 @@ HELP = """\
 /history        show the conversation
 /exit           leave (as does Ctrl-D)
 Ctrl-C          stop the answer"""
+# Options that make a difference to several requests at a time only.
+SEVERAL = (
+    "order", "batching", "batch_size", "batch_wait", "waiting_ratio", "max_waiting_steps", "itl_target_ms",
+    "max_requests",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -63,7 +68,7 @@ class Conversation:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the model's role")
     add_sampling(parser, max_tokens=None)
-    add_engine_options(parser, without=["order", "batching", "batch_size", "batch_wait", "max_requests"])
+    add_engine_options(parser, without=SEVERAL)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size, self.windows, max_evicted=2 * num_blocks)
         self.step = 0  # the scheduler's, to date evictions with
+        self.filling: set[int] = set()  # published by the plan being made, which is also the one that computes them
         self.has_windows = any(window is not None for window in self.windows)
 
     def peak(self, length: int, max_count: int) -> int:
@@ -115,16 +116,38 @@ class KVCache:
         request.capacity = num_blocks * self.block_size
         return True
 
-    def publish(self, request: Request) -> None:
-        """Offer the blocks that have become full and confirmed to later requests."""
+    def begin_plan(self, step: int) -> None:
+        """A plan is being made: the blocks of the plans before it are filled by the time it runs."""
+        self.step = step
+        self.filling.clear()
+
+    def publish(self, request: Request, end: int) -> None:
+        """Offer the full blocks among the first `end` tokens to other requests. The tokens are known."""
         assert request.node is not None
         node = request.node
-        for end in range(request.publish_at, request.num_computed + 1, self.block_size):
-            tokens = tuple(request.tokens[end - self.block_size : end])
-            index = end // self.block_size - 1
+        for stop in range(request.publish_at, end + 1, self.block_size):
+            tokens = tuple(request.tokens[stop - self.block_size : stop])
+            index = stop // self.block_size - 1
             node = self.tree.insert(node, tokens, [table[index] for table in request.tables])
-        request.publish_at = (request.num_computed // self.block_size + 1) * self.block_size
+        request.publish_at = (end // self.block_size + 1) * self.block_size
         self._move_to(request, node)
+
+    def publish_planned(self, request: Request) -> None:
+        """Offer blocks that the plan being made computes: a layer stores all keys of a step before it reads any.
+
+        Rows of the same plan and of later ones may share them. They cannot be copied before the plan has run.
+        """
+        end = min(request.num_planned, len(request.tokens))
+        if end >= request.publish_at:
+            first, stop = request.publish_at // self.block_size - 1, end // self.block_size
+            for table in request.tables:
+                self.filling.update(block for block in table[first:stop] if block is not None)
+            self.publish(request, end)
+
+    def unpublish(self, blocks: set[int]) -> None:
+        """These blocks do not hold what they were published for."""
+        for block in blocks & self.tree.owners.keys():
+            self.tree.forget(block, self.step)
 
     def trim(self, request: Request) -> None:
         """Give back the blocks that no later token of the request looks at."""
@@ -175,8 +198,10 @@ class KVCache:
                     self.pool.revive(block)
 
     def _copy_partial(self, node: Node, tables: list[list[int | None]], copies: Pairs) -> bool:
-        """Append a private copy of the node's blocks, unless the pool has none to copy into."""
+        """Append a private copy of the node's blocks, unless they are still being filled or the pool has none left."""
         sources = [block for block in node.blocks if block is not None]
+        if not self.filling.isdisjoint(sources):
+            return False
         for block in sources:
             self.pool.revive(block)  # so that it is not chosen as its own target
         enough = self.pool.num_free >= len(sources)

@@ -5,6 +5,7 @@ Rows are columns (parallel lists), because an object a row costs twice as much a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +46,15 @@ class Plan:
     def filled_blocks(self) -> set[int]:
         """Blocks that hold what they should once the plan has been begun."""
         return {target for _, target in [*self.swap_in, *self.copies]}
+
+    def computed_blocks(self, rows: Iterable[int], block_size: int) -> set[int]:
+        """Blocks that these rows write to."""
+        blocks: set[int] = set()
+        for row in rows:
+            first, stop = self.starts[row] // block_size, -(-(self.starts[row] + self.counts[row]) // block_size)
+            for table in self.requests[row].tables:
+                blocks.update(block for block in table[first:stop] if block is not None)
+        return blocks
 
 
 class TokenLogprobs(NamedTuple):

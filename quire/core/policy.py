@@ -7,20 +7,19 @@ policies too: they let nobody in until the running batch has ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 PRIORITY_PLACES = 10_000
 
 
 class Batching(Protocol):
-    @property
-    def whole(self) -> bool:
-        """Whether a batch is formed at once, even if the step has tokens for its first requests only."""
-        ...
-
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         """How many waiting requests may join now. Finding out how long the oldest has waited takes a look at all."""
+        ...
+
+    def admit(self) -> None:
+        """One of them has joined."""
         ...
 
 
@@ -28,35 +27,68 @@ class Batching(Protocol):
 class Continuous:
     """Join at every step."""
 
-    whole: ClassVar[bool] = False
-
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         return num_waiting
 
+    def admit(self) -> None:
+        pass
 
-@dataclass(frozen=True, slots=True)
-class Static:
-    """Take what waits, up to a batch, and let it run to its end."""
 
-    whole: ClassVar[bool] = True
-    batch_size: int
+@dataclass(slots=True)
+class WaitingRatio:
+    """Join when enough requests wait for the number that runs, or when they have waited for `max_steps` steps.
+
+    Running requests are held up less often, and by more prompts at a time.
+    """
+
+    ratio: float
+    max_steps: int
+    _num_steps: int = 0  # since requests wait and nobody joined
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
-        return 0 if num_running else self.batch_size
+        self._num_steps += 1
+        may_join = num_waiting >= self.ratio * num_running or self._num_steps > self.max_steps
+        return num_waiting if may_join else 0
+
+    def admit(self) -> None:
+        self._num_steps = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Static:
+    """Take what waits, up to a batch, and let it run to its end.
+
+    A batch whose prompts do not fit into one step is completed by the next ones.
+    """
+
+    batch_size: int
+    _num_open: int = 0  # requests of the batch that have not joined yet
+
+    def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
+        if not num_running:
+            self._num_open = self.batch_size
+        self._num_open = min(self._num_open, num_waiting)
+        return self._num_open
+
+    def admit(self) -> None:
+        self._num_open -= 1
+
+
 class Dynamic:
     """Like static, but wait for a full batch first, though never longer than `max_wait_s`."""
 
-    whole: ClassVar[bool] = True
-    batch_size: int
-    max_wait_s: float
+    def __init__(self, batch_size: int, max_wait_s: float) -> None:
+        self.max_wait_s = max_wait_s
+        self._batch = Static(batch_size)
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
-        if num_running or (num_waiting < self.batch_size and oldest_wait_s() < self.max_wait_s):
+        is_full = num_waiting >= self._batch.batch_size
+        if not num_running and not is_full and oldest_wait_s() < self.max_wait_s:
             return 0
-        return self.batch_size
+        return self._batch.quota(num_waiting, num_running, oldest_wait_s)
+
+    def admit(self) -> None:
+        self._batch.admit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +99,7 @@ class Policy:
     absolute right of way: a request is overtaken by a bounded number of later ones, so nobody starves.
     """
 
-    batching: Batching = Continuous()
+    batching: Batching = field(default_factory=Continuous)
     order: Literal["fcfs", "priority"] = "fcfs"
     priority_places: int = PRIORITY_PLACES
 

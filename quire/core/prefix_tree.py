@@ -44,7 +44,7 @@ class Miss:
 class Node:
     """One block of tokens. `blocks` holds the cache block of each group, None where it is evicted."""
 
-    __slots__ = ("blocks", "children", "depth", "digest", "parent", "pins", "tokens")
+    __slots__ = ("blocks", "children", "depth", "digest", "num_changes", "parent", "pins", "tokens")
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], digest: bytes, num_groups: int) -> None:
         self.parent = parent
@@ -54,8 +54,11 @@ class Node:
         self.blocks: list[int | None] = [None] * num_groups
         self.children: list[Node] = []  # sorted by tokens
         self.pins = 0  # requests that will publish below this node
+        self.num_changes = 0  # rises when something is published right below this node, and when it is dropped
 
     def child(self, tokens: tuple[int, ...]) -> Node | None:
+        if len(self.children) == 1:
+            return self.children[0] if self.children[0].tokens == tokens else None
         index = bisect_left(self.children, tokens, key=_tokens_of)
         if index < len(self.children) and self.children[index].tokens == tokens:
             return self.children[index]
@@ -78,12 +81,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest usable prefix: whole blocks along `path`, then `num_partial` tokens of `partial`, to be copied."""
+    """The longest usable prefix: whole blocks along `path`, then `num_partial` tokens of `partial`, to be copied.
+
+    `end` is the node below which the match would go on, if the tree has one.
+    """
 
     path: list[Node] = field(default_factory=list)
     partial: Node | None = None
     num_partial: int = 0
     miss: Miss | None = None
+    end: Node | None = None
 
 
 class PrefixTree:
@@ -116,6 +123,7 @@ class PrefixTree:
             if block is not None and node.blocks[group] is None and block not in self.owners:
                 node.blocks[group] = block
                 self.owners[block] = (node, group)
+                parent.num_changes += 1
         return node
 
     def forget(self, block: int, step: int) -> None:
@@ -131,6 +139,7 @@ class PrefixTree:
         """Drop a node that holds nothing, has nothing below it and is wanted by nobody; then its parents likewise."""
         while node and not node.pins and not node.children and all(block is None for block in node.blocks):
             parent = node.parent
+            node.num_changes += 1
             if parent is None:
                 self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
                 return
@@ -156,9 +165,14 @@ class PrefixTree:
         if start + shared < limit:
             block = tuple(tokens[start : start + self.block_size])
             miss = self._explain(node.digest if node else root_digest(salt), block, start, reach)
-        return Match(path, partial, shared, miss)
+        return Match(path, partial, shared, miss, node)
+
+    def find_root(self, salt: bytes) -> Node | None:
+        return self._roots.get(salt)
 
     def _walk(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
+        if self.windows == (None,):
+            return self._walk_whole(root, tokens, limit)
         path: list[Node] = []
         runs = [0] * len(self.windows)  # blocks present without a gap, up to here, in each group
         usable, node = 0, root
@@ -175,6 +189,18 @@ class PrefixTree:
             ):
                 usable = len(path)
         return path[:usable]
+
+    def _walk_whole(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
+        """The same where every block is looked at for ever, several times as fast: prompts have thousands of blocks."""
+        path: list[Node] = []
+        size, node = self.block_size, root
+        for start in range(0, limit - size + 1, size):
+            child = node.child(tuple(tokens[start : start + size]))
+            if child is None or child.blocks[0] is None:
+                break
+            path.append(child)
+            node = child
+        return path
 
     def _explain(self, digest: bytes, block: tuple[int, ...], start: int, reach: int) -> Miss:
         """`digest` is that of the last node matched, `block` what comes next, `reach` how far any content agrees."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from quire.core.kv_cache import KVCache, ceil_div
+from quire.core.pace import Pace
 from quire.core.params import MAX_PRIORITY
 from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy, Turns
-from quire.core.prefix_tree import Match
+from quire.core.prefix_tree import Match, Node
 from quire.core.request import Finish, Request, State
 from quire.core.swap import Swap, SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
@@ -38,6 +40,16 @@ class Counters:
     finished: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A waiting request that did not fit: what it cost, and where in the prefix tree its look-up ended."""
+
+    request: Request
+    cost: int
+    end: Node | None
+    num_changes: int
+
+
 class Scheduler:
     """Waiting requests in a heap, running ones in a list, both by rank; the best-ranked one always makes progress."""
 
@@ -53,23 +65,25 @@ class Scheduler:
         prefix_cache: bool = True,
         swap_slots: int = 0,
         costs: SwapCosts | None = None,
-        chunk_unit: int = 1,
+        pace: Pace | None = None,
     ) -> None:
         assert max_tokens_per_step >= max_requests >= 1
-        assert chunk_unit == 1 or max_tokens_per_step - max_requests >= 2 * chunk_unit, "the first could not go on"
         self.kv = KVCache(num_blocks, block_size, windows, prefix_cache=prefix_cache)
         self.swap = Swap(swap_slots, costs)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
-        self.chunk_unit = chunk_unit  # where prompts are cut, if they are: at multiples of it
         self.policy = policy or Policy()
+        self.pace = pace or Pace()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.counters = Counters()
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0  # without those that ended while they waited and are still in the heap
+        self._waiting_tokens = 0  # theirs
         self._num_arrived = 0
         self._turns = Turns()
+        self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
+        self._blocked: Blocked | None = None
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,20 +127,25 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> Plan | None:
         """The next step, or None when there is nothing to compute yet."""
         self.counters.steps += 1
-        self.kv.step = self.counters.steps
+        self.kv.begin_plan(self.counters.steps)
         plan = Plan(self.counters.steps)
-        preempted = self._plan_running(plan)
+        room = self._prompt_room()
+        preempted = self._plan_running(plan, room)
+        self._publish_chunks(plan)
         if not preempted:
-            self._admit(plan, now_s)
+            self._admit(plan, room - (plan.num_tokens - len(plan)), now_s)
         if not plan.requests:
             assert not plan.swap_in, "who is brought back has tokens to compute"
             return None  # what is to go to the host goes with the next plan
         plan.swap_out.extend(self.swap.hand_over())
         self.counters.computed_tokens += plan.num_tokens
+        self._in_flight.append(plan)
         return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
         """Take in a step's tokens, in the order the plans were made."""
+        assert self._in_flight[0] is plan, "plans are committed in order"
+        self._in_flight.popleft()
         updates: list[Update] = []
         details = self._details(plan, sampled)
         num_finished = self.counters.finished
@@ -154,17 +173,18 @@ class Scheduler:
         return updates
 
     def fail(self, plan: Plan, message: str) -> list[Update]:
-        """End the requests of a plan that could not be run, and those whose blocks it was to fill.
+        """End the requests of a plan that could not be run, and those that read what it was to compute.
 
-        Who was to be copied to the host is computed again. A plan that was not even begun must be failed before another
-        one is made.
+        Requests that were to be copied to the host are computed again. A plan that was not even begun must be failed
+        before another one is made.
         """
+        self._in_flight.remove(plan)
         for request, num_yields in zip(plan.requests, plan.yields, strict=True):
             request.num_in_flight -= 1
             request.num_expected -= bool(num_yields)
-        lost = [request for request in plan.requests if not request.finished]
-        filled = plan.filled_blocks
-        lost += [request for request in self.running if request not in lost and request.holds_any(filled)]
+        readers, blocks = self._trace(plan)
+        self.kv.unpublish(blocks)
+        lost = [request for request in [*plan.requests, *readers] if not request.finished]
         for request in lost:
             self._end(request)
         for request in plan.requests:
@@ -177,14 +197,41 @@ class Scheduler:
             for request in lost
         ]
 
+    def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
+        """Which requests of later plans read what a failed plan was to write, and all blocks that are wrong by that.
+
+        A block is shared when the plan that fills it is made, so a reader is in the same plan or in one in flight. It
+        comes after the writer, so one pass in order finds readers of readers too.
+        """
+        size = self.kv.block_size
+        readers: list[Request] = []
+        blocks = plan.filled_blocks | plan.computed_blocks(range(len(plan)), size)
+        for later in (each for each in self._in_flight if each.step > plan.step):
+            for source, target in later.copies:
+                if source in blocks:
+                    blocks.add(target)
+            for row, request in enumerate(later.requests):
+                if request in plan.requests or request.holds_any(blocks):
+                    blocks |= later.computed_blocks([row], size)
+                    if request not in readers and request not in plan.requests:
+                        readers.append(request)
+        return readers, blocks
+
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _plan_running(self, plan: Plan) -> bool:
+    def _prompt_room(self) -> int:
+        """How many tokens the step may take beside one for each running request. Answers that run keep their pace."""
+        spare = self.max_tokens_per_step - len(self.running)
+        if self.pace.target_s is None or not any(r.num_output or r.num_expected for r in self.running):
+            return spare
+        behind = sum(len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running)
+        return self.pace.prompt_tokens(behind + self._waiting_tokens, len(self.running), spare)
+
+    def _plan_running(self, plan: Plan, spare: int) -> bool:
         """One token for every running request, and what is left of the step to the first that can use it.
 
         Returns whether somebody had to make room.
         """
-        spare = self.max_tokens_per_step - len(self.running)
         add_row, hungry = self._add_row, []
         for request in self.running:
             known = len(request.tokens) + request.num_expected
@@ -194,9 +241,7 @@ class Scheduler:
                 continue
             count = 1
             if need > 1:
-                count = self._chunk(start, known, need, spare + 1)
-                if not count:
-                    continue
+                count = min(need, spare + 1)
                 spare -= count - 1
             if start + count <= request.capacity:
                 add_row(plan, request, start, count, start + count - known + 1)
@@ -204,12 +249,12 @@ class Scheduler:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
 
-    def _chunk(self, start: int, known: int, need: int, room: int) -> int:
-        """How many of a row's tokens are computed; where a prompt has to be cut, it is at a multiple of the unit."""
-        count = min(need, room)
-        if start + count < known:
-            count = max(0, (start + count) // self.chunk_unit * self.chunk_unit - start)
-        return count
+    def _publish_chunks(self, plan: Plan) -> None:
+        """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit."""
+        if self.kv.prefix_cache:
+            for request, count in zip(plan.requests, plan.counts, strict=True):
+                if count > 1:
+                    self.kv.publish_planned(request)
 
     def _feed(self, plan: Plan, hungry: list[tuple[Request, int]]) -> bool:
         """Rows that need new blocks, in order; the last in rank make room for the first."""
@@ -230,45 +275,52 @@ class Scheduler:
                     break
         return preempted
 
-    def _admit(self, plan: Plan, now_s: float) -> None:
-        """Let waiting requests join, strictly in order: who does not fit yet is not overtaken."""
+    def _admit(self, plan: Plan, room: int, now_s: float) -> None:
+        """Let waiting requests join, strictly in order: one that does not fit yet is not overtaken.
+
+        A request joins only a step that has room for its next tokens, so its look-up is as fresh as what it computes.
+        """
         if not self._num_waiting:
             return
-        batching = self.policy.batching
-        quota = batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
+        quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
         quota = min(quota, self.max_requests - len(self.running))
-        budget = self.max_tokens_per_step - plan.num_tokens
+        budget = min(room, self.max_tokens_per_step - plan.num_tokens)
         promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
-        while quota > 0 and (budget or batching.whole) and (request := self._head()) is not None:
-            if not self._place(request, plan, promised, may_fork=budget > 0):
+        while quota > 0 and budget > 0 and (request := self._head()) is not None:
+            if not self._place(request, plan, promised):
                 return
             heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._leave_queue(request)
             self._turns.serve(request.place)
+            self.policy.batching.admit()
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
             quota -= 1
-            known = len(request.tokens)
-            if count := self._chunk(request.num_planned, known, known - request.num_planned, budget):
-                added = self._add_grown_row(plan, request, count)
-                assert added, "admission promised blocks that are not there"
-                budget -= count
+            count = min(len(request.tokens) - request.num_planned, budget)
+            added = self._add_grown_row(plan, request, count)
+            assert added, "admission promised blocks that are not there"
+            self.kv.publish_planned(request)
+            budget -= count
             promised += self.kv.missing(request, self.max_tokens_per_step)
 
-    def _place(self, request: Request, plan: Plan, promised: int, *, may_fork: bool) -> bool:
+    def _place(self, request: Request, plan: Plan, promised: int) -> bool:
         """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit.
 
         Who shares its leader's last block must compute in this very step, and so copy it: the leader writes to it.
         """
         headroom = 1 if self.running else 0
         available = self.kv.pool.num_free - promised - headroom
-        may_fork = may_fork and not request.num_output and len(self.kv.windows) <= available
+        may_fork = not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
             self.swap.drop(request)
             self._count_hit(request, Match())
             return True
+        if self._is_still_blocked(request, available):
+            return False
         match = self.kv.lookup(request)
-        if self.kv.cost(request, match, self.max_tokens_per_step) > available:
+        cost = self.kv.cost(request, match, self.max_tokens_per_step)
+        if cost > available:
+            self._blocked = Blocked(request, cost, match.end, match.end.num_changes if match.end else 0)
             return False
         if request.stowed is not None and request.stowed.num_computed > len(match.path) * self.kv.block_size:
             return self._bring_back(request, match, plan)
@@ -276,6 +328,18 @@ class Scheduler:
         self.kv.adopt(request, match, plan.copies)
         self._count_hit(request, match)
         return True
+
+    def _is_still_blocked(self, request: Request, available: int) -> bool:
+        """Whether the head of the queue would cost no less than when it last did not fit: its prefix has not grown.
+
+        A look-up takes milliseconds where prompts are long, and the head of the queue is asked about at every step.
+        """
+        blocked = self._blocked
+        if blocked is None or blocked.request is not request or available >= blocked.cost:
+            return False
+        if blocked.end is None:
+            return self.kv.tree.find_root(request.salt) is None
+        return blocked.end.num_changes == blocked.num_changes
 
     def _bring_back(self, request: Request, match: Match, plan: Plan) -> bool:
         """Let a request go on from what it has on the host; not in a plan that copies, whose sources may be free."""
@@ -341,7 +405,7 @@ class Scheduler:
         if not request.num_in_flight:
             request.num_planned = end
         if end >= request.publish_at:
-            self.kv.publish(request)
+            self.kv.publish(request, end)
         if self.kv.has_windows:
             self.kv.trim(request)
         if request.forks and end >= request.num_prompt - 1:
@@ -363,6 +427,11 @@ class Scheduler:
         request.state = State.WAITING
         heapq.heappush(self._waiting, (request.rank, request))
         self._num_waiting += 1
+        self._waiting_tokens += len(request.tokens)
+
+    def _leave_queue(self, request: Request) -> None:
+        self._num_waiting -= 1
+        self._waiting_tokens -= len(request.tokens)
 
     def _head(self) -> Request | None:
         while self._waiting and self._waiting[0][1].finished:
@@ -392,7 +461,7 @@ class Scheduler:
         was_waiting = request.state is State.WAITING
         request.state = State.FINISHED
         if was_waiting:
-            self._num_waiting -= 1
+            self._leave_queue(request)
             self._drop_ended_waiters()
         self.counters.finished += 1
         del self.requests[request.id]

@@ -25,6 +25,7 @@ GPU_HEAD_DIMS = range(16, 257)  # a tensor core takes no less, and a program's r
 MIN_CAPABILITY = (8, 0)  # what Triton compiles for, and the first with bfloat16
 MAX_REQUESTS = {"cpu": 64, "cuda": 512}
 STEP_TOKENS = {"cpu": 192, "cuda": 8192}
+ITL_TARGET_MS = {"cpu": 50.0, "cuda": 25.0}
 PLAIN_GPU_STEP_TOKENS = 1024  # torch's attention keeps a score for every pair of tokens
 
 
@@ -56,10 +57,10 @@ def choose_step_tokens(wanted: int | None, max_requests: int, ops: Kernels) -> i
     return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device.type], max_requests)
 
 
-def choose_chunk_unit(ops: Kernels, step_tokens: int, max_requests: int) -> int:
-    """Where prompts are cut; anywhere if steps are so small that units would hardly fit."""
-    unit = 1 if ops.fused is None else ops.fused.chunk_unit
-    return unit if step_tokens - max_requests >= 2 * unit else 1
+def choose_itl_target(wanted_ms: float | None, device: torch.device) -> float | None:
+    """Seconds between two tokens of an answer that prompts beside it are to leave it; None if they need not."""
+    target_ms = ITL_TARGET_MS[device.type] if wanted_ms is None else wanted_ms
+    return target_ms / 1000 or None
 
 
 def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:

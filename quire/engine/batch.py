@@ -16,6 +16,7 @@ from quire.core.plan import Plan
 from quire.kernels.paging import Paging
 
 MAX_VIEWS = 256  # of a buffer, one for each size of a step
+TABLE_UNIT = 16  # a table is so many entries wide, or a multiple: kernels are compiled for that
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class TableBuffer:
     """The block tables of a step's rows. A row that goes on from the last step only has its new blocks written."""
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device, outbox: Outbox) -> None:
-        self.buffer = Buffer((max_rows, max_blocks), torch.int32, device, outbox)
+        width = -(-max_blocks // TABLE_UNIT) * TABLE_UNIT
+        self.buffer = Buffer((max_rows, width), torch.int32, device, outbox)
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
         self._changed: list[int] = []  # rows, since the last sending
 
@@ -106,21 +108,25 @@ class TableBuffer:
         return self.buffer.view(num_rows, num_blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class BufferShape:
+    """The largest step there can be. `windows` has an entry for each group of layers that has a block table."""
+
+    max_tokens: int
+    max_rows: int
+    max_len: int
+    windows: tuple[int | None, ...]
+    block_size: int
+    device: torch.device
+
+
 class BatchBuffers:
     """Room for the largest step there can be."""
 
-    def __init__(
-        self,
-        max_tokens: int,
-        max_rows: int,
-        max_len: int,
-        num_groups: int,
-        block_size: int,
-        device: torch.device,
-        outbox: Outbox | None = None,
-    ) -> None:
+    def __init__(self, shape: BufferShape, outbox: Outbox | None = None) -> None:
+        max_tokens, max_rows, block_size, device = shape.max_tokens, shape.max_rows, shape.block_size, shape.device
         self.outbox = outbox if outbox is not None else Copies()
-        max_blocks = -(-max_len // block_size)
+        max_blocks = -(-shape.max_len // block_size)
         self.block_size = block_size
         self.max_blocks = max_blocks
         self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -129,18 +135,23 @@ class BatchBuffers:
         self.positions = Buffer((max_tokens,), torch.int64, device, self.outbox)
         self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.outbox)
         self.seq_lens = Buffer((max_rows,), torch.int32, device, self.outbox)
-        self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in range(num_groups)]
-        self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in range(num_groups)]
+        self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in shape.windows]
+        self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in shape.windows]
 
     def fill(
         self, plan: Plan, in_flight: Mapping[str, int] | None = None, size: int | None = None, rows: int | None = None
     ) -> Batch:
-        """Lay a plan out. What an earlier step left behind the parts in use is never looked at.
+        """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at.
 
         `in_flight` says where among the last step's tokens a request's own is, if the host has not read it yet. With a
         `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are shown, the
         last of which have no context.
         """
+        batch = self._lay_out(plan, in_flight, size, rows)
+        self._has_sent()
+        return batch
+
+    def _lay_out(self, plan: Plan, in_flight: Mapping[str, int] | None, size: int | None, rows: int | None) -> Batch:
         self._sent_before()
         num_rows, num_tokens = len(plan), plan.num_tokens
         query_starts = list(accumulate(plan.counts, initial=0))
@@ -155,7 +166,7 @@ class BatchBuffers:
         if size is not None and rows is not None:
             self._pad(num_tokens, size, num_rows, rows)
             num_rows, num_tokens, max_blocks, has_feeds = rows, size, self.max_blocks, True
-        batch = Batch(
+        return Batch(
             self.tokens.send(num_tokens),
             self.positions.send(num_tokens),
             Paging(
@@ -169,8 +180,6 @@ class BatchBuffers:
             ),
             self.feeds.send(num_rows) if has_feeds else None,
         )
-        self._has_sent()
-        return batch
 
     def _has_sent(self) -> None:
         self.outbox.send()

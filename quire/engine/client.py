@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Request
+from quire.engine.precompile import precompile
 from quire.errors import DeviceLost, EngineClosed, EngineError
 from quire.kernels import isa
 
@@ -36,13 +37,18 @@ def start_engine(config: EngineConfig, path: Path, progress: Progress | None = N
     as it takes to look through them.
     """
     isa.prepare()
+    precompilation = precompile(config, path)
     is_first = "torch" not in sys.modules
     from quire.engine.engine import build_engine
 
     if is_first:
         gc.freeze()
         atexit.register(gc.unfreeze)
-    return build_engine(config, path, progress)
+    try:
+        return build_engine(config, path, progress, precompilation)
+    except BaseException:
+        precompilation.cancel()
+        raise
 
 
 @contextmanager
@@ -149,9 +155,11 @@ class Threaded:
     def _run(self, engine: Engine) -> None:
         reason: EngineError = EngineClosed("The engine was closed before the request ended.")
         try:
-            while self._take_work(wait=not engine.has_work):
+            can_prepare = True
+            while self._take_work(wait=not engine.has_work and not can_prepare):
                 if engine.has_work:
                     self._deliver(engine.step())
+                can_prepare = engine.has_work or engine.idle()
         except DeviceLost as error:
             reason = error
         finally:

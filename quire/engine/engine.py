@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,15 +16,16 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig
+from quire.core.pace import Pace
 from quire.core.plan import Plan, Sampled, Update
-from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static
+from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
 from quire.engine.backend import (
-    choose_chunk_unit,
     choose_device,
     choose_dtype,
+    choose_itl_target,
     choose_kv_dtype,
     choose_max_requests,
     choose_ops,
@@ -31,11 +33,21 @@ from quire.engine.backend import (
     choose_step_tokens,
     describe_ops,
 )
-from quire.engine.batch import BatchBuffers
+from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
-from quire.engine.costs import PromptClock, time_copies
+from quire.engine.costs import StepClock, time_copies
 from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
-from quire.engine.memory import SMALLER_WEIGHTS, CacheSize, check_weights, describe, find_room, size_cache, size_swap
+from quire.engine.memory import (
+    GRAPH_BYTES,
+    SMALLER_WEIGHTS,
+    CacheSize,
+    check_weights,
+    describe,
+    find_room,
+    size_cache,
+    size_swap,
+)
+from quire.engine.precompile import Precompilation
 from quire.engine.runner import ModelRunner, Pending, Runner
 from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.engine.trial import Trial, read_libraries
@@ -54,8 +66,9 @@ from quire.weights.loader import (
 
 log = logging.getLogger("quire.engine")
 
-BufferShape = tuple[int, int, int, int, int, torch.device]
-IDLE_S = 0.001  # between two looks at a batch that is still forming
+WAITING_RATIO, MAX_WAITING_STEPS = 0.3, 20  # of batching by ratio, unless others are given
+IDLE_S = 0.001  # between two looks at a batch that is still forming, or at a step that is under way
+LEAD_S = 0.004  # before a step ends the next one is planned: planning and launching take about as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,7 @@ class Launched:
     plan: Plan
     pending: Pending
     launched_s: float
+    ends_s: float  # when it is expected to end; minus infinity if nobody can tell
 
 
 class Engine:
@@ -89,7 +103,7 @@ class Engine:
         self.runner = runner
         self.info = info
         self._launched: deque[Launched] = deque()
-        self._clock = PromptClock(scheduler.swap.costs, scheduler.max_tokens_per_step)
+        self._clock = StepClock(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
         self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
@@ -102,14 +116,20 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._launched)
 
+    def idle(self) -> bool:
+        """Do a little of what makes later steps faster, while there is no work; whether there is more of it."""
+        return self.runner.idle()
+
     def step(self) -> list[Update]:
         """Launch what the runner has room for and take in the oldest plan.
 
-        A runner that works ahead computes the next one while the host takes in this one's tokens.
+        A runner that works ahead computes the next one while the host takes in this one's tokens. Behind a long step
+        the next one is planned as late as possible, so that requests which arrive meanwhile join it; until then there
+        is no update.
         """
         while self._may_launch and self._launch():
             pass
-        if not self._launched:
+        if not self._launched or self._is_early:
             time.sleep(IDLE_S)
             return []
         oldest = self._launched.popleft()
@@ -129,7 +149,12 @@ class Engine:
         """Nothing is launched behind a plan that failed: its tokens will not come, and its blocks lack content."""
         if self._launched and isinstance(self._launched[-1].pending, Failure):
             return False
-        return len(self._launched) < self.runner.depth
+        return len(self._launched) < self.runner.depth and not self._is_early
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether the only plan under way goes on for longer than it takes to plan and launch the next one."""
+        return len(self._launched) == 1 and time.monotonic() < self._launched[0].ends_s - LEAD_S
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -145,8 +170,17 @@ class Engine:
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        self._launched.append(Launched(plan, pending, now_s))
+        ends_s = -math.inf if isinstance(pending, Failure) else self._expect_end(plan)
+        self._launched.append(Launched(plan, pending, now_s, ends_s))
         return True
+
+    def _expect_end(self, plan: Plan) -> float:
+        """Of a plan that was just launched; a runner that does not work ahead has ended it by now."""
+        step_s = self.scheduler.pace.predict(plan.num_tokens - len(plan))
+        if step_s is None or self.runner.depth == 1:
+            return -math.inf
+        begins_s = max(time.monotonic(), self._launched[-1].ends_s if self._launched else -math.inf)
+        return begins_s + step_s
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
         """End the requests of a plan; a GPU that is lost ends the engine, since no later plan could be run."""
@@ -177,22 +211,25 @@ class Failure:
         raise self._error
 
 
-def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int], None] | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    path: Path,
+    progress: Callable[[int, int], None] | None = None,
+    precompilation: Precompilation | None = None,
+) -> Engine:
     """Load the model at `path` and put an engine around it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    libraries = None
-    if device.type == "cuda":
-        uses_cudnn = dtype != torch.float32 and config.kernels != "torch" and not config.exact
-        libraries = read_libraries(device, dtype, cudnn=uses_cudnn)
+    libraries = read_libraries(device, dtype) if device.type == "cuda" else None
     with told_clearly("the weights", SMALLER_WEIGHTS, device):
         loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
-    layout = lay_out(model.windows)
-    block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
+    layout, block = lay_out(model.windows), shape_block(config, model, dtype, ops)
+    if precompilation is not None:
+        precompilation.wait()
     step_bytes = 0  # a CPU has nothing set aside for steps
     if libraries is not None:
         trial = Trial(
@@ -217,8 +254,10 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
     swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
     with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
         cache = CacheTensors(layout, size, block, device, swap_slots)
-        shape = (step_tokens, max_requests, size.max_len, len(layout.windows), config.block_size, device)
-        runner = build_runner(ops.record(loaded.model, cache.layers, step_tokens), cache, ops, shape)
+        shape = BufferShape(step_tokens, max_requests, size.max_len, layout.windows, config.block_size, device)
+        decoder = ops.record(loaded.model, cache.layers, step_tokens)
+        runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
+        runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, device) if swap_slots else None)
     scheduler = Scheduler(
         size.num_blocks,
@@ -230,7 +269,7 @@ def build_engine(config: EngineConfig, path: Path, progress: Callable[[int, int]
         prefix_cache=config.prefix_cache,
         swap_slots=swap_slots,
         costs=costs,
-        chunk_unit=choose_chunk_unit(ops, step_tokens, max_requests),
+        pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
     return Engine(scheduler, runner, info)
 
@@ -259,13 +298,32 @@ def load(
         ), ops
 
 
-def build_runner(model: Decoder, cache: CacheTensors, ops: Kernels, shape: BufferShape) -> Runner:
-    if ops.fused is None:
-        return ModelRunner(model, cache, BatchBuffers(*shape), ops)
-    from quire.engine.gpu_batch import GpuBuffers  # these load Triton
-    from quire.engine.gpu_runner import GpuRunner
+def shape_block(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ops: Kernels) -> BlockShape:
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
+    return BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
 
-    return GpuRunner(model, cache, GpuBuffers(*shape), ops)
+
+def build_runner(
+    decoder: Decoder,
+    cache: CacheTensors,
+    ops: Kernels,
+    shape: BufferShape,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    graph_bytes: int,
+) -> Runner:
+    if ops.fused is None:
+        return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
+    from quire.engine.gpu_batch import GpuBuffers, Heads  # these load Triton
+    from quire.engine.gpu_runner import GpuRunner
+    from quire.kernels.cuda import varlen
+    from quire.kernels.cuda.scoring import Scoring
+
+    scoring = Scoring(model.scale, None, None, model.attention_softcap)
+    uses_items = not ops.exact and varlen.suits(dtype, cache.layers[0], scoring)
+    group = model.num_heads // model.num_kv_heads
+    heads = Heads(group, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
+    return GpuRunner(decoder, cache, GpuBuffers(shape, heads), ops, graph_bytes)
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
@@ -274,4 +332,9 @@ def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
         return Static(size)
     if config.batching == "dynamic":
         return Dynamic(size, config.batch_wait)
+    if config.batching == "ratio":
+        ratio, steps = config.waiting_ratio, config.max_waiting_steps
+        return WaitingRatio(
+            WAITING_RATIO if ratio is None else ratio, MAX_WAITING_STEPS if steps is None else steps
+        )  # fmt: skip
     return Continuous()

@@ -1,15 +1,14 @@
 """GpuRunner: runs plans on a GPU without waiting for them, so that the next one is planned meanwhile.
 
 Sampled tokens stay on the device, where the next step finds them; the host reads them one step late. Steps that only
-decode, and the layers of mixed steps that are not large, are captured as CUDA graphs, one for each size that traffic
-has needed; all others are launched op by op.
+decode, and the layers of mixed steps that are not large, are captured as CUDA graphs (`gpu_graphs.py`); all others are
+launched op by op, which takes the host less time than they take the GPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,8 @@ from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Batch
 from quire.engine.cache import CacheTensors
-from quire.engine.gpu_batch import GpuBuffers
+from quire.engine.gpu_batch import GpuBuffers, is_drawn
+from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.logits import Position, change, send
 from quire.engine.runner import ModelRunner, Pending
 from quire.engine.sampler import Report, report, tell
@@ -32,23 +32,12 @@ from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans launched before the first is taken in
-MIXED_SIZES = (32, 64, 128, 256, 384, 512, 768, 1024)  # tokens; larger steps keep the host ahead anyway
+MIXED_ROWS = 128  # of a captured step with prompts, unless it is crowded
 
 
 def arriving(x: Tensor) -> Tensor:
     """A copy that will be on the host when the stream has come so far."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
-def bucket_of(num_rows: int, most: int) -> int:
-    """The size of the graph for so many rows: powers of two, from 16 on multiples of 16, from 128 on of 32."""
-    if num_rows <= 16:
-        size = 1 << (num_rows - 1).bit_length()
-    elif num_rows <= 128:
-        size = -(-num_rows // 16) * 16
-    else:
-        size = -(-num_rows // 32) * 32
-    return min(size, most)
 
 
 def looks_back(request: Request, start: int) -> bool:
@@ -79,7 +68,9 @@ class GpuRunner(ModelRunner):
 
     buffers: GpuBuffers
 
-    def __init__(self, model: Decoder, cache: CacheTensors, buffers: GpuBuffers, ops: Kernels) -> None:
+    def __init__(
+        self, model: Decoder, cache: CacheTensors, buffers: GpuBuffers, ops: Kernels, graph_bytes: int
+    ) -> None:
         super().__init__(model, cache, buffers, ops)
         device, max_rows = ops.device, buffers.max_rows
         self.max_rows = max_rows
@@ -99,8 +90,7 @@ class GpuRunner(ModelRunner):
         self._draw_changed = TokenSampler(max_rows, vocab_size, None, device)  # from logits that are capped already
         self._rows: dict[str, int] = {}  # of the last plan
         self.depth = DEPTH
-        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.graphs = Graphs(self._run_captured, max_rows, buffers.max_tokens, graph_bytes)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -181,6 +171,8 @@ class GpuRunner(ModelRunner):
         return landing
 
     def _arrive(self, plan: Plan, landing: Landing, told: Told | None) -> Sampled:
+        if not landing.event.query():  # type: ignore[no-untyped-call]
+            self.graphs.capture_beside(plan.num_tokens)
         landing.event.synchronize()
         tokens, scores = landing.tokens[: len(plan)].tolist(), landing.scores[: len(plan)].tolist()
         known: dict[int, TokenLogprobs] = {}
@@ -200,56 +192,57 @@ class GpuRunner(ModelRunner):
         The choice of the likeliest is captured with the rest. Draws are launched after it: what they take differs, and
         the logits of every size would be kept with its graph.
         """
-        size = bucket_of(len(plan), self.max_rows)
-        batch = self.buffers.fill_decode(plan, self._rows, size)
+        key = self.graphs.find("layers", len(plan)) if is_drawn(plan) else None
+        key = key or self.graphs.find("decode", len(plan))
+        assert key is not None, "the largest step of single tokens is captured when the engine is built"
+        self.buffers.fill_decode(plan, self._rows, key.size)
         draws = self.buffers.fill_draws(plan)
-
-        def body() -> Tensor:
-            hidden = self._forward(batch, size)
-            if draws is None:
-                self._choose(hidden, None, batch.paging.seq_lens)
-            return hidden
-
-        hidden = self._replay(("decode" if draws is None else "layers", size), body)
+        hidden = self.graphs.replay(key)
         if draws is not None:
-            self._choose(hidden, draws, batch.paging.seq_lens)
+            self._choose(hidden, draws, self.buffers.seq_lens.view(key.size))
         return hidden
 
     def _run_mixed(self, plan: Plan) -> Tensor:
         """Chunks of prompts, and single tokens among them -> hidden [rows]."""
-        size = min(next((size for size in MIXED_SIZES if size >= plan.num_tokens), 0), self.buffers.max_tokens)
-        captured = self.buffers.fill_mixed(plan, self._rows, size) if size else None
-        batch = captured if captured is not None else self.buffers.fill(plan, self._rows)
-        draws = self.buffers.fill_draws(plan)
-        if captured is not None:
-            key = "mixed" if 1 in plan.counts else "prompts", size
-            hidden = self._replay(key, lambda: self._forward(captured, self.max_rows))
-            ends = batch.paging.query_starts[1 : len(plan) + 1].long() - 1
-            hidden = hidden[ends]
+        kind = "crowded" if len(plan) > MIXED_ROWS else "mixed" if 1 in plan.counts else "prompts"
+        key = self.graphs.find(kind, plan.num_tokens)
+        if key is not None and self.buffers.has_room(plan, key.size):
+            self.buffers.fill_mixed(plan, self._rows, key.size, self._most_rows(kind))
+            draws = self.buffers.fill_draws(plan)
+            hidden = self.graphs.replay(key)[: len(plan)]
         else:
+            batch = self.buffers.fill(plan, self._rows)
+            draws = self.buffers.fill_draws(plan)
             hidden = self._forward(batch, len(plan), batch.paging.ends())
-        self._choose(hidden, draws, batch.paging.seq_lens)
+        self._choose(hidden, draws, self.buffers.seq_lens.view(len(plan)))
         return hidden
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         self._feed(batch, num_rows)
         return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
 
-    def _replay(self, key: tuple[str, int], body: Callable[[], Tensor]) -> Tensor:
-        """What `body` computes, captured when it is first needed: its buffers stay where they are."""
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(body)
-        graph, result = self._graphs[key]
-        graph.replay()
-        return result
+    def _run_captured(self, key: Key) -> Tensor:
+        """A step of the kind and size that a graph has, on the buffers as they are."""
+        if key.kind in ("decode", "layers"):
+            batch = self.buffers.decode_batch(key.size)
+            hidden = self._forward(batch, key.size)
+            if key.kind == "decode":
+                self._choose(hidden, None, batch.paging.seq_lens)
+            return hidden
+        rows = self._most_rows(key.kind)
+        batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
+        return self._forward(batch, rows, self.buffers.ends_of(batch, rows))
 
-    def _capture(self, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Run it once, so that every kernel is compiled and every buffer is there, and once more to be recorded."""
-        before = self._tokens.clone()
-        body()
-        self._tokens.copy_(before)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = body()
-        return graph, result
+    def _most_rows(self, kind: str) -> int:
+        """Of a captured step with prompts."""
+        return self.max_rows if kind == "crowded" else min(MIXED_ROWS, self.max_rows)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture the first steps, when all else is in place; every kernel is run by that."""
+        self.buffers.fill_nothing(self.buffers.max_tokens, self.max_rows)
+        self.graphs.begin()
+
+    def idle(self) -> bool:
+        """Capture another step while there is nothing to run; whether there are more."""
+        return self.graphs.capture_next()

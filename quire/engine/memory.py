@@ -14,8 +14,8 @@ from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
 
 CPU_SHARE = 0.25  # of what is free: a laptop has other things to do
-# What a step takes is measured and set aside; the rest is for what is loaded later (plans of cuDNN, kernels of sizes
-# that come up for the first time) and for pieces of memory too small to be of use.
+# What a step takes is measured and set aside; the rest is for what is loaded later (kernels of sizes that come up for
+# the first time) and for pieces of memory too small to be of use.
 CUDA_SHARE = 0.95
 # Captured graphs compute in memory of their own, which they share: never more than the largest step takes, so that is
 # set aside a second time. The driver keeps a few MiB more for each of the about forty sizes that are captured.

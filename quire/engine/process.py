@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
+QUIET_S = 0.02  # a step without updates is reported if nothing has been for so long
 
 log = logging.getLogger("quire.engine")
 
@@ -86,17 +87,26 @@ class EngineLoop:
         self._path = path
         self._grammars: Grammars | None = None
         self._begun: set[str] = set()
+        self._reported = 0.0
         engine.before_run = self._announce
 
     def run(self) -> None:
         engine, link = self._engine, self._link
+        can_prepare = True
         while not link.closed:
-            for message in link.receive(wait=not engine.has_work):
+            for message in link.receive(wait=not engine.has_work and not can_prepare):
                 self._obey(message)
             if engine.has_work and not link.closed:
-                begin = time.perf_counter()
-                updates = engine.step()
-                self._report(updates, time.perf_counter() - begin)
+                self._step()
+            can_prepare = engine.has_work or engine.idle()
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        updates = self._engine.step()
+        now = time.perf_counter()
+        if updates or now - self._reported > QUIET_S:
+            self._report(updates, now - begin)
+            self._reported = now
 
     def _obey(self, message: ToEngine) -> None:
         match message:

@@ -1,6 +1,6 @@
 """Runner: computes one plan with a model and gives back what was sampled. It keeps no requests and makes no decisions.
 
-`run` is the whole seam to the scheduler; a fake one that returns numbers stands in for it in the core's tests.
+`launch` is the whole seam to the scheduler; a fake one that returns numbers stands in for it in the core's tests.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class Runner(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Called once, before the first plan."""
+        ...
+
+    def idle(self) -> bool:
+        """Prepare for later plans while there is none to run, for some milliseconds; whether there is more to do."""
+        ...
+
 
 class Places(NamedTuple):
     """Positions whose next token is wanted: the plan's row, and the place in the step."""
@@ -68,6 +76,12 @@ class ModelRunner:
         self.cache.copy_blocks(plan.copies)
         sampled = self._finish(plan, self.buffers.fill(plan))
         return lambda: sampled
+
+    def prepare(self) -> None:
+        pass
+
+    def idle(self) -> bool:
+        return False
 
     def _finish(self, plan: Plan, batch: Batch) -> Sampled:
         """Run the model on a batch and choose its rows' tokens."""

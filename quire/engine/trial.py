@@ -1,12 +1,11 @@
 """The largest step there can be, computed once before the cache is made: what it takes of a GPU is measured.
 
-It also has every kernel of a step compiled, so a GPU that cannot run one is found out at start and not by a request.
-`engine.py` has a Trial measured; a CPU is never asked.
+A GPU that cannot run one of the kernels is found out by that, at start and not by a request. `engine.py` has a Trial
+measured; a CPU is never asked.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -15,7 +14,7 @@ import torch
 
 from quire.core.plan import Plan
 from quire.core.request import Request
-from quire.engine.batch import Batch, BatchBuffers
+from quire.engine.batch import Batch, BatchBuffers, BufferShape
 from quire.engine.cache import BlockShape, CacheLayout, CacheTensors
 from quire.engine.faults import kernels_tried, told_clearly
 from quire.engine.memory import CacheSize
@@ -47,8 +46,8 @@ class Trial:
         remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
         device = self.ops.device
         with told_clearly(what, remedy, device), kernels_tried(self.ops):
-            self._compile()
             libraries.join()
+            self._run(1, 1)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_reserved(device)
@@ -57,70 +56,30 @@ class Trial:
         torch.cuda.empty_cache()
         return int(taken)
 
-    def _compile(self) -> None:
-        """Kernels take seconds to compile, so they are tried on few tokens first, and in several threads."""
-        with ThreadPoolExecutor(2) as beside:
-            tried = [beside.submit(self._attend)]
-            if self.ops.fused is not None:
-                tried.append(beside.submit(self._choose))
-            self._run(1, 1)
-            for each in tried:
-                each.result()
-
-    @torch.inference_mode()
-    def _attend(self) -> None:
-        """The attention of a step with a prompt in it, once for each window that layers have."""
-        batch, cache = self._lay_out(min(self.max_tokens, self.max_requests + 1), self.max_requests)
-        x = self.model.embedding(batch.tokens)
-        kinds = {layer.attention.window: place for place, layer in enumerate(self.model.layers)}
-        for place in kinds.values():
-            self.model.layers[place].attention(x, batch.positions, batch.paging, cache.layers[place])
-
-    @torch.inference_mode()
-    def _choose(self) -> None:
-        """What is done around a step's layers: its numbers are sent, and tokens fed and chosen."""
-        from quire.engine.gpu_batch import GpuBuffers  # these load Triton
-        from quire.kernels.cuda.best import BestFinder
-        from quire.kernels.cuda.feed import feed
-
-        num_groups, device, rows = len(self.layout.windows), self.ops.device, self.max_requests
-        buffers = GpuBuffers(1, rows, self.max_len, num_groups, self.block_size, device)
-        plan = largest_plan(1, 1, self.max_len, self.block_size, num_groups)
-        batch = buffers.fill(plan, {}, 1, rows)
-        assert batch.feeds is not None
-        tokens, scores = torch.zeros_like(batch.feeds, dtype=torch.int64), torch.zeros(rows, device=device)
-        feed(batch.tokens, batch.paging.query_starts, batch.feeds, tokens, rows)
-        logits = self.model.embedding(batch.tokens).new_zeros(1, self.model.head.weight.shape[0])
-        BestFinder(rows, device)(logits, tokens, scores)
-
     def _run(self, num_tokens: int, num_requests: int) -> None:
         batch, cache = self._lay_out(num_tokens, num_requests)
         run_step(self.model, batch, cache)
         torch.cuda.synchronize(self.ops.device)
 
     def _lay_out(self, num_tokens: int, num_requests: int) -> tuple[Batch, CacheTensors]:
-        num_groups, max_len, device = len(self.layout.windows), self.max_len, self.ops.device
-        buffers = BatchBuffers(num_tokens, num_requests, max_len, num_groups, self.block_size, device)
+        windows, max_len, device = self.layout.windows, self.max_len, self.ops.device
+        buffers = BatchBuffers(BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, device))
         size = CacheSize(ONLY_BLOCK, self.block_size, 0, max_len, 1)
-        plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, num_groups)
+        plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, len(windows))
         return buffers.fill(plan), CacheTensors(self.layout, size, self.block, device)
 
 
-def read_libraries(device: torch.device, dtype: torch.dtype, *, cudnn: bool) -> Thread:
-    """Have cuBLAS, and cuDNN if it is used, loaded while the weights are and while kernels are compiled: they are
-    large files."""
-    thread = Thread(target=_touch_libraries, args=(device, dtype, cudnn), name="libraries", daemon=True)
+def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
+    """Have cuBLAS loaded while the weights are and while kernels are compiled: it is a large file."""
+    thread = Thread(target=_touch_libraries, args=(device, dtype), name="libraries", daemon=True)
     thread.start()
     return thread
 
 
-def _touch_libraries(device: torch.device, dtype: torch.dtype, cudnn: bool) -> None:
+def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
     with suppress(RuntimeError):  # what fails here fails again where it is needed, and is told there
         x = torch.zeros(64, 64, dtype=dtype, device=device)
         torch.mm(x, x)
-        if cudnn:
-            heads = x.view(1, 1, 64, 64)
-            torch.ops.aten._scaled_dot_product_cudnn_attention(heads, heads, heads, None, False, 0.0, True)
         torch.cuda.synchronize(device)
 
 

@@ -26,7 +26,6 @@ class Fused:
     turn_and_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
     turn_and_attend: Callable[..., Tensor]  # those, and attention
     gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear, and silu_mul or gelu_mul
-    chunk_unit: int = 1  # attention is fastest if prompts are cut at multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,12 @@ class Kernels:
     linear: Callable[[Tensor, Tensor], Tensor]
     fused: Fused | None = None  # set on GPUs with our own kernels
     native: Native | None = None  # set where weights must be packed for our own kernels
+    exact: bool = False  # set on GPUs where a row's numbers must not depend on the others
+
+    @property
+    def row_unit(self) -> int:
+        """A product of many rows takes as long as one of the next multiple of so many."""
+        return 1 if self.fused is None else 128
 
 
 def select(
@@ -60,9 +65,9 @@ def select(
 
     device = torch.device(device)
     backend = reference if plain and device.type != "cpu" else _backend(device.type, native, exact)
-    names = [field.name for field in fields(Kernels) if field.name not in ("device", "fused", "native")]
+    names = [field.name for field in fields(Kernels) if field.name not in ("device", "fused", "native", "exact")]
     chosen = {name: getattr(backend, name, getattr(reference, name)) for name in names}
-    return Kernels(device, **chosen, fused=getattr(backend, "fused", None), native=native)
+    return Kernels(device, **chosen, fused=getattr(backend, "fused", None), native=native, exact=exact)
 
 
 def _backend(kind: str, native: Native | None, exact: bool) -> Any:

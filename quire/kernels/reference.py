@@ -86,15 +86,13 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
-    own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """q [tokens, heads, head_dim] -> [tokens, heads, head_dim], over the keys and values that block tables point to.
 
     Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
     only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
     scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: each sees those
-    its mask names (itself among them) and its position is the row's context plus its depth. `own` are the step's keys
-    and values, which the cache has too: a backend may read them here.
+    its mask names (itself among them) and its position is the row's context plus its depth.
     """
     out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):

@@ -64,7 +64,7 @@ class Attention:
             return self.output(out.flatten(1))
         q, k = self._turn_and_store(q, k, v, positions, paging.slots[cache.group], cache)
         if ends is None:
-            out = self.ops.attention(q, cache, paging, **options, own=(k, v))
+            out = self.ops.attention(q, cache, paging, **options)
         else:
             out = self.ops.attention(q[ends.tokens], cache, ends.paging, **options)
         return self.output(out.flatten(1))

@@ -2,6 +2,7 @@
 
 A slot of the cache remembers (token, position) of what was written there. A row is right only if, position by position,
 the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early free is seen at once.
+A plan that fails leaves nothing in the blocks that it wrote, and what others computed from them is as worthless.
 The next token is a hash of all tokens before it, so an answer depends on the whole context and on nothing else.
 """
 
@@ -27,9 +28,12 @@ class FakeRunner:
         self.kv = kv
         self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.on_host: dict[int, list[tuple[int, int] | None]] = {}
+        self.is_broken = False  # a plan in flight fails: those behind it may read what is not there
+        self.num_read_in_flight = 0  # positions that were read by the plan that wrote them, in another row
+        self.num_rows_lost = 0  # that read what a plan which fails was to write
 
-    def run(self, plan: Plan, context: dict[str, list[int]]) -> Sampled:
-        """`context` holds each request's tokens, those still in flight included."""
+    def run(self, plan: Plan, context: dict[str, list[int]], *, fails: bool = False) -> Sampled:
+        """`context` holds each request's tokens, those still in flight included. A plan that fails writes rubbish."""
         self._move(plan)
         writers: dict[int, Request] = {}
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
@@ -38,8 +42,13 @@ class FakeRunner:
             assert len(tokens) == start + count, "planned past what is known"
             assert len(tokens) < request.max_len, "the last token's k and v are of no use to anybody"
             self._write(request, tokens, start, writers)
-        for (request, start, _), tokens in zip(rows, texts, strict=True):
-            self._read(request, tokens, start)
+        for row, ((request, start, _), tokens) in enumerate(zip(rows, texts, strict=True)):
+            if not self._read(request, tokens, start, writers):
+                self._spoil(plan.computed_blocks([row], self.block_size))
+                self.num_rows_lost += 1
+        if fails:
+            self._spoil(plan.filled_blocks | plan.computed_blocks(range(len(plan)), self.block_size))
+            self.is_broken = True
         return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
 
     def _move(self, plan: Plan) -> None:
@@ -61,17 +70,28 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert block, "writes to a block it does not have"
                 assert writers.setdefault(block, request) is request, f"block {block} has two writers"
-                assert self.kv.pool.refs[block] == 1, f"block {block} is written while it is shared"
-                assert block not in self.kv.tree.owners, f"block {block} is written though it is published"
+                is_new = block in self.kv.filling
+                assert is_new or self.kv.pool.refs[block] == 1, f"block {block} is written while it is shared"
+                assert is_new or block not in self.kv.tree.owners, f"block {block} is written though it is published"
                 self.cells[block][position % self.block_size] = (tokens[position], position)
 
-    def _read(self, request: Request, tokens: list[int], start: int) -> None:
+    def _read(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> bool:
+        """Whether all that a row looks at is there."""
         for table, window in zip(request.tables, self.windows, strict=True):
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, len(tokens)):
                 block = table[position // self.block_size]
                 assert block, f"position {position} is read but its block was given back"
-                assert self.cells[block][position % self.block_size] == (tokens[position], position)
+                cell = self.cells[block][position % self.block_size]
+                if cell is None and self.is_broken:
+                    return False
+                assert cell == (tokens[position], position)
+                self.num_read_in_flight += position < start and writers.get(block, request) is not request
+        return True
+
+    def _spoil(self, blocks: set[int]) -> None:
+        for block in blocks:
+            self.cells[block] = [None] * self.block_size
 
     def _sample(self, request: Request, tokens: list[int], num_yields: int) -> list[int]:
         """Accept drafts as long as they are what would have been sampled, then add one token."""

@@ -73,6 +73,7 @@ def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
     assert [r.rank for r in running] == sorted(r.rank for r in running)
     waiting = [request for _, request in scheduler._waiting if not request.finished]
     assert len(waiting) == scheduler.num_waiting
+    assert sum(len(request.tokens) for request in waiting) == scheduler._waiting_tokens
     assert sum(request.state is State.RUNNING for request in live) == len(running)
     assert sum(request.state is State.WAITING for request in live) == len(waiting)
     for request in live:

@@ -1,6 +1,6 @@
 """The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
-flight, preempted requests computed again or kept on the host. After every step the invariants hold, and every answer is
-the one the request would get alone."""
+flight, plans that fail, prefixes shared while they are computed, preempted requests computed again or kept on the host.
+After every step the invariants hold, and every answer is the one the request would get alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from quire.core.pace import Pace
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, Update
-from quire.core.policy import Continuous, Dynamic, Policy, Static
+from quire.core.policy import Continuous, Dynamic, Policy, Static, WaitingRatio
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
@@ -40,7 +41,7 @@ class World:
         self.num_blocks = -(-rng.randint(20, 100) // self.block_size) * len(self.windows)
         self.depth = rng.choice([1, 1, 2])
         max_requests = rng.randint(1, 8)
-        spare = rng.randint(0, 20)
+        spare = rng.choice([rng.randint(0, 20), rng.randint(20, 120)])
         self.scheduler = Scheduler(
             self.num_blocks,
             self.block_size,
@@ -51,10 +52,13 @@ class World:
             prefix_cache=rng.random() < 0.8,
             swap_slots=rng.choice([0, rng.randint(1, 20), 1000]),
             costs=SwapCosts(rng.choice([None, 0.0, 1.0, 1.0]), rng.choice([None, 0.3, 1.0, 1.0])),
-            chunk_unit=rng.choice([1, rng.randint(1, max(1, spare // 2))]),
         )
+        if rng.random() < 0.4:
+            self.scheduler.pace = Pace(
+                1.0, rng.choice([1, 1, 8]), rng.choice([None, 0.2, 2.0]), rng.choice([None, 0.01, 0.2, 3.0])
+            )
         self.runner = FakeRunner(self.num_blocks, self.block_size, self.windows, self.scheduler.kv)
-        self.in_flight: deque[tuple[Plan, Sampled]] = deque()
+        self.in_flight: deque[tuple[Plan, Sampled, bool]] = deque()  # and whether it fails
         self.context: dict[str, list[int]] = {}
         self.delivered: dict[str, list[int]] = {}
         self.final: dict[str, Update] = {}
@@ -65,7 +69,8 @@ class World:
     def _batching(self):
         rng = self.random
         size = rng.randint(1, 6)
-        return rng.choice([Continuous(), Continuous(), Static(size), Dynamic(size, rng.uniform(0, 5))])
+        dynamic, ratio = Dynamic(size, rng.uniform(0, 5)), WaitingRatio(rng.uniform(0, 2), rng.randint(0, 9))
+        return rng.choice([Continuous(), Continuous(), Continuous(), Static(size), dynamic, ratio])
 
     def arrive(self) -> None:
         rng = self.random
@@ -74,10 +79,11 @@ class World:
             other = rng.choice(list(self.everyone.values())).tokens
             prompt = other[: rng.randint(1, len(other))] + prompt[: rng.randint(0, 5)]
         leader, salt, priority = None, rng.choice([b"", b"", b"tenant"]), rng.randint(-2, 2)
+        are_samples = rng.random() < 0.5  # of one request; otherwise they only begin alike
         for _ in range(rng.choice([1, 1, 1, 2, 4])):
             request = Request(
                 f"r{len(self.everyone)}",
-                prompt,
+                prompt if are_samples else prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))],
                 SamplingParams(min_tokens=rng.choice([0, 0, 2]), max_tokens=None),
                 end_token_ids=frozenset([END]),
                 seed=rng.randrange(3),
@@ -86,7 +92,7 @@ class World:
                 max_tokens=rng.randint(2, 60),
                 leader=leader,
             )
-            leader = leader or request
+            leader = leader or (request if are_samples else None)
             self._submit(request)
 
     def _submit(self, request: Request) -> None:
@@ -128,10 +134,11 @@ class World:
             self.break_down(plan)
             return True
         self.num_copies += len(plan.copies)
-        sampled = self.runner.run(plan, self.context)
+        fails = self.random.random() < 0.01
+        sampled = self.runner.run(plan, self.context, fails=fails)
         for request, tokens in zip(plan.requests, sampled.tokens, strict=True):
             self.context[request.id] += tokens
-        self.in_flight.append((plan, sampled))
+        self.in_flight.append((plan, sampled, fails))
         return True
 
     def break_down(self, plan: Plan) -> None:
@@ -145,12 +152,9 @@ class World:
             self.scheduler._preempt(self.random.choice(self.scheduler.running))
 
     def land(self) -> None:
-        plan, sampled = self.in_flight.popleft()
-        if self.random.random() < 0.01:
-            updates = self.scheduler.fail(plan, "the step failed")
-        else:
-            updates = self.scheduler.commit(plan, sampled)
-        self.take(updates)
+        plan, sampled, fails = self.in_flight.popleft()
+        self.take(self.scheduler.fail(plan, "the step failed") if fails else self.scheduler.commit(plan, sampled))
+        self.runner.is_broken = any(fails for _, _, fails in self.in_flight)
 
     def take(self, updates: list[Update]) -> None:
         for update in updates:
@@ -164,7 +168,7 @@ class World:
         self.launch()
         if len(self.in_flight) >= self.depth or (self.in_flight and self.random.random() < 0.2):
             self.land()
-        named = [request for plan, _ in self.in_flight for request in plan.requests]
+        named = [request for plan, _, _ in self.in_flight for request in plan.requests]
         check(self.scheduler, [r for r in named if r.id not in self.scheduler.requests])
 
     def drain(self) -> None:
@@ -205,7 +209,7 @@ def answer_alone(request: Request) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed: int) -> None:
-    num_preemptions = num_swaps = num_cached = num_copies = 0
+    num_preemptions = num_swaps = num_cached = num_copies = num_read_in_flight = num_rows_lost = 0
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
@@ -225,4 +229,7 @@ def test_random_traffic(seed: int) -> None:
         num_swaps += world.scheduler.counters.swaps
         num_cached += world.scheduler.counters.cached_tokens
         num_copies += world.num_copies
-    assert min(num_preemptions, num_swaps, num_cached, num_copies) > 0, "the traffic was too light to show anything"
+        num_read_in_flight += world.runner.num_read_in_flight
+        num_rows_lost += world.runner.num_rows_lost
+    seen = (num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost)
+    assert min(seen) > 0, f"the traffic was too light to show anything: {seen}"

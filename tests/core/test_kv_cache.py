@@ -17,7 +17,7 @@ def running(kv: KVCache, num_prompt: int) -> Request:
     request.tokens.append(99)
     request.num_computed = request.num_planned = num_prompt
     request.state = State.RUNNING
-    kv.publish(request)
+    kv.publish(request, num_prompt)
     return request
 
 

@@ -57,23 +57,6 @@ def test_a_long_prompt_does_not_stall_those_that_run() -> None:
         assert rows["long"][1] == 7
 
 
-def test_prompts_are_cut_at_units() -> None:
-    scheduler = make(max_tokens=20, max_requests=2, chunk_unit=8)
-    scheduler.add(ask("a", 30))
-    scheduler.add(ask("b", 10, first=500))
-    assert step(scheduler) == {"a": (0, 16)}  # four more fit, of neither
-    assert step(scheduler) == {"a": (16, 14)}
-    assert step(scheduler) == {"a": (30, 1), "b": (0, 10)}
-
-
-def test_a_unit_begins_where_a_known_prefix_does_not() -> None:
-    scheduler = make(max_tokens=20, max_requests=2, chunk_unit=8)
-    scheduler.add(ask("a", 5, max_tokens=1))
-    step(scheduler)
-    scheduler.add(ask("b", 40))
-    assert [step(scheduler)["b"] for _ in range(2)] == [(4, 20), (24, 16)]
-
-
 def test_every_running_request_gets_a_token_before_anyone_gets_more() -> None:
     scheduler = make(max_tokens=10, max_requests=4)
     for index, name in enumerate("abc"):

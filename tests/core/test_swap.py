@@ -174,24 +174,6 @@ def test_a_plan_that_was_not_begun_takes_its_copies_to_the_host_with_it() -> Non
     assert (plan.starts, plan.swap_in) == ([0], [])
 
 
-def test_a_plan_that_was_not_begun_ends_those_whose_blocks_it_was_to_fill() -> None:
-    """A batch is formed at once, so one may come back from the host in a plan that has no tokens left for it."""
-    scheduler = make(max_tokens=8, policy=Policy(Static(2)))
-    requests = [ask("a", 7), ask("b", 7, first=300)]
-    for request in requests:
-        scheduler.add(request)
-    step(scheduler)
-    step(scheduler)
-    for request in requests:
-        scheduler._preempt(request)
-    scheduler.max_tokens_per_step = 1
-    plan = plan_of(scheduler)
-    assert plan.requests == requests[:1]
-    assert requests[1].state is State.RUNNING
-    assert {update.id for update in scheduler.fail(plan, "broken")} == {"a", "b"}
-    assert (scheduler.kv.pool.num_free, scheduler.swap.num_free) == (64, 64)
-
-
 def test_a_sample_that_can_share_its_leaders_blocks_again_needs_no_copy() -> None:
     scheduler = make()
     leader = ask("a#0", 10)

@@ -12,7 +12,6 @@ from quire.kernels.cuda import ops
 from quire.kernels.cuda.best import BestFinder
 from quire.kernels.cuda.deliver import Delivery
 from quire.kernels.cuda.feed import feed
-from quire.kernels.cuda.prompts import join
 from quire.kernels.paging import LayerCache
 
 pytestmark = pytest.mark.cuda
@@ -109,17 +108,6 @@ def test_gated_linear(rows, size, inputs, dtype):
     products = (x.double() @ weight.double().T).to(dtype)
     assert_near(ops.fused.gated_linear(x, weight, "silu"), reference.silu_mul(products), dtype)
     assert_near(ops.fused.gated_linear(x, weight, "gelu_tanh"), reference.gelu_mul(products), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("queries", "heads", "dim"), [(1, 1, 16), (5, 9, 80), (17, 32, 128)])
-def test_join(queries, heads, dim, dtype):
-    own, past = draw(1, queries, heads, dim, dtype=dtype), draw(1, queries, heads, dim, dtype=dtype)
-    own_mass, past_mass = 9 * draw(heads, queries), 9 * draw(heads, queries)
-    share = torch.softmax(torch.stack((own_mass, past_mass)).double(), dim=0).transpose(1, 2)[:, None, ..., None]
-    expected = own.double() * share[0] + past.double() * share[1]
-    join(own, own_mass, past, past_mass)
-    assert_near(own, expected, dtype)
 
 
 @pytest.mark.parametrize("size", [5, 4096, 20_011, 128_256])

@@ -117,6 +117,9 @@ class FailingRunner:
         self.at_launch, self.at_end = at_launch, at_end
         self.launched: list[int] = []
 
+    def idle(self) -> bool:
+        return False
+
     def launch(self, plan: Plan) -> Any:
         self.launched.append(plan.step)
         if error := self.at_launch.get(len(self.launched)):

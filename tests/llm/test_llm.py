@@ -37,6 +37,11 @@ def test_it_knows_the_capital_of_france(llm: LLM) -> None:
     assert out.finished
 
 
+def test_answers_that_are_taken_whole_have_no_target_between_tokens(llm: LLM) -> None:
+    assert llm.config.itl_target_ms == 0.0
+    assert llm._client.engine.scheduler.pace.target_s is None
+
+
 def test_prompts_come_back_in_their_order(llm: LLM) -> None:
     prompts = ["One, two, three,", {"prompt_token_ids": llm.get_tokenizer().encode("The sky is")}, "Water boils at"]
     outs = llm.generate(prompts, GREEDY)

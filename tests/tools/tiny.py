@@ -12,7 +12,7 @@ from quire.core.policy import Policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
-from quire.engine.batch import BatchBuffers
+from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import BlockShape, CacheTensors, lay_out
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
@@ -87,7 +87,7 @@ class TinyEngine:
         ops = ops or select(CPU)
         block = BlockShape(*ops.cache_shapes(kv_dtype, block_size, config.num_kv_heads, config.head_dim))
         cache = CacheTensors(layout, size, block, CPU, swap_slots)
-        buffers = BatchBuffers(max_tokens, max_requests, config.max_len, len(layout.windows), block_size, CPU)
+        buffers = BatchBuffers(BufferShape(max_tokens, max_requests, config.max_len, layout.windows, block_size, CPU))
         recorded = ops.record(model or tiny_model(config), cache.layers, max_tokens)
         self.runner = ModelRunner(recorded, cache, buffers, ops)
 

@@ -66,7 +66,6 @@ class NativeOps:
         window: int | None = None,
         slopes: Tensor | None = None,
         softcap: float | None = None,
-        own: Any = None,
     ) -> Any:
         options: dict[str, Any] = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
         if isinstance(q, Tensor):

@@ -77,7 +77,6 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
-    own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     if slopes is not None or softcap is not None:
         return reference.attention(q, cache, paging, scale=scale, window=window, slopes=slopes, softcap=softcap)

@@ -1,23 +1,27 @@
-"""Attention on the GPU, for any mix of rows: single queries go one way, tiles of queries another, long prompts a third.
+"""Attention on the GPU, for any mix of rows: those of one query go one way, those of several another.
 
-What depends only on the step's shape is worked out once, by the first layer, and kept in the Paging. With `exact` the
-ways give the same bits: single queries take the same keys at a time as tiles do, and nothing goes to cuDNN.
+Rows of one query are computed by `decode` (or `single`, where that does not fit), rows of several by `varlen` on Hopper
+and by `prefill` elsewhere. What depends only on the step's shape is worked out once, by the first layer, and kept in
+the Paging. With `exact` the ways give the same bits: single queries take the same keys at a time as tiles do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention, suits
+from quire.kernels.cuda import decode, varlen
+from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
+from quire.kernels.cuda.parts import room_for_splits, split_contexts
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
-from quire.kernels.cuda.prompts import PromptRows, attend_prompts, find_prompts, has_parts, part
 from quire.kernels.cuda.rotary import rope_store
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.single import attend_singly
@@ -26,57 +30,86 @@ from quire.kernels.paging import LayerCache, Paging
 
 @dataclass(slots=True)
 class Work:
-    """A step's rows by how they are computed."""
+    """How a step's rows are computed. A captured step comes with all that it needs; otherwise it is found when asked.
 
-    all_single: bool
-    singles: Tensor | None  # [n] int32, rows of one query, where not all are
-    tiles: Tiles | None
-    prompts: list[PromptRows]  # rows that are long enough for cuDNN
+    Layers with another window see other keys, so what programs take of them is kept by window.
+    """
 
-
-class Reach(NamedTuple):
-    """What of a step cuDNN may be given: whole prompts, and prompts that have a context."""
-
-    prompts: bool
-    with_context: bool
+    has_singles: bool  # rows of one query
+    has_others: bool
+    splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `parts.split_contexts`
+    items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen.plan_items`
+    tiles: Tiles | None = None  # of the others, for `prefill`
 
 
-NOTHING = Reach(False, False)
+def find_work(paging: Paging) -> Work:
+    """This step's, worked out by its first layer."""
+    if paging.work is None:
+        counts = count_queries(paging)
+        trees = paging.ancestors is not None
+        paging.work = Work(not trees and 1 in counts, trees or any(count != 1 for count in counts))
+    work: Work = paging.work
+    return work
 
 
-def plan_work(paging: Paging, device: torch.device, reach: Reach) -> Work:
-    counts = [stop - start for start, stop in pairwise(paging.host_query_starts)]
-    if paging.ancestors is None and all(count == 1 for count in counts):
-        return Work(True, None, None, [])
-    prompts: list[PromptRows] = []
-    if reach.prompts and paging.ancestors is None:
-        prompts = find_prompts(paging, counts, with_context=reach.with_context)
-    done = {row: rows.length for rows in prompts for row in rows.rows}
-    singles, tiles = cut(counts, done, trees=paging.ancestors is not None)
-    return Work(False, _column(singles, device), _tiles(tiles, device), prompts)
+def find_splits(work: Work, paging: Paging, window: int | None, kv_heads: int, *, exact: bool) -> Tensor:
+    if window not in work.splits:
+        rows = np.flatnonzero(np.array(count_queries(paging)) == 1)
+        ends = np.array(paging.host_seq_lens)[rows]
+        room = len(rows) if exact else room_for_splits(len(rows), kv_heads)
+        splits = split_rows(rows, ends, window, room)
+        work.splits[window] = send(splits, paging.seq_lens.device)
+    return work.splits[window]
 
 
-def cut(counts: Sequence[int], done: Mapping[int, int], *, trees: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Rows of one query, and tiles of the others: (row, first query). `done` says how many of a row's need nothing."""
-    singles = [] if trees else [row for row, count in enumerate(counts) if count == 1]
-    tiles = [
+def find_items(work: Work, paging: Paging, window: int | None, q: Tensor, cache: LayerCache) -> Tensor:
+    if window not in work.items:
+        kv_heads, page = cache.k.shape[1:3]
+        items = cut_items(count_queries(paging), paging.host_seq_lens, q.shape[1] // kv_heads, kv_heads, page, window)
+        work.items[window] = send(items, q.device)
+    return work.items[window]
+
+
+def find_tiles(work: Work, paging: Paging) -> Tiles:
+    if work.tiles is None:
+        tiles = cut_tiles(count_queries(paging), trees=paging.ancestors is not None)
+        work.tiles = Tiles(send(Tiles.flatten(tiles), paging.seq_lens.device))
+    return work.tiles
+
+
+def count_queries(paging: Paging) -> list[int]:
+    return [stop - start for start, stop in pairwise(paging.host_query_starts)]
+
+
+def split_rows(rows: NDArray[np.int64], ends: NDArray[np.int64], window: int | None, room: int) -> NDArray[np.int32]:
+    """What each program takes of rows of one query whose contexts end there, [n, FIELDS]."""
+    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    splits = split_contexts(firsts, ends, room)
+    splits[:, 0] = rows[splits[:, 0]]
+    return splits
+
+
+def cut_items(
+    counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
+) -> NDArray[np.int32]:
+    """What programs take of the rows of several queries: see `varlen.plan_items`."""
+    several = np.array(counts)
+    several[several == 1] = 0
+    return varlen.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
+
+
+def cut_tiles(counts: Sequence[int], *, trees: bool = False) -> list[tuple[int, int]]:
+    """Tiles of rows that have several queries, or are trees: (row, first query)."""
+    return [
         (row, first)
         for row, count in enumerate(counts)
         if trees or count != 1
-        for first in range(done.get(row, 0), count, TILE_QUERIES)
+        for first in range(0, count, TILE_QUERIES)
     ]
-    return singles, tiles
 
 
-def _column(numbers: Sequence[int], device: torch.device) -> Tensor | None:
-    if not numbers:
-        return None
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
-
-
-def _tiles(tiles: Sequence[tuple[int, int]], device: torch.device) -> Tiles | None:
-    numbers = _column(Tiles.flatten(tiles) if tiles else [], device)
-    return None if numbers is None else Tiles(numbers)
+def send(numbers: Sequence[int] | NDArray[np.int32], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.asarray(numbers, np.int32)).to(device, non_blocking=True)
 
 
 def attention(
@@ -88,30 +121,22 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
-    own: tuple[Tensor, Tensor] | None = None,
     exact: bool = False,
 ) -> Tensor:
     """As in the reference."""
-    scoring = Scoring(scale, window, slopes, softcap)
-    work = find_work(paging, q.device, NOTHING if own is None or exact else find_reach(q, cache, scoring))
-    attend = decode_attention
-    if exact or not suits(q, cache.k.shape[1]):
-        attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
-    if len(work.prompts) == 1 and work.prompts[0].num_tokens == q.shape[0]:
-        assert own is not None
-        return attend_prompts(q, *own, work.prompts[0], cache, paging, scale).reshape(q.shape)
+    scoring, kv_heads = Scoring(scale, window, slopes, softcap), cache.k.shape[1]
+    work = find_work(paging)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tables = paging.block_tables[cache.group]
-    if work.all_single:
-        attend(q, cache, tables, paging.seq_lens, out, scoring)
-        return out
-    for rows in work.prompts:
-        assert own is not None
-        part(out, rows).copy_(attend_prompts(q, *own, rows, cache, paging, scale))
-    if work.singles is not None:
-        attend(q, cache, tables, paging.seq_lens, out, scoring, rows=work.singles, starts=paging.query_starts)
-    if work.tiles is not None:
-        prefill_attention(q, cache, paging, work.tiles, out, scoring, exact=exact)
+    if work.has_singles:
+        attend = decode_attention
+        if exact or not decode.suits(q, kv_heads):
+            attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
+        attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
+    if work.has_others:
+        if not exact and paging.ancestors is None and varlen.suits(q.dtype, cache, scoring):
+            varlen.varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
+        else:
+            prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
     return out
 
 
@@ -120,30 +145,12 @@ def turn_and_attend(
     paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
-    scoring = Scoring(scale, window, None, softcap)
-    is_few = not exact and q.shape[0] <= NEW_ROWS and suits(q, cache.k.shape[1])
-    if is_few and find_work(paging, q.device, find_reach(q, cache, scoring)).all_single:
+    kv_heads, work = cache.k.shape[1], find_work(paging)
+    if not exact and not work.has_others and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        new = New(k, v, angles, interleaved)
-        decode_attention(q, cache, paging.block_tables[cache.group], paging.seq_lens, out, scoring, new=new)
+        splits = find_splits(work, paging, window, kv_heads, exact=False)
+        scoring, new = Scoring(scale, window, None, softcap), New(k, v, angles, interleaved)
+        decode_attention(q, cache, paging, splits, out, scoring, new=new)
         return out
     rope_store(q, k, v, positions, angles, interleaved, cache, paging.slots[cache.group])
-    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, own=(k, v), exact=exact)
-
-
-def find_reach(q: Tensor, cache: LayerCache, scoring: Scoring) -> Reach:
-    if not scoring.is_plain or q.dtype == torch.float32:
-        return NOTHING
-    return Reach(True, has_parts(q.shape[1], cache.k.shape[1], q.shape[2], q.dtype, q.device))
-
-
-def find_work(paging: Paging, device: torch.device, reach: Reach) -> Work:
-    """This step's, worked out by the first layer of its kind. A captured step comes with its own."""
-    if isinstance(paging.work, Work):
-        return paging.work
-    if paging.work is None:
-        paging.work = {}
-    if reach not in paging.work:
-        paging.work[reach] = plan_work(paging, device, reach)
-    work: Work = paging.work[reach]
-    return work
+    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, exact=exact)

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, stretch, workspace
+from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import score
-from quire.kernels.paging import LayerCache
+from quire.kernels.paging import LayerCache, Paging
 
 QUERIES = 8  # columns that a matrix instruction has: the most query heads of a key head
 NEW_ROWS = 64  # with more, `New` costs more than kernels of their own do
@@ -109,31 +109,26 @@ def _take_in_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_C
     return higher, mass, total
 
 
-@triton.jit(do_not_specialize=["splits"])  # one compilation for all batches that are split
+@triton.jit
 def _decode(
-    q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, angles, scale, cap,
-    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride, splits,
+    q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, splits, starts, slopes, angles, scale, cap,
+    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr, IS_NEW: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERIES: tl.constexpr, IS_LARGE: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NEW: tl.constexpr,
+    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
+    KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
-    entry = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    row = tl.load(rows + entry) if HAS_ROWS else entry
+    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
+    head = tl.program_id(0) % KV_HEADS
+    row = tl.load(split)
     if row < 0:
         after_last(CHAINED)
         return
-    seq_len = tl.load(seq_lens + row)
-    newest = seq_len - 1
-    first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    begin, length, used = stretch(seq_len, first, splits, split, TILE)
-    if split >= used:
-        after_last(CHAINED)
-        return
-    end = tl.minimum(begin + length, seq_len)
+    newest = tl.load(seq_lens + row) - 1
+    token = tl.load(starts + row).to(tl.int64)
+    first = tl.maximum(newest + 1 - window, 0) if HAS_WINDOW else 0
+    begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     is_mine = (begin <= newest) & (newest < end)
     stop = tl.minimum(end, newest) if IS_NEW else end
 
@@ -161,7 +156,6 @@ def _decode(
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
         after_last(CHAINED)
-    token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
     at_query = q + token * q_row + heads[None, :] * DIM
     is_its = is_column[:, None] & is_query[None, :]
     if IS_NEW:
@@ -211,18 +205,20 @@ def _decode(
     total = tl.trans(total)
     inside = is_query[:, None] & is_column[None, :]
     to = out + token * out_row + heads[:, None] * DIM + columns[None, :]
-    if not IS_SPLIT:
+    if count == 1:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
     else:
-        pair = (entry * tl.num_programs(1) + head).to(tl.int64)
+        slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
         is_last = leave_part(
-            parts, tops, arrived, pair, split, splits, used, top, mass, total, lanes, columns, is_query, inside,
+            parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
-            first_part = pair * splits * QUERIES + lanes
-            mass, total = join_parts(parts, tops, first_part, used, columns, is_query, inside, QUERIES, WIDTH, 4)
+            at_part = first_slot * QUERIES + lanes
+            mass, total = join_parts(
+                parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 4
+            )
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
             tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
@@ -256,32 +252,28 @@ def suits(q: Tensor, kv_heads: int) -> bool:
 def decode_attention(
     q: Tensor,
     cache: LayerCache,
-    tables: Tensor,
-    seq_lens: Tensor,
+    paging: Paging,
+    splits: Tensor,
     out: Tensor,
     scoring: Scoring,
-    rows: Tensor | None = None,
-    starts: Tensor | None = None,
     new: New | None = None,
     shape: Shape | None = None,
 ) -> None:
-    """Rows of one query: all of them, their tokens in order, or those in `rows`, whose tokens are at starts[row]."""
+    """Rows of one query: those that `splits` [n, FIELDS] names, which has what each program takes."""
     kv_heads, page, dim = cache.k.shape[1:]
-    count = seq_lens.shape[0] if rows is None else rows.shape[0]
     tile, warps, stages = shape or choose_shape(dim)
-    splits, width = choose_splits(count, kv_heads), triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(PROGRAMS, QUERIES, width, q.device)
+    width = triton.next_power_of_2(dim)
+    parts, tops, arrived = workspace(most_slots(kv_heads) * kv_heads, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
-    nothing = seq_lens
+    tables, nothing = paging.block_tables[cache.group], paging.seq_lens
     k, v, angles, interleaved = new or New(q, q, q, False)
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
-    _decode[(count, kv_heads, splits)](
-        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
-        nothing if starts is None else starts, slopes if slopes is not None else nothing, angles, scale, softcap or 0.0,
-        window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
-        cache.k.stride(1), splits, DIM=dim, WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile,
-        IS_SPLIT=splits > 1, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
-        HAS_WINDOW=window is not None, HAS_ROWS=rows is not None, IS_NEW=new is not None,
-        TURNED=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES,
-        IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **chained(),
+    _decode[(splits.shape[0] * kv_heads,)](
+        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, paging.seq_lens, splits, paging.query_starts,
+        slopes if slopes is not None else nothing, angles, scale, softcap or 0.0, window or 0, q.stride(0),
+        k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
+        WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
+        TURNED=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,
+        KV_HEADS=kv_heads, IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **chained(),
     )  # fmt: skip

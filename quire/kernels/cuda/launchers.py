@@ -29,7 +29,7 @@ def build_quickly(
         raise RuntimeError("Triton needs a C compiler. Install gcc, or name one in the environment variable CC.")
     module = Path(folder) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     headers = [*include_dirs, folder, sysconfig.get_path("include", "posix_prefix")]
-    command = [compiler, source, "-O1", "-shared", "-fPIC", "-w", "-o", str(module)]
+    command = [compiler, source, "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-o", str(module)]
     command += [f"-I{each}" for each in headers] + [f"-L{each}" for each in library_dirs]
     command += [f"-l:{each}" if ".so" in each else f"-l{each}" for each in libraries]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -12,7 +12,6 @@ from quire.kernels.cuda import launchers
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
 from quire.kernels.cuda.attention import attention, turn_and_attend
 from quire.kernels.cuda.norm import rms_norm
-from quire.kernels.cuda.prompts import UNIT
 from quire.kernels.cuda.rotary import rope_store, store_kv
 from quire.kernels.cuda.skinny import gated_linear, linear
 from quire.kernels.reference import DTYPES
@@ -20,7 +19,7 @@ from quire.kernels.reference import DTYPES
 __all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
 
 launchers.use()
-fused = Fused(rope_store, turn_and_attend, gated_linear, UNIT)
+fused = Fused(rope_store, turn_and_attend, gated_linear)
 
 
 def cache_shapes(

@@ -1,37 +1,93 @@
-"""Contexts that several programs share: each leaves its part in a workspace, and the last to do so joins them, in their
-order. The sum does not depend on who was last."""
+"""Split-KV: contexts that several programs share. Each leaves its part in a workspace, and the last to do so joins
+them, in their order: the sum does not depend on which was last.
+
+For single queries `split_contexts` says which program takes what. It is worked out on the host for each step, so one
+captured graph serves any mix of short and long contexts.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 PROGRAMS = 132 * 4  # with one query each: enough to keep an H200's multiprocessors reading
-MAX_SPLITS = 32
+UNIT = 64  # keys; contexts are split at multiples of it
+FIELDS = 6  # of a split: row, first key, end of keys, slot in the workspace, first slot of the row, splits of the row
+NOBODY = -1  # the row of an entry that only fills the list up
+SPARE_SPLITS = 16
 
 
-@triton.jit
-def stretch(seq_len, first, splits, nth, TILE: tl.constexpr):
-    """What the nth of `splits` programs takes of a context that is seen from `first` on: where it begins, how long it
-    is, and how many programs take part; a short context has no part for every one."""
-    tiles = tl.cdiv(seq_len, TILE) - first // TILE
-    own = tl.maximum(tl.cdiv(tiles, splits), 1)
-    used = tl.maximum(tl.cdiv(tiles, own), 1)
-    return (first // TILE + nth * own) * TILE, own * TILE, used
+def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int) -> NDArray[np.int32]:
+    """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
+
+    A row that is cut has a slot for each of its splits; the others have none.
+    """
+    if not len(ends):
+        return np.zeros((0, FIELDS), np.int32)
+    skipped = firsts // UNIT
+    units = np.maximum(-(-ends // UNIT) - skipped, 1)
+    longest = find_longest(units, room)
+    if room <= len(units) + SPARE_SPLITS:  # all are busy as it is, so only what would keep the others waiting is cut
+        longest = max(longest, 2 * int(units.mean()))
+    lengths = -(-units // -(-units // longest))
+    counts = -(-units // lengths)
+    total, before = int(counts.sum()), np.cumsum(counts) - counts
+    splits = np.zeros((total, FIELDS), np.int32)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(total) - before[rows]
+    begins = (skipped[rows] + nth * lengths[rows]) * UNIT
+    slots = np.where(counts > 1, counts, 0)
+    first_slots = np.cumsum(slots) - slots
+    splits[:, 0] = rows
+    splits[:, 1] = begins
+    splits[:, 2] = np.minimum(begins + lengths[rows] * UNIT, ends[rows])
+    splits[:, 3] = first_slots[rows] + nth
+    splits[:, 4] = first_slots[rows]
+    splits[:, 5] = counts[rows]
+    return splits
+
+
+def find_longest(units: NDArray[np.int64], room: int) -> int:
+    """The least length of splits with which there are no more of them than `room`."""
+    assert len(units) <= room
+    low, high = max(1, -(-int(units.sum()) // room)), int(units.max(initial=1))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-units // middle)).sum()) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def room_for_splits(num_rows: int, kv_heads: int) -> int:
+    """How many splits a step of so many rows may have. Few rows are cut until all multiprocessors read; many rows keep
+    them busy by themselves, and a few splits more are for those that are much longer than the others."""
+    return max(most_programs(kv_heads), num_rows + SPARE_SPLITS)
+
+
+def most_programs(kv_heads: int) -> int:
+    return max(1, PROGRAMS // kv_heads)
+
+
+def most_slots(kv_heads: int) -> int:
+    """A row that is cut has two splits or more, and there are at most so many more splits than rows."""
+    return 2 * max(most_programs(kv_heads), SPARE_SPLITS)
 
 
 @triton.jit
 def leave_part(
-    parts, tops, arrived, pair, nth, room, count, top, mass, total, lanes, columns, is_query, inside,
+    parts, tops, arrived, slot, pair, count, top, mass, total, lanes, columns, is_query, inside,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Leave what the nth program of a pair has found; whether it was the last of `count` to do so. There is room for
-    more, so that every pair's parts lie at a fixed place."""
-    mine = (pair * room + nth) * QUERIES + lanes
+    """Leave what a program has found in its slot; whether it was the last of a pair's `count` to do so."""
+    mine = slot * QUERIES + lanes
     tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total, mask=inside)
     tl.store(tops + mine * 2, top, mask=is_query)
     tl.store(tops + mine * 2 + 1, mass, mask=is_query)
@@ -44,12 +100,12 @@ def leave_part(
 
 @triton.jit
 def join_parts(
-    parts, tops, first_part, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    parts, tops, first_part, stride, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """What several programs have found for the same queries, in their order: sums of weights and weighted values.
 
-    AT_ONCE parts are on their way together.
+    Parts lie `stride` queries apart; AT_ONCE of them are on their way together.
     """
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
@@ -57,7 +113,7 @@ def join_parts(
     for first in range(0, count, AT_ONCE):
         for nth in tl.static_range(AT_ONCE):
             is_there = first + nth < count
-            its = first_part + (first + nth) * QUERIES
+            its = first_part + (first + nth) * stride
             wanted = is_query & is_there
             its_top = tl.load(tops + its * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
             its_mass = tl.load(tops + its * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -72,18 +128,12 @@ def join_parts(
     return mass, total
 
 
-def choose_splits(num_rows: int, kv_heads: int) -> int:
-    """How many programs share a context, where each row has one query: fixed for a number of rows, since a captured
-    graph cannot change it. Where there are several, they are PROGRAMS or fewer in all."""
-    return max(1, min(MAX_SPLITS, PROGRAMS // max(1, num_rows * kv_heads)))
-
-
 @cache
-def workspace(programs: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the parts of so many programs, shared by all layers and steps, and how many have arrived of each pair.
+def workspace(slots: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for so many parts, shared by all layers and steps, and how many have arrived of each pair.
 
     It never grows or moves: graphs point to it.
     """
-    parts = torch.empty(programs * queries * width, dtype=torch.float32, device=device)
-    tops = torch.empty(programs * queries * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(programs, dtype=torch.int32, device=device)
+    parts = torch.empty(slots * queries * width, dtype=torch.float32, device=device)
+    tops = torch.empty(slots * queries * 2, dtype=torch.float32, device=device)
+    return parts, tops, torch.zeros(slots, dtype=torch.int32, device=device)

@@ -148,12 +148,14 @@ def _prefill(
     if splits > 1:
         in_tile = tl.arange(0, QUERIES)
         is_last = leave_part(
-            parts, tops, arrived, pair, split, most_splits, splits, top, mass, total, in_tile, columns, is_query,
-            inside, QUERIES, WIDTH,
+            parts, tops, arrived, pair * most_splits + split, pair, splits, top, mass, total, in_tile, columns,
+            is_query, inside, QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
             first_part = pair * most_splits * QUERIES + in_tile
-            mass, total = join_parts(parts, tops, first_part, splits, columns, is_query, inside, QUERIES, WIDTH, 1)
+            mass, total = join_parts(
+                parts, tops, first_part, QUERIES, splits, columns, is_query, inside, QUERIES, WIDTH, 1
+            )
     if is_last:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         to = out + tokens[:, None] * out_row + head * DIM + columns[None, :]

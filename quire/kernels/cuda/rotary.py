@@ -15,15 +15,21 @@ from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.paging import LayerCache
 
 HEADS = 8  # in a program
-FP8_MAX = tl.constexpr(448.0)
+MOST = {torch.float8_e4m3fn: 448.0, torch.float16: 65504.0, torch.bfloat16: 3.3895e38, torch.float32: 3.4028e38}
+FP8_MAX, FP16_MAX = tl.constexpr(448.0), tl.constexpr(65504.0)
+OTHER_MAX = tl.constexpr(3.3895e38)
 
 
 @triton.jit
 def fit(x, like):
-    """x as a cache holds it: a value beyond what fp8 can say is its largest."""
-    if like.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -FP8_MAX, FP8_MAX)
-    return x.to(like.dtype.element_ty)
+    """x as a cache holds it: what its type cannot say, or is no number, becomes the largest that it can. So a cache is
+    finite everywhere, and what attention takes times zero is zero."""
+    most: tl.constexpr = (
+        FP8_MAX
+        if like.dtype.element_ty == tl.float8e4nv
+        else (FP16_MAX if like.dtype.element_ty == tl.float16 else OTHER_MAX)
+    )
+    return tl.clamp(x.to(tl.float32), -most, most).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -113,9 +119,9 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """As in the reference, for layers that are not rotated."""
     block, offset = slots // cache.block_size, slots % cache.block_size
     for kept, new in ((cache.k, k), (cache.v, v)):
+        most = MOST[kept.dtype]
+        finite = new.float().nan_to_num(most).clamp(-most, most).to(kept.dtype)
         if kept.dtype == torch.float8_e4m3fn:  # torch writes these by their bits only
-            kept.view(torch.uint8)[block, :, offset] = (
-                new.clamp(-FP8_MAX.value, FP8_MAX.value).to(kept.dtype).view(torch.uint8)
-            )
+            kept.view(torch.uint8)[block, :, offset] = finite.view(torch.uint8)
         else:
-            kept[block, :, offset] = new.to(kept.dtype)
+            kept[block, :, offset] = finite

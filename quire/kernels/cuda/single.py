@@ -11,42 +11,39 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import PROGRAMS, choose_splits, join_parts, leave_part, stretch, workspace
+from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import absorb, read_tile
-from quire.kernels.paging import LayerCache
+from quire.kernels.paging import LayerCache, Paging
 
 EXACT_QUERIES = 64  # so many rows take the instructions that a tile of queries takes
 MIN_QUERIES = 16  # the least that a matrix instruction takes
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _single(
-    q, keys, values, out, parts, tops, arrived, tables, seq_lens, rows, starts, slopes, scale, cap, window, q_row,
-    out_row, table_row, block_stride, head_stride, splits,
+    q, keys, values, out, parts, tops, arrived, tables, seq_lens, splits, starts, slopes, scale, cap, window, q_row,
+    out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr, QUERIES: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     after_last(CHAINED)
-    entry = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    row = tl.load(rows + entry) if HAS_ROWS else entry
+    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
+    head = tl.program_id(0) % KV_HEADS
+    row = tl.load(split)
     if row < 0:
         return
     seq_len = tl.load(seq_lens + row)
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    begin, length, used = stretch(seq_len, first, splits, split, TILE)
-    if split >= used:
-        return
+    begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     lanes = tl.arange(0, QUERIES)
     columns = tl.arange(0, WIDTH)
     is_query = lanes < GROUP
     heads = head * GROUP + lanes
     inside = is_query[:, None] & (columns < DIM)[None, :]
-    token = (tl.load(starts + row) if HAS_ROWS else row).to(tl.int64)
+    token = tl.load(starts + row).to(tl.int64)
     at_heads = heads[:, None] * DIM + columns[None, :]
     query = tl.load(q + token * q_row + at_heads, mask=inside, other=0.0)
     table = tables + row.to(tl.int64) * table_row
@@ -57,9 +54,9 @@ def _single(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for at in range(begin, tl.minimum(begin + length, seq_len), TILE):
+    for at in range(begin, end, TILE):
         places = at + tl.arange(0, TILE)
-        seen = (places < seq_len) & (places >= first)
+        seen = (places < end) & (places >= first)
         key, value = read_tile(
             keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
         )
@@ -67,16 +64,18 @@ def _single(
         top, mass, total = absorb(
             query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
-    is_last = True
-    if IS_SPLIT:
-        pair = (entry * tl.num_programs(1) + head).to(tl.int64)
+    is_last = count == 1
+    if count > 1:
+        slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
         is_last = leave_part(
-            parts, tops, arrived, pair, split, splits, used, top, mass, total, lanes, columns, is_query, inside,
+            parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
-            first_part = pair * splits * QUERIES + lanes
-            mass, total = join_parts(parts, tops, first_part, used, columns, is_query, inside, QUERIES, WIDTH, 1)
+            at_part = first_slot * QUERIES + lanes
+            mass, total = join_parts(
+                parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 1
+            )
     if is_last:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         tl.store(out + token * out_row + at_heads, result.to(out.dtype.element_ty), mask=inside)
@@ -85,32 +84,27 @@ def _single(
 def attend_singly(
     q: Tensor,
     cache: LayerCache,
-    tables: Tensor,
-    seq_lens: Tensor,
+    paging: Paging,
+    splits: Tensor,
     out: Tensor,
     scoring: Scoring,
-    rows: Tensor | None = None,
-    starts: Tensor | None = None,
     exact_tile: int | None = None,
 ) -> None:
-    """As `decode_attention`. With `exact_tile`, exactly, so many keys at a time."""
+    """As `decode_attention`. With `exact_tile`, exactly, so many keys at a time; then no row is cut."""
     kv_heads, page, dim = cache.k.shape[1:]
-    count, group = seq_lens.shape[0] if rows is None else rows.shape[0], q.shape[1] // kv_heads
-    splits = 1 if exact_tile is not None else choose_splits(count, kv_heads)
+    group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
-    width = triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(PROGRAMS, queries, width, q.device)
+    parts, tops, arrived = workspace(most_slots(kv_heads) * kv_heads, queries, width, q.device)
     scale, window, slopes, softcap = scoring
-    nothing = seq_lens
+    tables, nothing = paging.block_tables[cache.group], paging.seq_lens
     is_short = exact_tile is not None or q.dtype == torch.float32
     assert q.stride(2) == 1
     assert q.stride(1) == dim
-    _single[(count, kv_heads, splits)](
-        q, cache.k, cache.v, out, parts, tops, arrived, tables, seq_lens, nothing if rows is None else rows,
-        nothing if starts is None else starts, slopes if slopes is not None else nothing, scale, softcap or 0.0,
-        window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), splits,
-        DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=exact_tile or 64, IS_SPLIT=splits > 1,
-        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_ROWS=rows is not None, QUERIES=queries, num_warps=4, num_stages=2 if is_short else 3,
-        enable_fp_fusion=exact_tile is None, **chained(),
+    _single[(splits.shape[0] * kv_heads,)](
+        q, cache.k, cache.v, out, parts, tops, arrived, tables, paging.seq_lens, splits, paging.query_starts,
+        slopes if slopes is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0),
+        tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
+        TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
+        HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, num_warps=4,
+        num_stages=2 if is_short else 3, enable_fp_fusion=exact_tile is None, **chained(),
     )  # fmt: skip

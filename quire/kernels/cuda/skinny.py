@@ -45,7 +45,7 @@ def _gemv(
     tl.store(y + outputs, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=outputs < num_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all that fill up the same tile
 def _skinny(
     x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,

@@ -1,0 +1,128 @@
+"""Kernels for a GPU, compiled by processes of their own while this one imports torch and loads weights.
+
+Compiling takes as long as that, and holds Python's lock for most of it. What the children compile is in Triton's cache,
+on disk, before the engine asks for it; from a second start on it is there already. Loads no torch. `client.py` begins
+this and `engine.py` waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.models.config import ModelConfig
+from quire.weights.config import read_config
+
+log = logging.getLogger("quire.engine")
+
+MAX_PROCESSES = 8
+CORES_EACH = 2
+TIMEOUT_S = 60.0
+MAJOR, MINOR = 75, 76  # the driver's numbers for the two halves of a compute capability
+
+
+class Precompilation:
+    """Children that compile. They share the work, and each leaves what it has compiled in Triton's cache."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self._children = children
+
+    def wait(self) -> None:
+        """Until all have ended. What they have not compiled, the engine compiles when it first runs it."""
+        for child in self._children:
+            try:
+                _, errors = child.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                log.warning("Compiling kernels ahead took more than %g s and was given up.", TIMEOUT_S)
+                continue
+            if child.returncode:
+                log.warning("Compiling kernels ahead failed, so the start takes longer: %s", last_line(errors))
+
+    def cancel(self) -> None:
+        """There will be no engine."""
+        for child in self._children:
+            child.kill()
+            child.communicate()
+
+
+def precompile(config: EngineConfig, path: Path) -> Precompilation:
+    """Begin, if there is a GPU that our own kernels run on, and more cores than this process needs."""
+    count = min(MAX_PROCESSES, (os.cpu_count() or 1) // CORES_EACH)
+    if config.device == "cpu" or config.kernels == "torch" or count < 2:
+        return Precompilation()
+    capability = find_capability()
+    if capability is None:
+        return Precompilation()
+    with suppress(QuireError):  # the engine says what is wrong with the model
+        model = json.dumps(describe(config, read_config(path), capability)).encode()
+        return Precompilation([start_child(model, index, count) for index in range(count)])
+    return Precompilation()
+
+
+def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> dict[str, object]:
+    """The fields of `kernels.cuda.precompile.Model`."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if capability >= (8, 0) else "float16"
+    return {
+        "capability": capability,
+        "dtype": dtype,
+        "kv_dtype": dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        "block_size": config.block_size,
+        "exact": config.exact,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rotary_dim": model.rope.dim,
+        "interleaved": model.rope.interleaved,
+        "vocab_size": model.vocab_size,
+        "activation": model.activation,
+        "scale": model.scale,
+        "windows": sorted(set(model.windows), key=str),
+        "attention_softcap": model.attention_softcap,
+        "logit_softcap": model.logit_softcap,
+    }
+
+
+def start_child(model: bytes, index: int, count: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quire.kernels.cuda.precompile", str(index), str(count)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):
+        child.stdin.write(model)
+        child.stdin.close()
+    child.stdin = None
+    return child
+
+
+def find_capability() -> tuple[int, int] | None:
+    """The first GPU's compute capability, from the driver itself; None if there is no GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, device)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, device)
+    return major.value, minor.value
+
+
+def last_line(text: bytes) -> str:
+    return text.decode(errors="replace").strip().rpartition("\n")[2]

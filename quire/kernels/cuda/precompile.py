@@ -1,0 +1,218 @@
+"""All kernels of a model's steps, compiled into Triton's cache: `python -m quire.kernels.cuda.precompile`.
+
+The functions that launch kernels are called in the ways that steps call them, on tensors without memory, and a launch
+compiles its kernel and goes no further. Needs no GPU and loads no torch. `engine/precompile.py` starts several such
+processes and says on standard input what the model looks like.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.kernels.cuda import standin
+
+FEW_ROWS = 16
+MANY_ROWS = 128  # more than the kernels for few rows take
+MAX_ROWS = 512  # buffers have room for so many, which makes no difference to kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What kernels are compiled for."""
+
+    capability: tuple[int, int]
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    exact: bool
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    vocab_size: int
+    activation: str
+    scale: float
+    windows: tuple[int | None, ...]  # all that differ
+    attention_softcap: float | None
+    logit_softcap: float | None
+
+
+class Rehearsal:
+    """Every op in the ways that steps call it. To be made when the stand-in for torch is in its place."""
+
+    def __init__(self, model: Model) -> None:
+        from quire.kernels.cuda import exact, ops
+
+        self.model = model
+        self.ops: Any = exact if model.exact else ops
+        self.dtype = standin.DTYPES[model.dtype]
+
+    def tasks(self) -> Iterator[Callable[[], None]]:
+        """Each compiles one kernel or a few; those that take longest come first."""
+        for window in self.model.windows:
+            yield partial(self.attend_to_prompts, window)
+        for window in self.model.windows:
+            yield partial(self.attend_to_singles, window, 1)
+        for window in self.model.windows:
+            yield partial(self.attend_to_singles, window, MANY_ROWS)
+        yield partial(self.draw, self.dtype, self.model.logit_softcap, "int32")
+        yield partial(self.draw, standin.DTYPES["float32"], None, "int64")
+        for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
+            yield partial(self.multiply, rows)
+        yield self.normalize
+        yield self.serve
+
+    def attend_to_prompts(self, window: int | None) -> None:
+        from quire.kernels.cuda import varlen
+        from quire.kernels.cuda.attention import Work
+        from quire.kernels.cuda.prefill import Tiles
+
+        items, tiles = numbers(1 + FEW_ROWS * varlen.FIELDS.value), Tiles(numbers(1 + 2 * FEW_ROWS))
+        self._attend(window, FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
+
+    def attend_to_singles(self, window: int | None, rows: int) -> None:
+        from quire.kernels.cuda.attention import Work
+        from quire.kernels.cuda.parts import FIELDS
+
+        self._attend(window, rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
+
+    def _attend(self, window: int | None, rows: int, tokens: int, work: Any) -> None:
+        from quire.kernels.paging import LayerCache, Paging
+
+        model = self.model
+        q, k, v = self._heads(tokens)
+        shape, _, kept = self.ops.cache_shapes(
+            model.kv_dtype, model.block_size, model.num_kv_heads, model.head_dim
+        )  # fmt: skip
+        kept_here: Any = standin.empty(2, *shape, dtype=kept)
+        cache = LayerCache(kept_here, kept_here, 0, model.block_size)
+        tables, slots = [numbers(rows, 16)], [longs(tokens)]
+        paging: Any = Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)
+        angles = standin.empty(1, model.rotary_dim)
+        self.ops.fused.turn_and_attend(
+            q, k, v, longs(tokens), angles, model.interleaved, cache, paging, scale=model.scale, window=window,
+            softcap=model.attention_softcap,
+        )  # fmt: skip
+
+    def _heads(self, tokens: int) -> list[standin.Tensor]:
+        """Queries, keys and values, as they lie side by side in what their product gives."""
+        model = self.model
+        counts = model.num_heads, model.num_kv_heads, model.num_kv_heads
+        joined = standin.empty(tokens, sum(counts), model.head_dim, dtype=self.dtype)
+        return [joined.narrow(1, count) for count in counts]
+
+    def multiply(self, rows: int) -> None:
+        model, width = self.model, self.model.num_heads * self.model.head_dim
+        both = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        for num_out, num_in in (
+            (both, model.hidden_size), (model.hidden_size, width), (model.hidden_size, model.intermediate_size),
+            (model.vocab_size, model.hidden_size),
+        ):  # fmt: skip
+            self.ops.linear(self._rows(rows, num_in), self._rows(num_out, num_in))
+        gate_up = self._rows(2 * model.intermediate_size, model.hidden_size)
+        self.ops.fused.gated_linear(self._rows(rows, model.hidden_size), gate_up, model.activation.partition("_")[0])
+
+    def normalize(self) -> None:
+        model = self.model
+        x, weight = self._rows(FEW_ROWS, model.hidden_size), self._rows(model.hidden_size)
+        self.ops.rms_norm(x, weight, 1e-5)
+        self.ops.rms_norm(x, weight, 1e-5, x)
+        self.ops.rms_norm(self._heads(FEW_ROWS)[0], self._rows(model.head_dim), 1e-5)
+
+    def serve(self) -> None:
+        """What is done before and after the layers."""
+        from quire.kernels.cuda.best import BestFinder
+        from quire.kernels.cuda.deliver import compile_delivery
+        from quire.kernels.cuda.feed import feed
+
+        compile_delivery(longs(FEW_ROWS, 8))
+        feed(longs(FEW_ROWS), numbers(FEW_ROWS + 1), numbers(FEW_ROWS), longs(FEW_ROWS), FEW_ROWS)
+        find: Any = BestFinder(MAX_ROWS, "meta")  # type: ignore[arg-type]
+        find(self._rows(FEW_ROWS, self.model.vocab_size), longs(MAX_ROWS), standin.empty(MAX_ROWS))
+
+    def draw(self, dtype: standin.DType, softcap: float | None, positions: str) -> None:
+        from quire.kernels.cuda.sample import Draws, TokenSampler
+
+        size = self.model.vocab_size
+        settings: Any = standin.empty(FEW_ROWS, 4, dtype=standin.DTYPES["float64"])
+        draws = Draws(longs(FEW_ROWS), settings, has_top_k=True, has_top_p=True)
+        sample: Any = TokenSampler(MAX_ROWS, size, softcap, "meta")  # type: ignore[arg-type]
+        places = standin.empty(FEW_ROWS, dtype=standin.DTYPES[positions])
+        sample(standin.empty(FEW_ROWS, size, dtype=dtype), draws, places, longs(MAX_ROWS), standin.empty(MAX_ROWS))
+
+    def _rows(self, *shape: int) -> standin.Tensor:
+        return standin.empty(*shape, dtype=self.dtype)
+
+
+def numbers(*shape: int) -> Any:
+    return standin.empty(*shape, dtype=standin.DTYPES["int32"])
+
+
+def longs(*shape: int) -> Any:
+    return standin.empty(*shape, dtype=standin.DTYPES["int64"])
+
+
+class Driver:
+    """What Triton asks of a driver when it compiles and does not launch."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def compile_only(capability: tuple[int, int], build_launcher: Callable[..., object]) -> None:
+    """From here on a launch compiles its kernel, and the C module that would launch it."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(Driver(capability))
+    run, seen = JITFunction.run, set()
+
+    def compile_it(self: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if id(kernel) not in seen:
+            seen.add(id(kernel))
+            build_launcher(kernel.src, kernel.metadata)
+        return kernel
+
+    JITFunction.run = compile_it
+
+
+def share(tasks: list[Callable[[], None]], index: int, count: int) -> list[Callable[[], None]]:
+    """Who has a long one, among the first, gets the shortest of those that are left."""
+    order = [*range(count), *reversed(range(count))]
+    return [task for nth, task in enumerate(tasks) if order[nth % len(order)] == index]
+
+
+def main() -> None:
+    index, count = int(sys.argv[1]), int(sys.argv[2])
+    given = json.loads(sys.stdin.buffer.read())
+    model = Model(**given | {"capability": tuple(given["capability"]), "windows": tuple(given["windows"])})
+    standin.install(model.capability)
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    compile_only(model.capability, CudaLauncher)
+    for task in share(list(Rehearsal(model).tasks()), index, count):
+        task()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A stand-in for torch, as far as launches need it: tensors that have a shape, a type and no memory.
+
+Importing torch takes seconds, as long as compiling all kernels. `precompile.py` runs in processes that do the one
+while the engine's process does the other; nobody else uses this.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+DTYPES = {
+    name: DType(name, size)
+    for name, size in [
+        ("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int64", 8),
+        ("int32", 4), ("uint8", 1), ("int8", 1), ("bool", 1),
+    ]
+}  # fmt: skip
+
+
+class Tensor:
+    """Shape and strides; all memory begins at an address that suits every kernel."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = "meta"
+        self._strides = strides or tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def stride(self, place: int | None = None) -> Any:
+        return self._strides if place is None else self._strides[place]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_contiguous(self) -> bool:
+        return self._strides == Tensor(self.shape, self.dtype)._strides
+
+    def contiguous(self) -> Tensor:
+        return self if self.is_contiguous() else Tensor(self.shape, self.dtype)
+
+    def unsqueeze(self, place: int) -> Tensor:
+        shape, strides = list(self.shape), list(self._strides)
+        shape.insert(place, 1)
+        strides.insert(place, self._strides[place] * self.shape[place])
+        return Tensor(tuple(shape), self.dtype, tuple(strides))
+
+    def narrow(self, place: int, size: int) -> Tensor:
+        """The first so many along one dimension; where they begin makes no difference here."""
+        shape = (*self.shape[:place], size, *self.shape[place + 1 :])
+        return Tensor(shape, self.dtype, self._strides)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice) -> Tensor:
+        return self.narrow(0, len(range(*index.indices(self.shape[0]))))
+
+
+def empty(*shape: Any, dtype: DType = DTYPES["float32"], device: object = None) -> Tensor:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+    return Tensor(tuple(sizes), dtype)
+
+
+def install(capability: tuple[int, int]) -> None:
+    """Let `import torch` find this, with a GPU of that compute capability."""
+    torch: Any = ModuleType("torch")
+    torch.__dict__.update(DTYPES, Tensor=Tensor, dtype=DType, device=str, empty=empty, zeros=empty)
+    torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device=None: capability)
+    torch.nn = ModuleType("torch.nn")
+    torch.nn.functional = ModuleType("torch.nn.functional")
+    torch.nn.functional.linear = lambda x, weight: empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+    modules = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
+    assert not modules.keys() & sys.modules.keys(), "torch is here already"
+    sys.modules.update(modules)

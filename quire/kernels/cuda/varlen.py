@@ -1,0 +1,564 @@
+"""Attention of any rows of a step over the paged cache, on Hopper: two warpgroups compute, other warps bring the data.
+
+A tile is 128 packed rows of one request and key head: packed row p is query p // GROUP with query head p % GROUP of the
+key head's group. `plan_items` cuts a step into items, tiles and their stretches of keys; a fixed grid of programs takes
+(item, key head) units in turn, so that a captured graph serves any step. Where a tile's keys are in several parts, the
+last part to arrive joins them in their order.
+
+Shared memory holds STAGES tiles of keys and of values, and BUFFERS tiles of queries. Who waits for whom, at the n-th
+use of a slot (indices run on from unit to unit):
+
+    barrier          arrives                                         count    waited for by           parity
+    k_full, v_full   the feeding warp, and the tile's bytes          1        both warpgroups         n & 1
+    k_free, v_free   a warpgroup, when its product has been read     2        the feeding warp        (n & 1) ^ 1
+    q_full           the fetching warp, its copies fenced            1        both warpgroups         n & 1
+    q_free           a warpgroup, at the end of a unit               2        the fetching warp       (n & 1) ^ 1
+
+A slot is filled again only after both warpgroups have released it, so nobody is two phases behind; each wait is for an
+event of an earlier tile, so the earliest of them can always go on. Every unit has at least one tile for everybody.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.parts import workspace
+from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.paging import LayerCache, Paging
+
+PROGRAMS = 132  # as many as an H200 has multiprocessors; each takes one whole
+PART_UNITS = 2 * PROGRAMS  # for which the workspace has room
+LEAST_KEYS = 512  # of a part
+TILE = 128  # packed rows
+KEYS = 128  # of a tile
+STAGES = {64: 4, 128: 2}  # by the heads' dimension: tiles of keys, and of values, in shared memory
+BUFFERS = 2  # tiles of queries there
+PAGES = (16, 32, 64, 128)  # tokens in a block of the cache
+
+FIELDS = gl.constexpr(8)  # of an item: row, first packed row, first key, end of keys, part, parts, slot, nothing
+ROWS = gl.constexpr(64)  # of a tile that one warpgroup has
+SIDES = gl.constexpr(2)  # warpgroups
+SPAN = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes, one swizzle
+LANES = gl.constexpr(16)  # rows of queries that are copied at a time
+LOG2_E = gl.constexpr(1.4426950408889634)
+UNSEEN = gl.constexpr(-(2.0**100))  # a power of two: its product with the scale is exact, so unseen less unseen is 0
+
+
+@gluon.jit
+def count_turns(units, programs):
+    """How many units this program takes: every other round goes backwards, which evens out their lengths."""
+    whole = units // programs
+    place = gl.program_id(0)
+    if whole % 2 == 1:
+        place = programs - 1 - place
+    return whole + (place < units - whole * programs).to(gl.int32)
+
+
+@gluon.jit
+def take_unit(turn, items, programs, KV_HEADS: gl.constexpr):
+    """Where this turn's item is, and its key head. Heads are neighbours: units of one length run at the same time."""
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = programs - 1 - place
+    unit = turn * programs + place
+    return items + 1 + unit // KV_HEADS * FIELDS, unit % KV_HEADS
+
+
+@gluon.jit
+def count_tiles(begin, end, KEYS: gl.constexpr):
+    """At least one, so that all who wait for each other agree even about an item without keys."""
+    return gl.maximum((end - begin + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    is_round = stage == STAGES - 1
+    return gl.where(is_round, 0, stage + 1), phase ^ is_round.to(gl.int32)
+
+
+@gluon.jit
+def retreat(stage, phase, STAGES: gl.constexpr):
+    is_round = stage == 0
+    return gl.where(is_round, STAGES - 1, stage - 1), phase ^ is_round.to(gl.int32)
+
+
+@gluon.jit
+def feed(
+    source, tiles, full, free, work, paged, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: the keys, or the values, of every tile of every unit."""
+    items, programs = work
+    tables, table_row, block_rows, head_rows = paged
+    BOX: gl.constexpr = source.block_type.shape[0]
+    BOXES: gl.constexpr = KEYS // BOX
+    SPANS: gl.constexpr = DIM // SPAN
+    pieces = tiles._reinterpret(tiles.dtype, [STAGES * SPANS * BOXES, BOX, SPAN], source.layout)
+    stage = 0
+    phase = 1
+    for turn in range(count_turns(gl.load(items) * KV_HEADS, programs)):
+        item, head = take_unit(turn, items, programs, KV_HEADS)
+        row = gl.load(item)
+        begin = gl.load(item + 2)
+        end = gl.load(item + 3)
+        table = tables + row.to(gl.int64) * table_row
+        last = gl.maximum(end - 1, 0) // PAGE  # what comes after it in the table may be anything
+        in_block = head * head_rows
+        for tile in range(count_tiles(begin, end, KEYS)):
+            rows = ()
+            for nth in gl.static_range(BOXES):
+                if PAGE <= KEYS:
+                    block = gl.load(table + gl.minimum(begin // PAGE + tile * BOXES + nth, last))
+                    rows = rows + (block * block_rows + in_block,)  # type: ignore[assignment]
+                else:
+                    key = begin + tile * KEYS
+                    block = gl.load(table + gl.minimum(key // PAGE, last))
+                    rows = rows + (block * block_rows + in_block + key % PAGE,)  # type: ignore[assignment]
+            mbarrier.wait(free.index(stage), phase)
+            mbarrier.expect(full.index(stage), KEYS * DIM * 2)
+            for span in gl.static_range(SPANS):
+                for nth in gl.static_range(BOXES):
+                    piece = pieces.index((stage * SPANS + span) * BOXES + nth)
+                    tma.async_copy_global_to_shared(source, [rows[nth], span * SPAN], full.index(stage), piece)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def fetch(
+    q, queries, full, free, work, starts, q_row, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """One warp: the queries of every unit. Past the row's last packed row it is repeated: all that is read exists."""
+    items, programs = work
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    EACH: gl.constexpr = ROWS // LANES
+    SPANS: gl.constexpr = DIM // SPAN
+    PIECES: gl.constexpr = SIDES * SPANS * EACH
+    pieces = queries._reinterpret(queries.dtype, [BUFFERS * PIECES, LANES, SPAN], queries.layout)
+    lanes = gl.arange(0, LANES, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, SPAN, layout=gl.SliceLayout(0, layout))
+    buffer = 0
+    phase = 1
+    for turn in range(count_turns(gl.load(items) * KV_HEADS, programs)):
+        item, head = take_unit(turn, items, programs, KV_HEADS)
+        row = gl.load(item)
+        first = gl.load(item + 1)
+        start = gl.load(starts + row)
+        last = (gl.load(starts + row + 1) - start) * GROUP - 1
+        source = q + gl.multiple_of(start.to(gl.int64) * q_row, 8) + head * (GROUP * DIM)
+        mbarrier.wait(free.index(buffer), phase)
+        for nth in range(SIDES * EACH):
+            packed = gl.minimum(first + nth * LANES + lanes, last)
+            at = gl.multiple_of(packed // GROUP * q_row, 8) + packed % GROUP * DIM
+            piece = buffer * PIECES + nth // EACH * (SPANS * EACH) + nth % EACH
+            for span in gl.static_range(SPANS):
+                lane_source = source + (at[:, None] + columns[None, :] + span * SPAN)
+                async_copy.async_copy_global_to_shared(pieces.index(piece + span * EACH), lane_source)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()  # they are read by wgmma, which does not see ordinary writes
+        mbarrier.arrive(full.index(buffer), count=1)
+        buffer, phase = advance(buffer, phase, BUFFERS)
+
+
+@gluon.jit
+def hide(scores, at, tile, end, window, HAS_WINDOW: gl.constexpr):
+    """Leave the keys of a tile that a query sees which is itself `at`. All is counted from the item's first key."""
+    KEYS: gl.constexpr = scores.shape[1]
+    within = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+    scores = gl.where(within[None, :] < gl.minimum(at + 1, end)[:, None], scores, UNSEEN)
+    if HAS_WINDOW:
+        scores = gl.where(within[None, :] > (at - window)[:, None], scores, UNSEEN)
+    return scores
+
+
+@gluon.jit
+def pack(weights, dtype: gl.constexpr):
+    """Weights as numbers of 16 bits, two neighbours in one of 32: so they are carried on to the next step."""
+    even, odd = gl.split(gl.reshape(weights, [ROWS, weights.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+
+
+@gluon.jit
+def as_left(packed, dtype: gl.constexpr, DIM: gl.constexpr):
+    """Weights as the left side of their product with the values: a matter of types only, nothing moves."""
+    in_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    even = packed.to(gl.int16).to(dtype, bitcast=True)
+    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    weights = gl.reshape(gl.join(even, odd), [ROWS, packed.shape[1] * 2])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, in_sums, 2), assert_trivial=True)
+
+
+@gluon.jit
+def step(
+    query, keys, values, k_full, k_free, v_full, v_free, stage, phase, packed, fading, total, top, mass, at, tile, end,
+    window, is_masked, scale, DIM: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Score one more tile of keys while the values of the tile before it are summed."""
+    KEYS: gl.constexpr = keys.shape[1]
+    in_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    in_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, in_scores)
+    before, phase_before = retreat(stage, phase, STAGES)
+    left = as_left(packed, keys.dtype, DIM)
+    mbarrier.wait(k_full.index(stage), phase)
+    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), phase_before)
+    total = total * gl.convert_layout(fading, gl.SliceLayout(1, in_sums))[:, None]
+    total = warpgroup_mma(left, values.index(before), total, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_free.index(stage), count=1)
+    if is_masked:
+        scores = hide(scores, at, tile, end, window, HAS_WINDOW)
+    higher = gl.maximum(top, gl.max(scores, axis=1))
+    shift = higher * scale
+    weights = gl.exp2(scores * scale - shift[:, None])
+    fading = gl.exp2(top * scale - shift)
+    mass = mass * fading + gl.sum(weights, axis=1)
+    # These values were waited for already. ptxas takes the wait for the sums to cost nothing and puts it before all of
+    # the above, which would then not run beside them; it moves nothing across a wait for a barrier.
+    mbarrier.wait(v_full.index(before), phase_before)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(v_free.index(before), count=1)
+    stage, phase = advance(stage, phase, STAGES)
+    return stage, phase, pack(weights, keys.dtype), fading, total, higher, mass
+
+
+@gluon.jit
+def leave_part(parts, tops, arrived, place, counter, count, shift, mass, total):
+    """Leave what was found of a part in the workspace; whether all others of its tile had been left before."""
+    DIM: gl.constexpr = total.shape[1]
+    layout: gl.constexpr = total.type.layout
+    rows = place * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    gl.store(parts + rows[:, None] * DIM + columns[None, :], total)
+    gl.store(tops + rows * 2, shift)
+    gl.store(tops + rows * 2 + 1, mass)
+    gl.thread_barrier()
+    is_last = gl.atomic_add(arrived + counter, 1, sem="acq_rel") == count - 1
+    if is_last:
+        gl.store(arrived + counter, 0)
+    return is_last
+
+
+@gluon.jit
+def join_parts(parts, tops, place, stride, count, total):
+    """The parts of a tile, put together in their order: the sum does not depend on who was last."""
+    DIM: gl.constexpr = total.shape[1]
+    layout: gl.constexpr = total.type.layout
+    lanes = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    mass = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    total = gl.zeros([ROWS, DIM], gl.float32, layout)
+    for nth in range(count):
+        rows = (place + nth * stride) * ROWS + lanes
+        its_top = gl.load(tops + rows * 2, cache_modifier=".cg")
+        its_mass = gl.load(tops + rows * 2 + 1, cache_modifier=".cg")
+        part = gl.load(parts + rows[:, None] * DIM + columns[None, :], cache_modifier=".cg")
+        higher = gl.maximum(top, its_top)
+        fading = gl.exp2(top - higher)
+        factor = gl.exp2(its_top - higher)
+        mass = mass * fading + its_mass * factor
+        total = total * fading[:, None] + part * factor[:, None]
+        top = higher
+    return mass, total
+
+
+@gluon.jit
+def write(out, buffer, result, first, last, out_row, DIM: gl.constexpr, GROUP: gl.constexpr):
+    """Through shared memory, so that neighbours are written together; rows that are no query's are left out."""
+    spread: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DIM // 8), DIM // 8], [4, 1], [1, 0])
+    buffer.store(result.to(buffer.dtype))
+    gl.thread_barrier()
+    result = buffer.load(spread)
+    packed = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, spread))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, spread))
+    at = gl.multiple_of(packed // GROUP * out_row, 8) + packed % GROUP * DIM
+    gl.store(out + at[:, None] + columns[None, :], result, mask=(packed <= last)[:, None])
+
+
+@gluon.jit
+def attend(
+    shared, work, attended, SIDE: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its half of the packed rows of every unit. Both take as many steps: they wait for each other."""
+    in_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    in_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free = shared
+    items, programs = work
+    out, parts, tops, arrived, starts, seq_lens, scale, window, out_row = attended
+    buffer = 0
+    q_phase = 0
+    stage = 0  # of the next tile of keys; values are one behind
+    phase = 0
+    for turn in range(count_turns(gl.load(items) * KV_HEADS, programs)):
+        item, head = take_unit(turn, items, programs, KV_HEADS)
+        row = gl.load(item)
+        first = gl.load(item + 1)
+        begin = gl.load(item + 2)
+        end = gl.load(item + 3) - begin
+        count = gl.load(starts + row + 1) - gl.load(starts + row)
+        before = gl.load(seq_lens + row) - count - begin  # keys of the item that come before the row's first query
+        at = before + (first + SIDE * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, in_scores))) // GROUP
+        tiles = count_tiles(0, end, KEYS)
+        # Both sides go by the whole tile's first and last query here, not by their own.
+        whole = gl.maximum(gl.minimum(before + first // GROUP + 1, end), 0) // KEYS  # tiles that all see the end of
+        opening = 0  # tiles that some do not see the beginning of
+        if HAS_WINDOW:
+            last = before + gl.minimum((first + SIDES * ROWS - 1) // GROUP, count - 1)
+            opening = (gl.maximum(last - window + 1, 0) + KEYS - 1) // KEYS
+
+        mbarrier.wait(q_full.index(buffer), q_phase)
+        query = queries.index(buffer * SIDES + SIDE)
+        mbarrier.wait(k_full.index(stage), phase)
+        nothing = gl.zeros([ROWS, KEYS], gl.float32, in_scores)
+        scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_free.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+        scores = hide(scores, at, 0, end, window, HAS_WINDOW)
+        top = gl.max(scores, axis=1)
+        weights = gl.exp2(scores * scale - (top * scale)[:, None])
+        mass = gl.sum(weights, axis=1)
+        packed = pack(weights, keys.dtype)
+        fading = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, in_scores))
+        total = gl.zeros([ROWS, DIM], gl.float32, in_sums)
+        for tile in range(1, tiles):
+            stage, phase, packed, fading, total, top, mass = step(
+                query, keys, values, k_full, k_free, v_full, v_free, stage, phase, packed, fading, total, top, mass,
+                at, tile, end, window, (tile < opening) | (tile >= whole), scale, DIM, STAGES, HAS_WINDOW,
+            )  # fmt: skip
+        v_stage, v_phase = retreat(stage, phase, STAGES)
+        total = total * gl.convert_layout(fading, gl.SliceLayout(1, in_sums))[:, None]
+        left = as_left(packed, keys.dtype, DIM)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        total = warpgroup_mma(left, values.index(v_stage), total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(v_free.index(v_stage), count=1)
+
+        mass = gl.convert_layout(mass, gl.SliceLayout(1, in_sums))
+        num_parts = gl.load(item + 5)
+        is_done = num_parts == 1
+        if num_parts > 1:
+            stride: gl.constexpr = KV_HEADS * SIDES
+            counter = gl.load(item + 6) * stride + head * SIDES + SIDE
+            place = counter + gl.load(item + 4) * stride
+            shift = gl.convert_layout(top * scale, gl.SliceLayout(1, in_sums))
+            is_done = leave_part(parts, tops, arrived, place, counter, num_parts, shift, mass, total)
+            if is_done:
+                mass, total = join_parts(parts, tops, counter, stride, num_parts, total)
+        if is_done:
+            # Loaded again, and under other names: these would take registers all through the loop.
+            start = starts + gl.load(item)
+            token = gl.load(start)
+            last_packed = (gl.load(start + 1) - token) * GROUP - 1
+            target = out + gl.multiple_of(token.to(gl.int64) * out_row, 8) + head * (GROUP * DIM)
+            first_packed = gl.load(item + 1) + SIDE * ROWS
+            write(target, query, total * (1.0 / mass)[:, None], first_packed, last_packed, out_row, DIM, GROUP)
+        mbarrier.arrive(q_free.index(buffer), count=1)
+        buffer, q_phase = advance(buffer, q_phase, BUFFERS)
+
+
+@gluon.jit(do_not_specialize=["programs", "window", "q_row", "out_row", "table_row", "block_rows", "head_rows"])
+def _varlen(
+    k_source, v_source, q, out, parts, tops, arrived, tables, seq_lens, starts, items, programs, scale, window, q_row,
+    out_row, table_row, block_rows, head_rows, KV_HEADS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
+    PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = k_source.layout
+    dtype: gl.constexpr = k_source.dtype
+    is_barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    queries = gl.allocate_shared_memory(dtype, [BUFFERS * SIDES, ROWS, DIM], layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], is_barrier)
+    q_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], is_barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], is_barrier)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], is_barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], is_barrier)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], is_barrier)
+    for nth in gl.static_range(BUFFERS):
+        mbarrier.init(q_full.index(nth), count=1)
+        mbarrier.init(q_free.index(nth), count=SIDES)
+    for nth in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(nth), count=1)
+        mbarrier.init(k_free.index(nth), count=SIDES)
+        mbarrier.init(v_full.index(nth), count=1)
+        mbarrier.init(v_free.index(nth), count=SIDES)
+    fence_async_shared()
+    let_next(CHAINED)
+    after_last(CHAINED)
+    shared = (queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free)
+    work = (items, programs)
+    attended = (out, parts, tops, arrived, starts, seq_lens, scale, window, out_row)
+    paged = (tables, table_row, block_rows, head_rows)
+    gl.warp_specialize(
+        [
+            (attend, (shared, work, attended, 0, KV_HEADS, DIM, GROUP, KEYS, STAGES, BUFFERS, HAS_WINDOW)),
+            (attend, (shared, work, attended, 1, KV_HEADS, DIM, GROUP, KEYS, STAGES, BUFFERS, HAS_WINDOW)),
+            (feed, (k_source, keys, k_full, k_free, work, paged, KV_HEADS, DIM, PAGE, KEYS, STAGES)),
+            (feed, (v_source, values, v_full, v_free, work, paged, KV_HEADS, DIM, PAGE, KEYS, STAGES)),
+            (fetch, (q, queries, q_full, q_free, work, starts, q_row, KV_HEADS, DIM, GROUP, BUFFERS)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, FEED_REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+    )  # fmt: skip
+
+
+def suits(dtype: torch.dtype, cache: LayerCache, scoring: Scoring) -> bool:
+    """Whether queries of a type can be computed here: on Hopper, in half precision, with plain scores or a window."""
+    page, dim = cache.k.shape[2:]
+    is_half = dtype in (torch.bfloat16, torch.float16) and cache.k.dtype == dtype
+    is_plain = scoring.slopes is None and scoring.softcap is None
+    return is_half and is_plain and dim in STAGES and page in PAGES and is_hopper()
+
+
+@cache
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def varlen_attention(
+    q: Tensor, cache: LayerCache, paging: Paging, items: Tensor, out: Tensor, scoring: Scoring
+) -> None:
+    """The queries of the items, [tokens, heads, dim] each; others' places in `out` are left alone.
+
+    What is in the cache must be finite, even behind a context's end: what a query does not see is taken times zero.
+    """
+    kv_heads, page, dim = cache.k.shape[1:]
+    tables, window = paging.block_tables[cache.group], scoring.window
+    programs = min(PROGRAMS, (items.shape[0] - 1) // FIELDS.value * kv_heads)
+    assert q.stride()[1:] == out.stride()[1:] == (dim, 1)
+    assert q.stride(0) % 8 == out.stride(0) % 8 == 0
+    assert cache.k.stride() == cache.v.stride()
+    assert cache.k.stride()[2:] == (dim, 1)
+    _varlen[(programs,)](
+        describe(cache.k), describe(cache.v), q, out, *workspace(PART_UNITS * SIDES.value, ROWS.value, dim, q.device),
+        tables, paging.seq_lens, paging.query_starts, items, programs, scoring.scale * LOG2_E.value, window or 0,
+        q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0) // dim, cache.k.stride(1) // dim,
+        KV_HEADS=kv_heads, DIM=dim, GROUP=q.shape[1] // kv_heads, PAGE=page, KEYS=KEYS, STAGES=STAGES[dim],
+        BUFFERS=BUFFERS, HAS_WINDOW=window is not None, REGISTERS=240, FEED_REGISTERS=24, num_warps=4, **chained(),
+    )  # fmt: skip
+
+
+def describe(cache: Tensor) -> TensorDescriptor:
+    """All rows of the cache, of every block and head, one after the other; a box is what a tile takes of a block."""
+    blocks, kv_heads, page, dim = cache.shape
+    rows = ((blocks - 1) * cache.stride(0) + (kv_heads - 1) * cache.stride(1)) // dim + page
+    assert rows < 2**31
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(cache, [rows, dim], [dim, 1], [min(page, KEYS), SPAN.value], layout)
+
+
+def room_for(num_tokens: int, num_rows: int, group: int, kv_heads: int) -> int:
+    """More items than a step of so many tokens and rows can have."""
+    return num_tokens * group // TILE + num_rows + PART_UNITS // kv_heads
+
+
+def plan_items(
+    counts: NDArray[np.int64], seq_lens: NDArray[np.int64], group: int, kv_heads: int, page: int, window: int | None
+) -> NDArray[np.int32]:
+    """The items of rows with so many queries each, the longest first: how many there are, then the fields of each.
+
+    A tile's keys are split where the programs would otherwise end at very different times. There are at most as many
+    items as `room_for` says.
+    """
+    tiles = cut_tiles(counts, seq_lens, group, page, window)
+    fields = split_tiles(tiles, choose_limit(tiles, kv_heads, PART_UNITS // kv_heads, KEYS, PROGRAMS), KEYS)
+    fields = fields[np.argsort(fields[:, 2] - fields[:, 3], kind="stable")]
+    return np.concatenate(([len(fields)], fields.ravel())).astype(np.int32)
+
+
+def cut_tiles(
+    counts: NDArray[np.int64], seq_lens: NDArray[np.int64], group: int, page: int, window: int | None
+) -> NDArray[np.int64]:
+    """[tiles, 4]: row, first packed row, first key, end of keys"""
+    each = -(-counts * group // TILE)
+    row = np.repeat(np.arange(len(counts)), each)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
+    context = (seq_lens - counts)[row]
+    end = context + np.minimum((first + TILE - 1) // group, counts[row] - 1) + 1
+    begin = np.zeros_like(end)
+    if window is not None:
+        begin = np.maximum(context + first // group - window + 1, 0) // page * page
+    return np.stack((row, first, begin, end), axis=1).reshape(-1, 4)
+
+
+def split_tiles(tiles: NDArray[np.int64], limit: int, keys: int) -> NDArray[np.int64]:
+    """[items, FIELDS]: tiles of more keys than the limit are split evenly; only those have slots in the workspace."""
+    length = tiles[:, 3] - tiles[:, 2]
+    own = even_parts(length, limit, keys)
+    count = np.maximum(-(-length // own), 1)
+    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    slots = np.where(count > 1, count, 0)
+    fields = np.zeros((len(nth), FIELDS.value), dtype=np.int64)
+    fields[:, :4] = np.repeat(tiles, count, axis=0)
+    fields[:, 2] += nth * np.repeat(own, count)
+    fields[:, 3] = np.minimum(fields[:, 3], fields[:, 2] + np.repeat(own, count))
+    fields[:, 4] = nth
+    fields[:, 5] = np.repeat(count, count)
+    fields[:, 6] = np.repeat(np.cumsum(slots) - slots, count)
+    return fields
+
+
+def even_parts(length: NDArray[np.int64], limit: int, keys: int) -> NDArray[np.int64]:
+    """How many keys each part of a tile has: whole tiles of keys, as even as they get."""
+    count = np.maximum(np.minimum(-(-length // limit), length // LEAST_KEYS), 1)
+    tiles = -(-length // keys)
+    return -(-tiles // count) * keys
+
+
+def choose_limit(tiles: NDArray[np.int64], kv_heads: int, most: int, keys: int, programs: int) -> int:
+    """The most keys of a part, such that the programs end as soon as possible. `most`: parts there is room for."""
+    length = tiles[:, 3] - tiles[:, 2]
+    longest = max(int(length.max(initial=0)), 1)
+    best, soonest = longest, last_end(length, kv_heads, keys, programs)
+    if soonest * programs <= 1.1 * float((length + keys).sum()) * kv_heads:
+        return longest
+    for parts in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32):
+        limit = -(-longest // parts)
+        if limit < LEAST_KEYS:
+            break
+        own = even_parts(length, limit, keys)
+        count = np.maximum(-(-length // own), 1)
+        if int(count[count > 1].sum()) > most:
+            break
+        cost = np.where(count > 1, own + (1 + count // 2) * keys, length)  # parts are also left and joined
+        end = last_end(np.repeat(cost, count), kv_heads, keys, programs)
+        if end < 0.97 * soonest:
+            best, soonest = limit, end
+    return best
+
+
+def last_end(length: NDArray[np.int64], kv_heads: int, keys: int, programs: int) -> float:
+    """When the last program is done, in keys, if each unit costs a tile beside its own: as `take_unit` deals them."""
+    costs = np.repeat(np.sort(length)[::-1] + keys, kv_heads)
+    rounds = -(-len(costs) // programs)
+    padded = np.zeros(max(rounds, 1) * programs)
+    padded[: len(costs)] = costs
+    dealt = padded.reshape(-1, programs)
+    dealt[1::2] = dealt[1::2, ::-1].copy()
+    return float(dealt.sum(axis=0).max())

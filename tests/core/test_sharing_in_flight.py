@@ -1,0 +1,156 @@
+"""Prefixes are shared while they are computed: by rows of the same plan and by the plan behind it. A failed plan takes
+its readers along."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.plan import Plan
+from quire.core.policy import Policy
+from quire.core.request import Finish, Request, State
+from quire.core.scheduler import Scheduler
+from tests.core.test_scheduler import answer, ask, make, step
+
+pytestmark = pytest.mark.core
+
+
+def ask_with(name: str, prefix: list[int], *own: int, max_tokens: int = 8) -> Request:
+    request = ask(name, 1, max_tokens)
+    return Request(name, [*prefix, *own], request.params, max_tokens=max_tokens)
+
+
+def schedule(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+PREFIX = list(range(100, 120))  # five blocks of four
+
+
+def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
+    scheduler = make(num_blocks=256, max_tokens=200, max_requests=16)
+    requests = [ask_with(str(index), PREFIX, index, index + 1) for index in range(16)]
+    for request in requests:
+        scheduler.add(request)
+    plan = schedule(scheduler)
+    assert plan.counts == [22, *[2] * 15]
+    assert all(request.tables[0][:5] == requests[0].tables[0][:5] for request in requests)
+    assert [request.num_cached for request in requests] == [0, *[20] * 15]
+
+
+def test_the_plan_launched_ahead_shares_too() -> None:
+    scheduler = make(max_tokens=24)
+    first, second = ask_with("a", PREFIX, 1), ask_with("b", PREFIX, 2)
+    scheduler.add(first)
+    schedule(scheduler)
+    scheduler.add(second)
+    plan = schedule(scheduler)
+    assert dict(zip([request.id for request in plan.requests], plan.starts, strict=True)) == {"a": 21, "b": 20}
+
+
+def test_a_prefix_that_is_cut_is_shared_as_far_as_it_is_planned() -> None:
+    scheduler = make(max_tokens=12)
+    scheduler.add(ask_with("a", PREFIX, 1, 2, 3, 4))
+    scheduler.add(ask_with("b", PREFIX, 5))
+    assert step(scheduler) == {"a": (0, 12)}
+    assert step(scheduler) == {"a": (12, 12)}
+    assert step(scheduler) == {"a": (24, 1), "b": (20, 1)}
+
+
+def test_nobody_joins_a_step_without_room() -> None:
+    """A look-up that is older than the first token computed would miss what the requests before it publish."""
+    scheduler = make(num_blocks=256, max_tokens=16, max_requests=8)
+    requests = [ask_with(str(index), PREFIX, index) for index in range(8)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    assert [request.state for request in requests] == [State.RUNNING, *[State.WAITING] * 7]
+    for _ in range(10):
+        step(scheduler)
+    assert scheduler.counters.computed_tokens < 20 + 8 + 8 * 11
+
+
+def test_a_block_that_is_being_filled_is_shared_whole_or_not_at_all() -> None:
+    """A copy would be made before the block has its content."""
+    scheduler = make(max_tokens=64)
+    first, second = ask_with("a", PREFIX, 1), ask_with("b", PREFIX[:14], 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    plan = schedule(scheduler)
+    assert plan.copies == []
+    assert (plan.starts, plan.counts) == ([0, 12], [21, 3])
+    third = ask_with("c", PREFIX[:14], 3)
+    scheduler.add(third)
+    plan = schedule(scheduler)
+    assert len(plan.copies) == 1
+    assert plan.starts[plan.requests.index(third)] == 14
+
+
+def test_a_failed_plan_takes_its_readers_along_and_nobody_else() -> None:
+    scheduler = make(max_tokens=64)
+    for request in (ask_with("writer", PREFIX, 1), ask_with("reader", PREFIX, 2)):
+        scheduler.add(request)
+    broken = schedule(scheduler)
+    for request in (ask_with("late", PREFIX, 3), ask_with("copying", PREFIX[:3], 4, 5), ask("other", 9, first=900)):
+        scheduler.add(request)
+    behind = schedule(scheduler)
+    assert behind.copies
+    updates = scheduler.fail(broken, "broken")
+    assert {update.id for update in updates} == {"writer", "reader", "late", "copying"}
+    assert all(update.finish is Finish.ERROR for update in updates)
+    assert [update.id for update in scheduler.commit(behind, answer(behind))] == ["other"]
+    again = ask_with("again", PREFIX, 5)
+    scheduler.add(again)
+    assert step(scheduler)["again"] == (0, 21)
+
+
+def test_readers_of_readers_are_found_where_a_window_hides_the_first_writer() -> None:
+    """What a failed plan wrote may be behind the window of whoever reads what was computed from it."""
+    scheduler = make(block_size=2, max_tokens=12, windows=(3,))
+    writer = ask_with("writer", PREFIX, 1)
+    scheduler.add(writer)
+    broken = schedule(scheduler)
+    behind = schedule(scheduler)
+    assert (behind.starts, behind.counts) == ([12], [9])
+    scheduler.abort("writer")
+    reader = ask_with("reader", PREFIX, 2)
+    scheduler.add(reader)
+    last = schedule(scheduler)
+    assert (last.starts, last.counts) == ([20], [1])
+    assert not reader.holds_any(broken.computed_blocks([0], 2))
+    assert [update.id for update in scheduler.fail(broken, "broken")] == ["reader"]
+    scheduler.commit(behind, answer(behind))
+    scheduler.commit(last, answer(last))
+    assert scheduler.kv.pool.num_free == 64
+    assert not scheduler.kv.tree.owners
+
+
+def test_a_blocked_request_is_looked_up_again_only_if_that_can_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(num_blocks=12, max_tokens=8, max_requests=4)
+    scheduler.add(ask_with("a", PREFIX, 1, max_tokens=20))
+    scheduler.add(ask("b", 30, first=900))
+    looked_up: list[str] = []
+    lookup = scheduler.kv.lookup
+    monkeypatch.setattr(scheduler.kv, "lookup", lambda request: looked_up.append(request.id) or lookup(request))
+    for _ in range(12):
+        step(scheduler)
+    assert looked_up.count("b") == 1
+    while scheduler.has_work:
+        step(scheduler)
+    assert looked_up.count("b") == 2
+
+
+def test_a_blocked_request_joins_when_its_prefix_appears() -> None:
+    """Another request that goes first brings most of it; then a little room is enough."""
+    scheduler = make(num_blocks=14, max_tokens=64, policy=Policy(order="priority"))
+    scheduler.add(ask("running", 13, max_tokens=3, first=900))
+    prefix = list(range(100, 132))  # eight blocks
+    blocked, first = ask_with("blocked", prefix, 1, 2, 3, 4, 5), ask_with("first", prefix, 6)
+    blocked.priority = 1
+    scheduler.add(blocked)
+    assert set(step(scheduler)) == {"running"}
+    scheduler.add(first)
+    assert set(step(scheduler)) == {"running", "first"}
+    assert set(step(scheduler)) == {"running", "first"}
+    assert step(scheduler) == {"first": (34, 1), "blocked": (32, 5)}

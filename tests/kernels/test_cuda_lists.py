@@ -1,0 +1,84 @@
+"""What the host works out for the GPU's attention: which program takes which keys. Needs Triton and no GPU."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from quire.kernels.cuda import varlen
+from quire.kernels.cuda.parts import UNIT, most_slots, room_for_splits, split_contexts
+
+pytestmark = pytest.mark.cpu
+
+
+def draw_lengths(rng: random.Random, count: int) -> np.ndarray:
+    return np.array([rng.choice([0, 1, rng.randint(1, 300), rng.randint(1, 200_000)]) for _ in range(count)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_splits_cover_each_context_once(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        kv_heads, count, window = rng.choice([1, 3, 8, 64]), rng.randint(1, 200), rng.choice([None, 1, 100, 4096])
+        ends = draw_lengths(rng, count)
+        firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        room = rng.choice([count, room_for_splits(count, kv_heads)])
+        splits = split_contexts(firsts, ends, room)
+        assert len(splits) <= room
+        for row in range(count):
+            own = splits[splits[:, 0] == row]
+            assert (own[:, 5] == len(own)).all()
+            assert (own[0, 1], own[-1, 2]) == (firsts[row] // UNIT * UNIT, ends[row])
+            assert (own[1:, 1] == own[:-1, 2]).all()
+        cut = splits[splits[:, 5] > 1]
+        assert len(set(cut[:, 3])) == len(cut), "two splits share a slot"
+        assert (cut[:, 3] < most_slots(kv_heads)).all()
+
+
+def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
+    def count(ends: list[int]) -> list[int]:
+        splits = split_contexts(np.zeros(len(ends), np.int64), np.array(ends), room_for_splits(len(ends), 8))
+        return np.bincount(splits[:, 0]).tolist()
+
+    assert count([600]) == [10]
+    assert count([600] * 16) == [4] * 16
+    assert count([600] * 80) == [1] * 80
+    assert count([500, 700] * 40) == [1] * 80
+    assert count([120_000, *[600] * 79]) == [17, *[1] * 79]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_items_cover_each_tile_once(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        group, kv_heads, page = rng.choice([1, 4, 7]), rng.choice([1, 2, 8]), rng.choice([16, 64])
+        window = rng.choice([None, None, 300])
+        counts = np.array([rng.choice([0, 2, rng.randint(1, 700)]) for _ in range(rng.randint(1, 20))])
+        seq_lens = counts + np.array([rng.choice([0, rng.randint(0, 20_000)]) for _ in counts])
+        numbers = varlen.plan_items(counts, seq_lens, group, kv_heads, page, window)
+        items = numbers[1:].reshape(-1, varlen.FIELDS.value)
+        assert numbers[0] == len(items) <= varlen.room_for(int(counts.sum()), len(counts), group, kv_heads)
+        tiles: dict[tuple[int, int], list] = {}
+        for item in items:
+            tiles.setdefault((item[0], item[1]), []).append(item)
+        assert set(tiles) == {
+            (row, first) for row, count in enumerate(counts) for first in range(0, count * group, varlen.TILE)
+        }
+        for (row, first), parts in tiles.items():
+            context = seq_lens[row] - counts[row]
+            last = min((first + varlen.TILE - 1) // group, counts[row] - 1)
+            lowest = 0 if window is None else max(context + first // group - window + 1, 0)
+            parts.sort(key=lambda part: part[4])
+            assert [part[4] for part in parts] == list(range(parts[0][5]))
+            assert parts[0][2] <= lowest
+            assert parts[0][2] % page == 0
+            assert parts[-1][3] == context + last + 1
+            assert all(a[3] == b[2] for a, b in pairwise(parts))
+        slots = [(item[6] + item[4]) for item in items if item[5] > 1]
+        assert len(set(slots)) == len(slots), "two parts share a slot"
+        assert all((slot + 1) * kv_heads <= varlen.PART_UNITS for slot in slots)

@@ -1,0 +1,112 @@
+"""Every kernel of a step compiles for a GPU, on a machine that has none and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from quire.config import EngineConfig
+from quire.engine import precompile as parent
+from quire.kernels.cuda.precompile import Model, share
+from quire.weights.config import config_from_json
+
+pytestmark = pytest.mark.cpu
+
+SHAPES = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+# A child, but for the C modules that launch kernels: linking those takes a driver.
+CHILD = """
+import json, sys
+from quire.kernels.cuda import precompile, standin
+given = json.loads(sys.argv[1])
+model = precompile.Model(**given | {"capability": tuple(given["capability"]), "windows": tuple(given["windows"])})
+standin.install(model.capability)
+compiled = []
+precompile.compile_only(model.capability, lambda source, metadata: compiled.append(metadata.name))
+for task in precompile.Rehearsal(model).tasks():
+    task()
+print(json.dumps(compiled))
+"""
+
+
+def compile_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = EngineConfig(device="cuda", **options)  # type: ignore[arg-type]
+    fields = parent.describe(config, config_from_json(SHAPES, {}, where="here"), (9, 0))
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(fields)], capture_output=True, check=False, text=True
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout)
+
+
+def test_all_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_all(tmp_path, monkeypatch)
+    assert {
+        "_varlen",
+        "_decode",
+        "_skinny",
+        "_gemv",
+        "_norm",
+        "_rope_store",
+        "_pick",
+        "_best",
+        "_deliver",
+        "_feed",
+    } <= {*compiled}
+    assert compiled.count("_decode") == 2
+
+
+def test_exact_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_all(tmp_path, monkeypatch, exact=True)
+    assert {"_prefill", "_single", "_skinny"} <= {*compiled}
+    assert not {"_varlen", "_decode"} & {*compiled}
+
+
+def test_what_a_child_is_told_describes_the_model() -> None:
+    config = EngineConfig(device="cuda", kv_dtype="fp8", block_size=32)
+    fields = parent.describe(config, config_from_json(SHAPES, {}, where="here"), (8, 0))
+    model = Model(**fields)  # type: ignore[arg-type]
+    assert asdict(model).keys() == fields.keys()
+    assert (model.dtype, model.kv_dtype, model.block_size, model.num_kv_heads) == ("bfloat16", "fp8", 32, 2)
+    assert parent.describe(config, config_from_json(SHAPES, {}, where="here"), (7, 5))["dtype"] == "float16"
+
+
+def test_children_share_all_tasks() -> None:
+    tasks = [lambda: None for _ in range(12)]
+    shares = [share(tasks, index, 8) for index in range(8)]
+    assert sorted(map(id, (task for one in shares for task in one))) == sorted(map(id, tasks))
+    assert shares[0] == tasks[:1]
+
+
+def test_without_a_gpu_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "find_capability", lambda: None)
+    monkeypatch.setattr(parent, "start_child", lambda *_: pytest.fail("a child was started"))
+    parent.precompile(EngineConfig(), tmp_path).wait()
+    parent.precompile(EngineConfig(device="cpu"), tmp_path).wait()
+
+
+def test_children_end_with_an_engine_that_cannot_be_built() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    parent.Precompilation([child]).cancel()
+    assert child.returncode is not None
+
+
+def test_a_child_that_fails_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "raise SystemExit('no room')"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    parent.Precompilation([child]).wait()
+    assert "Compiling kernels ahead failed, so the start takes longer: no room" in caplog.text
