@@ -15,6 +15,8 @@ from typing import Any, Literal
 from quire.errors import InvalidParams, UnknownField
 
 DEFAULT_MODEL = "smollm2:135m"
+MAX_COUNT = 2**31 - 1  # tokens, requests, blocks, threads
+MAX_NUMBER = 1e12  # of anything else
 
 
 def cache_dir() -> Path:
@@ -88,18 +90,21 @@ class EngineConfig:
     batch_size: int | None = option(
         None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
     )
-    batch_wait: float = option(0.05, "Dynamic batching: seconds to wait for a batch to fill.")
-    waiting_ratio: float | None = option(
+    batch_wait: float | None = option(
+        None, "Dynamic batching: seconds to wait for a batch to fill; 0.05 if not set."
+    )
+    waiting_served_ratio: float | None = option(
         None, "Batching by ratio: waiting requests for each running one at which they join; 0.3 if not set."
     )
-    max_waiting_steps: int | None = option(
-        None, "Batching by ratio: steps after which waiting requests join in any case; 20 if not set."
+    max_waiting_tokens: int | None = option(
+        None,
+        "Batching by ratio: tokens that running requests get before waiting ones join in any case; 20 if not set.",
     )
     itl_target_ms: float | None = option(
         None,
         "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
-        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target; 25 on a GPU and "
-        "50 on a CPU if not set.",
+        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target; if not set, 25 on "
+        "a GPU and 50 on a CPU for a server, and none offline.",
     )
     threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
@@ -114,21 +119,19 @@ class EngineConfig:
                 f"max_tokens_per_step is {self.max_tokens_per_step}, below max_requests ({self.max_requests}): every "
                 "running request needs a token a step. Raise the one or lower the other."
             )
-        if self.kv_memory is not None and not self.kv_memory > 0:
-            raise InvalidParams(f"kv_memory is {self.kv_memory}; give the cache more than 0 GiB.")
-        if self.swap_memory is not None and not 0 <= self.swap_memory < float("inf"):
-            raise InvalidParams(f"swap_memory is {self.swap_memory}; give a number of GiB, 0 or more.")
-        if not 0 <= self.batch_wait < float("inf"):
-            raise InvalidParams(f"batch_wait is {self.batch_wait}; give a number of seconds, 0 or more.")
-        for name in ("waiting_ratio", "max_waiting_steps"):
-            if getattr(self, name) is not None and self.batching != "ratio":
-                raise InvalidParams(f"{name} needs batching 'ratio', and it is {self.batching!r}; leave it out.")
-        if self.waiting_ratio is not None and not 0 <= self.waiting_ratio < float("inf"):
-            raise InvalidParams(f"waiting_ratio is {self.waiting_ratio}; give a number, 0 or more.")
-        if self.max_waiting_steps is not None:
-            self._at_least("max_waiting_steps", 0)
-        if self.itl_target_ms is not None and not 0 <= self.itl_target_ms < float("inf"):
-            raise InvalidParams(f"itl_target_ms is {self.itl_target_ms}; give a number of milliseconds, 0 or more.")
+        if self.kv_memory is not None:
+            self._is_number("kv_memory", "GiB", least=None)
+        for name, unit in (
+            ("swap_memory", "GiB"), ("batch_wait", "seconds"), ("waiting_served_ratio", ""),
+            ("itl_target_ms", "milliseconds"),
+        ):  # fmt: skip
+            if getattr(self, name) is not None:
+                self._is_number(name, unit)
+        if self.max_waiting_tokens is not None:
+            self._at_least("max_waiting_tokens", 0)
+        self._only_with("batching", ("static", "dynamic"), "batch_size")
+        self._only_with("batching", ("dynamic",), "batch_wait")
+        self._only_with("batching", ("ratio",), "waiting_served_ratio", "max_waiting_tokens")
         self._one_of("device", ("auto", "cpu", "cuda"))
         self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._one_of("kernels", ("auto", "native", "torch"))
@@ -148,6 +151,22 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InvalidParams(f"{name} is {value!r}; give a whole number of at least {least}.")
+        if value > MAX_COUNT:
+            raise InvalidParams(f"{name} is more than {MAX_COUNT:,}, the most there can be; give a smaller number.")
+
+    def _is_number(self, name: str, unit: str, least: float | None = 0.0) -> None:
+        """A finite one, from `least` on, or above 0 if that is None."""
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+        if not is_number or (least is None and not value):
+            wanted = f"a number of {unit}" if unit else "a number"
+            raise InvalidParams(f"{name} is {value!r}; give {wanted}, {'more than 0' if least is None else '0 or more'}.")
+
+    def _only_with(self, option: str, values: tuple[str, ...], *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None and getattr(self, option) not in values:
+                needed = " or ".join(map(repr, values))
+                raise InvalidParams(f"{name} needs {option} {needed}, and it is {getattr(self, option)!r}; leave it out.")
 
     def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -24,7 +24,7 @@ HELP = """\
 Ctrl-C          stop the answer"""
 # Options that make a difference to several requests at a time only.
 SEVERAL = (
-    "order", "batching", "batch_size", "batch_wait", "waiting_ratio", "max_waiting_steps", "itl_target_ms",
+    "order", "batching", "batch_size", "batch_wait", "waiting_served_ratio", "max_waiting_tokens", "itl_target_ms",
     "max_requests",
 )  # fmt: skip
 

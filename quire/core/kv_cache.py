@@ -61,6 +61,8 @@ class KVCache:
         if match.partial is not None and self._copy_partial(match.partial, tables, copies):
             num_tokens += match.num_partial
         self._start(request, tables, num_tokens)
+        if match.num_partial and self.has_windows:
+            self.trim(request)  # the copied tokens may have moved the window past a block that the path had
 
     def restore(self, request: Request, match: Match, swap_in: Pairs) -> None:
         """Give the request what it has on the host: in blocks of the look-up as far as they go, then in new ones.
@@ -124,12 +126,13 @@ class KVCache:
     def publish(self, request: Request, end: int) -> None:
         """Offer the full blocks among the first `end` tokens to other requests. The tokens are known."""
         assert request.node is not None
-        node = request.node
-        for stop in range(request.publish_at, end + 1, self.block_size):
-            tokens = tuple(request.tokens[stop - self.block_size : stop])
-            index = stop // self.block_size - 1
-            node = self.tree.insert(node, tokens, [table[index] for table in request.tables])
-        request.publish_at = (end // self.block_size + 1) * self.block_size
+        node, size, insert = request.node, self.block_size, self.tree.insert
+        first, stop = request.publish_at // size - 1, end // size
+        tokens = tuple(request.tokens[first * size : stop * size])
+        blocks = zip(*(table[first:stop] for table in request.tables), strict=True)
+        for start, its_blocks in zip(range(0, len(tokens), size), blocks, strict=True):
+            node = insert(node, tokens[start : start + size], its_blocks)
+        request.publish_at = (stop + 1) * size
         self._move_to(request, node)
 
     def publish_planned(self, request: Request) -> None:

@@ -76,6 +76,7 @@ class Sampled:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # rows for which no token could be chosen
+    seconds: float | None = None  # that the step took, if it was measured
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Policies: who goes first, and when waiting requests may join. The scheduler is the same for all of them.
 
-A batching policy is asked once a step how many requests may be admitted. Static and dynamic batching are admission
+A batching policy is asked at every step how many requests may be admitted, also when none waits. Static and dynamic batching are admission
 policies too: they let nobody in until the running batch has ended.
 """
 
@@ -36,22 +36,27 @@ class Continuous:
 
 @dataclass(slots=True)
 class WaitingRatio:
-    """Join when enough requests wait for the number that runs, or when they have waited for `max_steps` steps.
+    """Join when enough requests wait for the number that runs, or when those have got `max_tokens` tokens meanwhile.
 
-    Running requests are held up less often, and by more prompts at a time.
+    Running requests are held up less often, and by more prompts at a time. Who waits at that moment joins, in one step
+    or, if there is no room, in the next ones. This is how TGI batches; the fields have its options' names.
     """
 
-    ratio: float
-    max_steps: int
+    waiting_served_ratio: float
+    max_waiting_tokens: int
     _num_steps: int = 0  # since requests wait and nobody joined
+    _num_open: int = 0  # requests that may join and have not yet
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
-        self._num_steps += 1
-        may_join = num_waiting >= self.ratio * num_running or self._num_steps > self.max_steps
-        return num_waiting if may_join else 0
+        self._num_steps = self._num_steps + 1 if num_waiting else 0
+        if num_waiting >= self.waiting_served_ratio * num_running or self._num_steps > self.max_waiting_tokens:
+            self._num_open = num_waiting
+        self._num_open = min(self._num_open, num_waiting)
+        return self._num_open
 
     def admit(self) -> None:
         self._num_steps = 0
+        self._num_open -= 1
 
 
 @dataclass(slots=True)
@@ -83,7 +88,7 @@ class Dynamic:
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         is_full = num_waiting >= self._batch.batch_size
-        if not num_running and not is_full and oldest_wait_s() < self.max_wait_s:
+        if num_waiting and not num_running and not is_full and oldest_wait_s() < self.max_wait_s:
             return 0
         return self._batch.quota(num_waiting, num_running, oldest_wait_s)
 

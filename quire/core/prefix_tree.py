@@ -44,21 +44,34 @@ class Miss:
 class Node:
     """One block of tokens. `blocks` holds the cache block of each group, None where it is evicted."""
 
-    __slots__ = ("blocks", "children", "depth", "digest", "num_changes", "parent", "pins", "tokens")
+    __slots__ = ("blocks", "children", "depth", "known_digest", "num_changes", "parent", "pins", "tokens")
 
-    def __init__(self, parent: Node | None, tokens: tuple[int, ...], digest: bytes, num_groups: int) -> None:
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.digest = digest
+        self.known_digest = b""  # computed when it is asked for; a root has its own from the start
         self.depth: int = parent.depth + 1 if parent else 0
         self.blocks: list[int | None] = [None] * num_groups
         self.children: list[Node] = []  # sorted by tokens
         self.pins = 0  # requests that will publish below this node
         self.num_changes = 0  # rises when something is published right below this node, and when it is dropped
 
+    @property
+    def digest(self) -> bytes:
+        """Chained from the root's, so that it stands for all tokens up to here."""
+        path, node = list[Node](), self
+        while not node.known_digest:
+            assert node.parent is not None
+            path.append(node)
+            node = node.parent
+        for below in reversed(path):
+            below.known_digest = chain(node.known_digest, below.tokens)
+            node = below
+        return self.known_digest
+
     def child(self, tokens: tuple[int, ...]) -> Node | None:
-        if len(self.children) == 1:
-            return self.children[0] if self.children[0].tokens == tokens else None
+        if len(self.children) <= 1:
+            return self.children[0] if self.children and self.children[0].tokens == tokens else None
         index = bisect_left(self.children, tokens, key=_tokens_of)
         if index < len(self.children) and self.children[index].tokens == tokens:
             return self.children[index]
@@ -83,7 +96,7 @@ class Node:
 class Match:
     """The longest usable prefix: whole blocks along `path`, then `num_partial` tokens of `partial`, to be copied.
 
-    `end` is the node below which the match would go on, if the tree has one.
+    `end` is the node below which the match would go on, if the tree has one, and `num_changes` what it counted then.
     """
 
     path: list[Node] = field(default_factory=list)
@@ -91,6 +104,7 @@ class Match:
     num_partial: int = 0
     miss: Miss | None = None
     end: Node | None = None
+    num_changes: int = 0
 
 
 class PrefixTree:
@@ -104,19 +118,20 @@ class PrefixTree:
         self._first_blocks: dict[tuple[int, ...], int] = {}  # tokens below any root -> how many roots
         self._evicted: dict[bytes, int] = {}  # digest -> step, oldest first
         self._max_evicted = max_evicted
+        self._num_changes = 0  # blocks that were published
 
     def root(self, salt: bytes) -> Node:
         if salt not in self._roots:
-            self._roots[salt] = Node(None, (), root_digest(salt), len(self.windows))
+            self._roots[salt] = root = Node(None, (), len(self.windows))
+            root.known_digest = root_digest(salt)
         return self._roots[salt]
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int | None]) -> Node:
         """Publish one block below `parent`. Content that is there already keeps the block it has."""
         node = parent.child(tokens)
         if node is None:
-            node = Node(parent, tokens, chain(parent.digest, tokens), len(self.windows))
+            node = Node(parent, tokens, len(self.windows))
             insort(parent.children, node, key=_tokens_of)
-            self._evicted.pop(node.digest, None)
             if parent.parent is None:
                 self._first_blocks[tokens] = self._first_blocks.get(tokens, 0) + 1
         for group, block in enumerate(blocks):
@@ -124,13 +139,16 @@ class PrefixTree:
                 node.blocks[group] = block
                 self.owners[block] = (node, group)
                 parent.num_changes += 1
+                self._num_changes += 1
         return node
 
     def forget(self, block: int, step: int) -> None:
         """The block is about to hold something else."""
         node, group = self.owners.pop(block)
         node.blocks[group] = None
-        self._evicted[node.digest] = step
+        digest = node.digest
+        self._evicted.pop(digest, None)
+        self._evicted[digest] = step
         if len(self._evicted) > self._max_evicted:
             del self._evicted[next(iter(self._evicted))]
         self.prune(node)
@@ -165,10 +183,19 @@ class PrefixTree:
         if start + shared < limit:
             block = tuple(tokens[start : start + self.block_size])
             miss = self._explain(node.digest if node else root_digest(salt), block, start, reach)
-        return Match(path, partial, shared, miss, node)
+        return Match(path, partial, shared, miss, node, self._count_changes(node))
 
-    def find_root(self, salt: bytes) -> Node | None:
-        return self._roots.get(salt)
+    def has_grown(self, match: Match, salt: bytes) -> bool:
+        """Whether a look-up may find more now than this match, which the same tokens had."""
+        if match.end is None:
+            return salt in self._roots
+        return self._count_changes(match.end) != match.num_changes
+
+    def _count_changes(self, end: Node | None) -> int:
+        """Where windows let a match reach over gaps, it may also grow by what is published further down."""
+        if end is None:
+            return 0
+        return end.num_changes if self.windows == (None,) else self._num_changes
 
     def _walk(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
         if self.windows == (None,):

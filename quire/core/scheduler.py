@@ -19,7 +19,7 @@ from quire.core.pace import Pace
 from quire.core.params import MAX_PRIORITY
 from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy, Turns
-from quire.core.prefix_tree import Match, Node
+from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
 from quire.core.swap import Swap, SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
@@ -42,12 +42,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A waiting request that did not fit: what it cost, and where in the prefix tree its look-up ended."""
+    """A waiting request that did not fit, and what the prefix tree had of it."""
 
     request: Request
-    cost: int
-    end: Node | None
-    num_changes: int
+    match: Match
 
 
 class Scheduler:
@@ -220,12 +218,15 @@ class Scheduler:
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prompt_room(self) -> int:
-        """How many tokens the step may take beside one for each running request. Answers that run keep their pace."""
+        """How many tokens the step may take beside one for each running request. Answers that run keep their pace; one
+        that is computed again, after a preemption or a restart, does not run yet."""
         spare = self.max_tokens_per_step - len(self.running)
-        if self.pace.target_s is None or not any(r.num_output or r.num_expected for r in self.running):
+        if self.pace.target_s is None:
             return spare
-        behind = sum(len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running)
-        return self.pace.prompt_tokens(behind + self._waiting_tokens, len(self.running), spare)
+        behind = [len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running]
+        if not any(n == 0 and (r.num_output or r.num_expected) for r, n in zip(self.running, behind, strict=True)):
+            return spare
+        return self.pace.prompt_tokens(sum(behind) + self._waiting_tokens, len(self.running), spare)
 
     def _plan_running(self, plan: Plan, spare: int) -> bool:
         """One token for every running request, and what is left of the step to the first that can use it.
@@ -280,9 +281,9 @@ class Scheduler:
 
         A request joins only a step that has room for its next tokens, so its look-up is as fresh as what it computes.
         """
-        if not self._num_waiting:
-            return
         quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
+        if not quota:
+            return
         quota = min(quota, self.max_requests - len(self.running))
         budget = min(room, self.max_tokens_per_step - plan.num_tokens)
         promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
@@ -318,9 +319,8 @@ class Scheduler:
         if self._is_still_blocked(request, available):
             return False
         match = self.kv.lookup(request)
-        cost = self.kv.cost(request, match, self.max_tokens_per_step)
-        if cost > available:
-            self._blocked = Blocked(request, cost, match.end, match.end.num_changes if match.end else 0)
+        if self.kv.cost(request, match, self.max_tokens_per_step) > available:
+            self._blocked = Blocked(request, match)
             return False
         if request.stowed is not None and request.stowed.num_computed > len(match.path) * self.kv.block_size:
             return self._bring_back(request, match, plan)
@@ -330,16 +330,15 @@ class Scheduler:
         return True
 
     def _is_still_blocked(self, request: Request, available: int) -> bool:
-        """Whether the head of the queue would cost no less than when it last did not fit: its prefix has not grown.
+        """Whether the head of the queue does not fit by what its last look-up found. Nothing was added to that since.
 
         A look-up takes milliseconds where prompts are long, and the head of the queue is asked about at every step.
+        What was found may have been evicted, by which it only costs more.
         """
         blocked = self._blocked
-        if blocked is None or blocked.request is not request or available >= blocked.cost:
+        if blocked is None or blocked.request is not request or self.kv.tree.has_grown(blocked.match, request.salt):
             return False
-        if blocked.end is None:
-            return self.kv.tree.find_root(request.salt) is None
-        return blocked.end.num_changes == blocked.num_changes
+        return self.kv.cost(request, blocked.match, self.max_tokens_per_step) > available
 
     def _bring_back(self, request: Request, match: Match, plan: Plan) -> bool:
         """Let a request go on from what it has on the host; not in a plan that copies, whose sources may be free."""
@@ -430,6 +429,8 @@ class Scheduler:
         self._waiting_tokens += len(request.tokens)
 
     def _leave_queue(self, request: Request) -> None:
+        if self._blocked is not None and self._blocked.request is request:
+            self._blocked = None
         self._num_waiting -= 1
         self._waiting_tokens -= len(request.tokens)
 

@@ -38,13 +38,13 @@ def start_engine(config: EngineConfig, path: Path, progress: Progress | None = N
     """
     isa.prepare()
     precompilation = precompile(config, path)
-    is_first = "torch" not in sys.modules
-    from quire.engine.engine import build_engine
-
-    if is_first:
-        gc.freeze()
-        atexit.register(gc.unfreeze)
     try:
+        is_first = "torch" not in sys.modules
+        from quire.engine.engine import build_engine
+
+        if is_first:
+            gc.freeze()
+            atexit.register(gc.unfreeze)
         return build_engine(config, path, progress, precompilation)
     except BaseException:
         precompilation.cancel()

@@ -1,9 +1,8 @@
 """What steps and copies take, measured: the scheduler chooses by it how preempted requests come back, and how much of
 a prompt is computed beside answers that run.
 
-Copies are timed once, when an engine is built. Steps are timed on the host's clock and without waiting for anything: a
-step has the device to itself from its launch, or the last one's end if that is later, to its own end. `engine.py` calls
-this.
+Copies are timed once, when an engine is built. Steps are timed by the runner, on the device's clock: when the host
+looks at a step says nothing about when it ended. `engine.py` calls this.
 """
 
 from __future__ import annotations
@@ -13,48 +12,34 @@ from collections.abc import Callable
 
 import torch
 
-from quire.core.pace import Pace
+from quire.core.pace import Pace, blend
 from quire.core.plan import Plan
 from quire.core.swap import SwapCosts
 from quire.engine.cache import CacheTensors
 
 LEAST_TOKENS = 128  # of prompts; a smaller step takes as long as it takes to read the weights
-SLOWER, FASTER = 0.1, 0.5  # how much of a step is believed that took longer than known, or less
 
 
-class StepClock:
-    """Keeps what is known of steps up to date: `costs.compute_s`, and both of `pace`.
+class StepCosts:
+    """Tells what steps took to those who plan by it: `SwapCosts` and `Pace`."""
 
-    A faster step is believed sooner than a slower one, which may have waited for the host.
-    """
-
-    def __init__(self, costs: SwapCosts, pace: Pace, max_tokens_per_step: int) -> None:
-        self._costs = costs
+    def __init__(self, swap: SwapCosts, pace: Pace, max_tokens_per_step: int) -> None:
+        self._swap = swap
         self._pace = pace
-        self._least = max(1, min(LEAST_TOKENS, max_tokens_per_step // 2))
-        # Steps that keep the pace are measured too.
-        self._least_paced = max(1, min(self._least, max_tokens_per_step // 4))
-        self._landed_s = 0.0
+        self._pace.min_tokens = least_tokens(max_tokens_per_step, 4)
+        self._least = least_tokens(max_tokens_per_step, 2)
 
-    def land(self, plan: Plan, launched_s: float, now_s: float) -> None:
-        """A plan's results are here."""
-        seconds = now_s - max(launched_s, self._landed_s)
-        self._landed_s = now_s
+    def learn(self, plan: Plan, seconds: float) -> None:
         num_tokens = plan.num_tokens
         num_prompt = num_tokens - len(plan)
-        if not num_prompt:
-            self._pace.decode_s = blend(self._pace.decode_s, seconds)
+        self._pace.learn(num_prompt, seconds)
         if num_prompt >= self._least:
-            self._costs.compute_s = blend(self._costs.compute_s, seconds / num_tokens, faster=1.0)
-        if num_prompt >= self._least_paced:
-            beside = self._pace.decode_s or 0.0
-            self._pace.token_s = blend(self._pace.token_s, max(seconds - beside, 0.1 * seconds) / num_prompt)
+            self._swap.compute_s = blend(self._swap.compute_s, seconds / num_tokens, faster=1.0)
 
 
-def blend(known: float | None, measured: float, faster: float = FASTER) -> float:
-    if known is None:
-        return measured
-    return known + (SLOWER if measured > known else faster) * (measured - known)
+def least_tokens(max_tokens_per_step: int, part: int) -> int:
+    """Of prompts in a step that tells what they cost, where steps have at most so many tokens."""
+    return max(1, min(LEAST_TOKENS, max_tokens_per_step // part))
 
 
 def time_copies(cache: CacheTensors, device: torch.device) -> float:

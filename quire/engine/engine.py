@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig
-from quire.core.pace import Pace
+from quire.core.pace import Pace, blend
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
 from quire.core.request import Finish, Request
@@ -35,7 +35,7 @@ from quire.engine.backend import (
 )
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
-from quire.engine.costs import StepClock, time_copies
+from quire.engine.costs import StepCosts, time_copies
 from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
 from quire.engine.memory import (
     GRAPH_BYTES,
@@ -48,7 +48,7 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.precompile import Precompilation
-from quire.engine.runner import ModelRunner, Pending, Runner
+from quire.engine.runner import ModelRunner, Runner, RunningStep
 from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.engine.trial import Trial, read_libraries
 from quire.kernels import Kernels
@@ -66,9 +66,10 @@ from quire.weights.loader import (
 
 log = logging.getLogger("quire.engine")
 
-WAITING_RATIO, MAX_WAITING_STEPS = 0.3, 20  # of batching by ratio, unless others are given
+BATCH_WAIT_S = 0.05  # of dynamic batching, and
+WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # of batching by ratio, unless others are given
 IDLE_S = 0.001  # between two looks at a batch that is still forming, or at a step that is under way
-LEAD_S = 0.004  # before a step ends the next one is planned: planning and launching take about as long
+MARGIN_S = 0.001  # by which a step is planned and launched before the last one is expected to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ class Launched:
     """A plan under way."""
 
     plan: Plan
-    pending: Pending
-    launched_s: float
+    running: RunningStep
     ends_s: float  # when it is expected to end; minus infinity if nobody can tell
 
 
@@ -102,8 +102,10 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
+        self.step_s: float | None = None  # what the step took that the last call of `step` took in, if it did
         self._launched: deque[Launched] = deque()
-        self._clock = StepClock(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
+        self._costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
+        self._launch_s = 0.0  # that planning and launching take
         self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
 
     def add(self, request: Request) -> None:
@@ -117,8 +119,8 @@ class Engine:
         return self.scheduler.has_work or bool(self._launched)
 
     def idle(self) -> bool:
-        """Do a little of what makes later steps faster, while there is no work; whether there is more of it."""
-        return self.runner.idle()
+        """Do a little of what makes later steps faster, while there is no work; whether there may be more of it."""
+        return self.runner.idle(math.inf)
 
     def step(self) -> list[Update]:
         """Launch what the runner has room for and take in the oldest plan.
@@ -127,34 +129,50 @@ class Engine:
         the next one is planned as late as possible, so that requests which arrive meanwhile join it; until then there
         is no update.
         """
+        self.step_s = None
         while self._may_launch and self._launch():
             pass
-        if not self._launched or self._is_early:
-            time.sleep(IDLE_S)
+        if not self._launched or self._time_left() > 0:
+            self._pass_time()
             return []
+        if self.scheduler.pace.target_s is None:  # nobody waits for single tokens, as long as the device has work
+            self.runner.idle(self._launched[-1].ends_s - time.monotonic())
         oldest = self._launched.popleft()
         plan = oldest.plan
         try:
-            sampled = oldest.pending()
+            sampled = oldest.running.wait()
         except Exception as error:
             return self._fail(plan, error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        self._clock.land(plan, oldest.launched_s, time.monotonic())
+        if sampled.seconds is not None:
+            self._costs.learn(plan, sampled.seconds)
+        self.step_s = sampled.seconds
         return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
 
     @property
     def _may_launch(self) -> bool:
         """Nothing is launched behind a plan that failed: its tokens will not come, and its blocks lack content."""
-        if self._launched and isinstance(self._launched[-1].pending, Failure):
+        if self._launched and isinstance(self._launched[-1].running, Failure):
             return False
-        return len(self._launched) < self.runner.depth and not self._is_early
+        return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
-    @property
-    def _is_early(self) -> bool:
-        """Whether the only plan under way goes on for longer than it takes to plan and launch the next one."""
-        return len(self._launched) == 1 and time.monotonic() < self._launched[0].ends_s - LEAD_S
+    def _time_left(self) -> float:
+        """Seconds until the next plan has to be made. Only steps with prompts take long enough to wait behind them, and
+        only if somebody waits for single tokens."""
+        if len(self._launched) != 1 or self.scheduler.pace.target_s is None:
+            return 0.0
+        only = self._launched[0]
+        if only.plan.num_tokens == len(only.plan) or only.running.is_done():
+            return 0.0
+        return only.ends_s - MARGIN_S - self._launch_s - time.monotonic()
+
+    def _pass_time(self) -> None:
+        """Until a plan may be made, a moment at a time."""
+        left_s = self._time_left() if self._launched else IDLE_S
+        if not self._launched or not self.runner.idle(left_s):
+            time.sleep(min(IDLE_S, max(0.0, left_s)))
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -164,23 +182,25 @@ class Engine:
         if self.before_run is not None:
             self.before_run(plan)
         try:
-            pending: Pending = self.runner.launch(plan)
+            running: RunningStep = self.runner.launch(plan)
         except Exception as error:
-            pending = Failure(error)
+            running = Failure(error)
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        ends_s = -math.inf if isinstance(pending, Failure) else self._expect_end(plan)
-        self._launched.append(Launched(plan, pending, now_s, ends_s))
+        ends_s = -math.inf
+        if self.runner.depth > 1 and not isinstance(running, Failure):
+            self._launch_s = blend(self._launch_s or None, time.monotonic() - now_s)
+            ends_s = self._expect_end(plan)
+        self._launched.append(Launched(plan, running, ends_s))
         return True
 
     def _expect_end(self, plan: Plan) -> float:
-        """Of a plan that was just launched; a runner that does not work ahead has ended it by now."""
+        """Of a plan that was just launched."""
         step_s = self.scheduler.pace.predict(plan.num_tokens - len(plan))
-        if step_s is None or self.runner.depth == 1:
+        if step_s is None:
             return -math.inf
-        begins_s = max(time.monotonic(), self._launched[-1].ends_s if self._launched else -math.inf)
-        return begins_s + step_s
+        return max(time.monotonic(), self._launched[-1].ends_s if self._launched else -math.inf) + step_s
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
         """End the requests of a plan; a GPU that is lost ends the engine, since no later plan could be run."""
@@ -202,12 +222,15 @@ class Engine:
 
 
 class Failure:
-    """In place of a plan's tokens, if it could not be launched: the error, when its turn has come."""
+    """In place of a running step, if it could not be launched: the error, when its turn has come."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def __call__(self) -> Sampled:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> Sampled:
         raise self._error
 
 
@@ -229,13 +252,17 @@ def build_engine(
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     layout, block = lay_out(model.windows), shape_block(config, model, dtype, ops)
     if precompilation is not None:
-        precompilation.wait()
+        if ops.fused is None:
+            precompilation.cancel()  # these ops need none of it
+        else:
+            precompilation.wait()
     step_bytes = 0  # a CPU has nothing set aside for steps
     if libraries is not None:
         trial = Trial(
             loaded.model, ops, layout, block, step_tokens, max_requests, model.max_len, config.block_size
         )  # fmt: skip
         step_bytes = trial.measure(libraries)
+    room = find_room(device, step_bytes)
     size = size_cache(
         block_bytes=block_bytes(layout, block),
         block_size=config.block_size,
@@ -246,10 +273,12 @@ def build_engine(
         max_len=model.max_len,
         max_len_wanted=config.max_len,
         max_requests=max_requests,
-        room=find_room(device, step_bytes),
+        room=room,
     )
     computes = describe_ops(ops, dtype)
-    summary = describe(config.model, model.family, computes, loaded.weight_bytes, size, kv_dtype, max_requests)
+    summary = describe(
+        config.model, model.family, computes, loaded.weight_bytes, room.kept, size, kv_dtype, max_requests
+    )  # fmt: skip
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
     swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
     with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
@@ -331,10 +360,10 @@ def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
     if config.batching == "static":
         return Static(size)
     if config.batching == "dynamic":
-        return Dynamic(size, config.batch_wait)
+        return Dynamic(size, BATCH_WAIT_S if config.batch_wait is None else config.batch_wait)
     if config.batching == "ratio":
-        ratio, steps = config.waiting_ratio, config.max_waiting_steps
+        ratio, tokens = config.waiting_served_ratio, config.max_waiting_tokens
         return WaitingRatio(
-            WAITING_RATIO if ratio is None else ratio, MAX_WAITING_STEPS if steps is None else steps
+            WAITING_SERVED_RATIO if ratio is None else ratio, MAX_WAITING_TOKENS if tokens is None else tokens
         )  # fmt: skip
     return Continuous()

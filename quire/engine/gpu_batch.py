@@ -109,7 +109,7 @@ class GpuBuffers(BatchBuffers):
     def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> None:
         """A step of single tokens, filled up to `size` of them."""
         self._lay_out(plan, in_flight, size, size)
-        self._fill_splits(np.arange(size), size)
+        self._fill_splits(np.arange(len(plan)), size)
         self._has_sent()
 
     def fill_mixed(self, plan: Plan, in_flight: Mapping[str, int], size: int, rows: int) -> None:
@@ -122,7 +122,7 @@ class GpuBuffers(BatchBuffers):
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
             self.tiles.send(1 + 2 * len(tiles))
         self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
-        self._fill_end_splits(rows)
+        self._fill_split(self.end_splits, np.arange(len(plan)), self.last_window, rows)
         self._has_sent()
 
     def fill_nothing(self, size: int, rows: int) -> None:
@@ -156,12 +156,10 @@ class GpuBuffers(BatchBuffers):
         for window, buffer in self.splits.items():
             self._fill_split(buffer, rows, window, most_rows)
 
-    def _fill_end_splits(self, rows: int) -> None:
-        self._fill_split(self.end_splits, np.arange(rows), self.last_window, rows)
-
     def _fill_split(self, buffer: Buffer, rows: NDArray[np.int64], window: int | None, most_rows: int) -> None:
+        ends = self.seq_lens.host[rows].astype(np.int64)
+        splits = split_rows(rows, ends, window, self.heads.kv_heads, exact=self.heads.exact)
         room = self._room_for_splits(most_rows)
-        splits = split_rows(rows, self.seq_lens.host[rows].astype(np.int64), window, room)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : room, 0] = NOBODY
         buffer.send(room)

@@ -1,16 +1,17 @@
 """Graphs: steps captured as CUDA graphs, so that the host launches one thing instead of hundreds.
 
 A captured step has a fixed size and serves every step up to it. Steps of single tokens are captured when the engine is
-built, and a few sizes of steps with prompts; the others follow while the host waits for a long step or has no work,
+built, and a few sizes of steps with prompts; the others follow while the host has nothing else to do for long enough,
 those first that steps have asked for. No step waits for a capture.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ log = logging.getLogger("quire.engine")
 FIRST_TOKENS = (256, 512, 1024)
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 ALL_KERNELS = (1, 16, 32, 64, 128, 256)  # steps of other sizes launch no others than steps of these
-LONG_STEP_TOKENS = 1024  # a step of so many takes longer than a capture, 12 ms
+CAPTURE_MARGIN = 1.5  # times what the last capture took: the time that another one must have
 
 
 class Key(NamedTuple):
@@ -50,13 +51,10 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._bytes_left = max_bytes
+        self._capture_s = 0.0  # that the last capture took
         self._rows, self._tokens = decode_sizes(max_rows), [size for size in TOKENS if size <= max_tokens]
         kinds = ("decode", self._rows), ("mixed", self._tokens), ("prompts", self._tokens)
         self._pending = [Key(kind, size) for kind, sizes in kinds for size in sizes]
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
 
     def find(self, kind: str, size: int) -> Key | None:
         """The smallest captured step that holds one of this size; the fitting one is captured in time, if it is not."""
@@ -82,32 +80,32 @@ class Graphs:
         captured.graph.replay()
         return captured.hidden
 
-    def begin(self) -> None:
-        """Run and capture the first sizes. Every kernel of a step is loaded by that, and its workspaces are made."""
-        first = [key for key in self._pending if key.kind == "decode" or key.size in FIRST_TOKENS]
-        for key in sorted(first, key=lambda key: -key.size):  # smaller ones fit into the memory of larger ones
+    def begin(self, kinds: Sequence[str]) -> None:
+        """Run and capture the first sizes of these kinds, and all of single tokens. Every kernel of a step is loaded by
+        that, and its workspaces are made."""
+        first = [key for key in self._pending if key.kind == "decode"]
+        first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS if size in self._tokens]
+        # Without a graph for the most rows no step of single tokens could run. Smaller ones fit into its memory.
+        for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
             if key.size in ALL_KERNELS:
                 self._body(key)
-            self._capture(key)
+            if self._bytes_left > 0:
+                self._capture(key)
         torch.cuda.synchronize()
 
-    def capture_beside(self, num_tokens: int) -> None:
-        """Capture one more, if any is due, while a step of so many tokens runs."""
-        if self._pending and num_tokens >= LONG_STEP_TOKENS:
-            self.capture_next()
-
-    def capture_next(self) -> bool:
-        """Capture what steps have asked for most often; False if nothing is left to do."""
-        if self._pending:
-            try:
-                self._capture(max(self._pending, key=lambda key: self._wanted[key]))
-            except RuntimeError as error:  # steps of this size go on in the next larger one
-                self._stop(f"a capture failed: {error}")
-        return bool(self._pending)
+    def capture_next(self, seconds: float) -> bool:
+        """Capture what steps have asked for most often, if it is done in so many seconds; whether it was."""
+        if not self._pending or seconds < CAPTURE_MARGIN * self._capture_s:
+            return False
+        try:
+            self._capture(max(self._pending, key=lambda key: self._wanted[key]))
+        except RuntimeError as error:  # steps of this size go on in the next larger one
+            self._stop(f"a capture failed: {error}")
+        return True
 
     @torch.inference_mode()
     def _capture(self, key: Key) -> None:
-        free = torch.cuda.mem_get_info()[0]
+        begin_s, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -117,8 +115,10 @@ class Graphs:
                 graph.capture_end()
         self._captured[key] = Captured(graph, hidden)
         self._sizes[key.kind] = sorted([*self._sizes.get(key.kind, []), key.size])
-        self._pending.remove(key)
+        if key in self._pending:
+            self._pending.remove(key)
         self._bytes_left -= free - torch.cuda.mem_get_info()[0]
+        self._capture_s = time.monotonic() - begin_s
         if self._bytes_left <= 0 and self._pending:
             self._stop("the memory set aside for them is used up")
 

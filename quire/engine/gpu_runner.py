@@ -2,12 +2,13 @@
 
 Sampled tokens stay on the device, where the next step finds them; the host reads them one step late. Steps that only
 decode, and the layers of mixed steps that are not large, are captured as CUDA graphs (`gpu_graphs.py`); all others are
-launched op by op, which takes the host less time than they take the GPU.
+launched op by op, which takes the host less time than they take the GPU. What a step takes is measured by the GPU.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Batch
@@ -22,7 +24,7 @@ from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers, is_drawn
 from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.logits import Position, change, send
-from quire.engine.runner import ModelRunner, Pending
+from quire.engine.runner import DoneStep, ModelRunner, RunningStep
 from quire.engine.sampler import Report, report, tell
 from quire.kernels import Kernels
 from quire.kernels.cuda.best import BestFinder
@@ -48,11 +50,16 @@ def looks_back(request: Request, start: int) -> bool:
 
 @dataclass(slots=True)
 class Landing:
-    """Where a step's tokens and their scores arrive on the host, and the event that says they have."""
+    """Where a step's tokens and their scores arrive on the host, and the events of its beginning and of their arrival."""
 
     tokens: Tensor
     scores: Tensor
-    event: torch.cuda.Event
+    begun: torch.cuda.Event
+    arrived: torch.cuda.Event
+
+    @property
+    def seconds(self) -> float:
+        return float(self.begun.elapsed_time(self.arrived)) / 1e3  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -61,6 +68,22 @@ class Told:
 
     rows: list[int]
     reported: Report
+
+
+@dataclass(slots=True)
+class GpuStep:
+    """A plan under way on the GPU."""
+
+    runner: GpuRunner
+    plan: Plan
+    landing: Landing
+    told: Told | None
+
+    def is_done(self) -> bool:
+        return bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Sampled:
+        return self.runner.take_in(self.plan, self.landing, self.told)
 
 
 class GpuRunner(ModelRunner):
@@ -80,7 +103,8 @@ class GpuRunner(ModelRunner):
             Landing(
                 torch.zeros(max_rows, dtype=torch.int64, pin_memory=True),
                 torch.zeros(max_rows, dtype=torch.float32, pin_memory=True),
-                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+                torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+                torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
             )
             for _ in range(DEPTH + 1)
         )
@@ -93,8 +117,9 @@ class GpuRunner(ModelRunner):
         self.graphs = Graphs(self._run_captured, max_rows, buffers.max_tokens, graph_bytes)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Pending:
-        """Start a step. What comes back waits for it."""
+    def launch(self, plan: Plan) -> RunningStep:
+        landing = self._landings[0]
+        landing.begun.record()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         if any(map(looks_back, plan.requests, plan.starts)):
@@ -107,18 +132,20 @@ class GpuRunner(ModelRunner):
             self._choose_again(plan, hidden, changed)
         told = self._report(plan, hidden)
         self._remember(plan)
-        landing = self._send_home(len(plan))
-        return lambda: self._arrive(plan, landing, told)
+        self._send_home(landing, len(plan))
+        return GpuStep(self, plan, landing, told)
 
-    def _launch_and_wait(self, plan: Plan) -> Pending:
+    def _launch_and_wait(self, plan: Plan) -> RunningStep:
         """Steps that need hidden states of more than each row's last token: computed here and now."""
+        begin_s = time.perf_counter()
         batch = self.buffers.fill(plan, self._rows)
         self._feed(batch, len(plan))
         sampled = self._finish(plan, batch)
         tokens = [taken[-1] if taken else 0 for taken in sampled.tokens]
         self._tokens[: len(plan)] = torch.tensor(tokens, dtype=torch.int64).to(self.ops.device)
         self._remember(plan)
-        return lambda: sampled
+        sampled.seconds = time.perf_counter() - begin_s
+        return DoneStep(sampled)
 
     def _choose_again(self, plan: Plan, hidden: Tensor, rows: list[int]) -> None:
         """For rows whose logits are changed before a token is chosen: by what the host knows, so it must know all."""
@@ -162,24 +189,21 @@ class GpuRunner(ModelRunner):
         else:
             self._draw(products, draws, seq_lens, self._tokens, self._scores)
 
-    def _send_home(self, num_rows: int) -> Landing:
-        landing = self._landings[0]
+    def _send_home(self, landing: Landing, num_rows: int) -> None:
         self._landings.rotate(-1)
         landing.tokens[:num_rows].copy_(self._tokens[:num_rows], non_blocking=True)
         landing.scores[:num_rows].copy_(self._scores[:num_rows], non_blocking=True)
-        landing.event.record()
-        return landing
+        landing.arrived.record()
 
-    def _arrive(self, plan: Plan, landing: Landing, told: Told | None) -> Sampled:
-        if not landing.event.query():  # type: ignore[no-untyped-call]
-            self.graphs.capture_beside(plan.num_tokens)
-        landing.event.synchronize()
+    def take_in(self, plan: Plan, landing: Landing, told: Told | None) -> Sampled:
+        """A step's tokens, when they have arrived."""
+        landing.arrived.synchronize()
         tokens, scores = landing.tokens[: len(plan)].tolist(), landing.scores[: len(plan)].tolist()
         known: dict[int, TokenLogprobs] = {}
         if told is not None:
             nums_top = [plan.requests[row].params.logprobs or 0 for row in told.rows]
             known = dict(zip(told.rows, tell(told.reported, [tokens[row] for row in told.rows], nums_top), strict=True))
-        sampled = Sampled([[] for _ in range(len(plan))])
+        sampled = Sampled([[] for _ in range(len(plan))], seconds=landing.seconds)
         for row, num_yields in enumerate(plan.yields):
             if num_yields:
                 token = tokens[row] if math.isfinite(scores[row]) else None
@@ -192,9 +216,10 @@ class GpuRunner(ModelRunner):
         The choice of the likeliest is captured with the rest. Draws are launched after it: what they take differs, and
         the logits of every size would be kept with its graph.
         """
-        key = self.graphs.find("layers", len(plan)) if is_drawn(plan) else None
-        key = key or self.graphs.find("decode", len(plan))
-        assert key is not None, "the largest step of single tokens is captured when the engine is built"
+        kinds = ("layers", "decode") if is_drawn(plan) else ("decode",)
+        found = [key for kind in kinds if (key := self.graphs.find(kind, len(plan))) is not None]
+        assert found, "the largest step of single tokens is captured when the engine is built"
+        key = min(found, key=lambda key: key.size)
         self.buffers.fill_decode(plan, self._rows, key.size)
         draws = self.buffers.fill_draws(plan)
         hidden = self.graphs.replay(key)
@@ -239,10 +264,20 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the first steps, when all else is in place; every kernel is run by that."""
+        """Capture the first steps, when all else is in place. Every kernel is run by that, so that no request waits for
+        one to be compiled or loaded."""
         self.buffers.fill_nothing(self.buffers.max_tokens, self.max_rows)
-        self.graphs.begin()
+        self.graphs.begin(("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts"))
+        self._draw_once()
 
-    def idle(self) -> bool:
-        """Capture another step while there is nothing to run; whether there are more."""
-        return self.graphs.capture_next()
+    def _draw_once(self) -> None:
+        key = self.graphs.find("decode", 1)
+        assert key is not None
+        hidden = self.graphs.replay(key)
+        draws = self.buffers.send_draws([Request("", [0], SamplingParams(top_k=2, top_p=0.5))])
+        self._choose(hidden, draws, self.buffers.seq_lens.view(key.size))
+        logits, places = self.model.logits(hidden[:1]), self._column([0])
+        self._draw_changed(logits, draws, places, self._tokens, self._scores)
+
+    def idle(self, seconds: float) -> bool:
+        return self.graphs.capture_next(seconds)

@@ -18,7 +18,7 @@ CPU_SHARE = 0.25  # of what is free: a laptop has other things to do
 # the first time) and for pieces of memory too small to be of use.
 CUDA_SHARE = 0.95
 # Captured graphs compute in memory of their own, which they share: never more than the largest step takes, so that is
-# set aside a second time. The driver keeps a few MiB more for each of the about forty sizes that are captured.
+# set aside a second time. The driver keeps a few MiB more for each graph; when this is used up, no more are captured.
 GRAPH_BYTES = 256 << 20
 SWAP_SHARE = 0.25  # of the host's free memory: pinned pages serve nobody else
 MAX_SWAP_GIB = 8.0  # unless more is asked for
@@ -45,11 +45,12 @@ class CacheSize:
 class Room:
     """Bytes for the cache: how many it takes by itself, and the most that may be asked for, if there is a bound.
 
-    A CPU has none: pages that are never written cost nothing.
+    A CPU has none: pages that are never written cost nothing. `kept` is what is set aside for steps and their graphs.
     """
 
     share: int
     most: int | None = None
+    kept: int = 0
 
 
 def free_bytes(device: torch.device) -> int:
@@ -83,7 +84,7 @@ def find_room(device: torch.device, step_bytes: int) -> Room:
     if device.type != "cuda":
         return Room(int(CPU_SHARE * free))
     kept = 2 * step_bytes + GRAPH_BYTES
-    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept))
+    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept), kept)
 
 
 def size_cache(
@@ -146,12 +147,20 @@ def size_swap(swap_memory: float | None, block_bytes: int, device: torch.device)
 
 
 def describe(
-    model: str, family: str, ops: str, weight_bytes: int, cache: CacheSize, kv_dtype: str, max_requests: int
+    model: str,
+    family: str,
+    ops: str,
+    weight_bytes: int,
+    step_bytes: int,
+    cache: CacheSize,
+    kv_dtype: str,
+    max_requests: int,
 ) -> str:
-    """One line: what is loaded, what computes it, what the cache holds, and for how many requests."""
+    """One line: what is loaded, what computes it, what steps and the cache take, and for how many requests."""
+    steps = f"steps and graphs up to {readable(step_bytes)}, " if step_bytes else ""
     num_longest = min(max_requests, cache.num_blocks // cache.blocks_per_request)
     return (
-        f"{model} ({family}), {ops}: weights {readable(weight_bytes)}, {kv_dtype} cache up to "
+        f"{model} ({family}), {ops}: weights {readable(weight_bytes)}, {steps}{kv_dtype} cache up to "
         f"{readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
         f"longest request {cache.max_len:,} tokens; {max_requests:,} requests at once, {num_longest:,} of the longest"
     )

@@ -13,12 +13,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
+from quire.kernels.isa import usable_cores
 from quire.models.config import ModelConfig
 from quire.weights.config import read_config
 
@@ -34,30 +36,37 @@ class Precompilation:
     """Children that compile. They share the work, and each leaves what it has compiled in Triton's cache."""
 
     def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-        self._children = children
+        self._children = list(children)
 
     def wait(self) -> None:
         """Until all have ended. What they have not compiled, the engine compiles when it first runs it."""
-        for child in self._children:
-            try:
-                _, errors = child.communicate(timeout=TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                log.warning("Compiling kernels ahead took more than %g s and was given up.", TIMEOUT_S)
-                continue
-            if child.returncode:
-                log.warning("Compiling kernels ahead failed, so the start takes longer: %s", last_line(errors))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        failures = {failure for child in self._children if (failure := self._end(child, deadline_s))}
+        self._children.clear()
+        for failure in sorted(failures):
+            log.warning("Compiling kernels ahead failed, so the start takes longer: %s", failure)
+
+    def _end(self, child: subprocess.Popen[bytes], deadline_s: float) -> str:
+        """Wait for one of them; what went wrong."""
+        try:
+            _, errors = child.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            return f"it took more than {TIMEOUT_S:g} s and was given up."
+        return last_line(errors) if child.returncode else ""
 
     def cancel(self) -> None:
-        """There will be no engine."""
+        """There will be no engine, or none that needs them."""
         for child in self._children:
             child.kill()
             child.communicate()
+        self._children.clear()
 
 
 def precompile(config: EngineConfig, path: Path) -> Precompilation:
     """Begin, if there is a GPU that our own kernels run on, and more cores than this process needs."""
-    count = min(MAX_PROCESSES, (os.cpu_count() or 1) // CORES_EACH)
+    count = min(MAX_PROCESSES, usable_cores() // CORES_EACH)
     if config.device == "cpu" or config.kernels == "torch" or count < 2:
         return Precompilation()
     capability = find_capability()
@@ -65,8 +74,21 @@ def precompile(config: EngineConfig, path: Path) -> Precompilation:
         return Precompilation()
     with suppress(QuireError):  # the engine says what is wrong with the model
         model = json.dumps(describe(config, read_config(path), capability)).encode()
-        return Precompilation([start_child(model, index, count) for index in range(count)])
+        return Precompilation(start_children(model, count))
     return Precompilation()
+
+
+def start_children(model: bytes, count: int) -> list[subprocess.Popen[bytes]]:
+    """All of them or none: each has a share of the work, and a system without room for them has other worries."""
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for index in range(count):
+            children.append(start_child(model, index, count))
+    except OSError as error:
+        log.warning("Kernels are not compiled ahead, so the start takes longer: %s", error)
+        Precompilation(children).cancel()
+        return []
+    return children
 
 
 def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> dict[str, object]:

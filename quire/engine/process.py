@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
-QUIET_S = 0.02  # a step without updates is reported if nothing has been for so long
+QUIET_S = 0.02  # while a step goes on, something is reported if nothing has been for so long
 
 log = logging.getLogger("quire.engine")
 
@@ -101,11 +101,10 @@ class EngineLoop:
             can_prepare = engine.has_work or engine.idle()
 
     def _step(self) -> None:
-        begin = time.perf_counter()
         updates = self._engine.step()
         now = time.perf_counter()
-        if updates or now - self._reported > QUIET_S:
-            self._report(updates, now - begin)
+        if updates or self._engine.step_s is not None or now - self._reported > QUIET_S:
+            self._report(updates, self._engine.step_s)
             self._reported = now
 
     def _obey(self, message: ToEngine) -> None:

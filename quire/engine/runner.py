@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,29 @@ from quire.models.decoder import Decoder
 SCORED_AT_ONCE = 64  # prompt positions whose logits are held at the same time
 
 
-Pending = Callable[[], Sampled]
+class RunningStep(Protocol):
+    """A plan that has been launched."""
+
+    def is_done(self) -> bool:
+        """Whether its tokens are there already."""
+        ...
+
+    def wait(self) -> Sampled:
+        """Its tokens. Called once, in the order of launches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A plan that was computed when it was launched."""
+
+    sampled: Sampled
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> Sampled:
+        return self.sampled
 
 
 class Runner(Protocol):
@@ -32,8 +55,8 @@ class Runner(Protocol):
         """How many plans may be launched before the first of them is taken in."""
         ...
 
-    def launch(self, plan: Plan) -> Pending:
-        """Begin to compute the plan's rows; what comes back waits for their tokens, and is called in order.
+    def launch(self, plan: Plan) -> RunningStep:
+        """Begin to compute the plan's rows.
 
         A row whose next token could not be chosen is in `Sampled.failed`.
         """
@@ -43,8 +66,9 @@ class Runner(Protocol):
         """Called once, before the first plan."""
         ...
 
-    def idle(self) -> bool:
-        """Prepare for later plans while there is none to run, for some milliseconds; whether there is more to do."""
+    def idle(self, seconds: float) -> bool:
+        """Prepare for later plans while the host has nothing to do for so long; False if there is nothing to prepare
+        that would be done by then."""
         ...
 
 
@@ -71,16 +95,18 @@ class ModelRunner:
         self.ops = ops
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: Plan) -> RunningStep:
+        begin_s = time.perf_counter()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         sampled = self._finish(plan, self.buffers.fill(plan))
-        return lambda: sampled
+        sampled.seconds = time.perf_counter() - begin_s
+        return DoneStep(sampled)
 
     def prepare(self) -> None:
         pass
 
-    def idle(self) -> bool:
+    def idle(self, seconds: float) -> bool:
         return False
 
     def _finish(self, plan: Plan, batch: Batch) -> Sampled:

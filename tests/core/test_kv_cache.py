@@ -4,7 +4,9 @@ import pytest
 
 from quire.core.kv_cache import KVCache
 from quire.core.params import SamplingParams
+from quire.core.plan import Sampled
 from quire.core.request import Request, State
+from quire.core.scheduler import Scheduler
 
 pytestmark = pytest.mark.core
 
@@ -68,3 +70,17 @@ def test_beginnings_outlive_ends() -> None:
     blocks = list(leader.tables[0])
     kv.release(leader)
     assert kv.pool.free_order() == [4, *reversed(blocks)]
+
+
+def test_a_hit_inside_a_block_keeps_no_block_that_fell_behind_the_window() -> None:
+    """The tokens that are copied move the window on; a pool just large enough for a request must do."""
+    scheduler = Scheduler(7, 5, 27, 4, windows=(3,))
+    assert scheduler.kv.peak(79, 27) == 7
+    known = list(range(100, 120))
+    for name, prompt in (("a", known), ("b", known[:19] + list(range(200, 260)))):
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=None), max_tokens=1))
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.commit(plan, Sampled([[1] if num_yields else [] for num_yields in plan.yields]))
+    assert scheduler.counters.cached_tokens == 19

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
-from quire.core.policy import Dynamic, Policy, Static
+from quire.core.policy import Dynamic, Policy, Static, WaitingRatio
 from quire.core.prefix_tree import MissKind
 from quire.core.request import Finish, Request, State
 from quire.core.scheduler import Scheduler
@@ -194,6 +194,40 @@ def test_dynamic_batches_wait_for_company_but_not_for_ever() -> None:
     lonely = make(policy=Policy(Dynamic(2, max_wait_s=1.0)))
     lonely.add(ask("a", 4), now_s=0.0)
     assert set(step(lonely, 1.0)) == {"a"}
+
+
+def test_batching_by_ratio_lets_in_all_who_wait_when_they_are_enough() -> None:
+    scheduler = make(num_blocks=1000, max_tokens=40, max_requests=32, policy=Policy(WaitingRatio(0.5, 10)))
+    for index in range(10):
+        scheduler.add(ask(f"old{index}", 3, max_tokens=100, first=1000 * index))
+    step(scheduler)
+    for index in range(4):
+        scheduler.add(ask(f"new{index}", 20, max_tokens=100, first=20_000 + 1000 * index))
+    assert all(len(step(scheduler)) == 10 for _ in range(3)), "four for ten are too few"
+    scheduler.add(ask("new4", 20, max_tokens=100, first=30_000))
+    joined = [len(step(scheduler)) for _ in range(6)]
+    assert joined[0] == 12
+    assert joined[4] == 15, "those without room in the first step join the next ones"
+
+
+def test_batching_by_ratio_lets_nobody_wait_for_ever() -> None:
+    scheduler = make(num_blocks=1000, policy=Policy(WaitingRatio(1.0, 5)))
+    for index in range(3):
+        scheduler.add(ask(f"old{index}", 3, max_tokens=100, first=1000 * index))
+    step(scheduler)
+    scheduler.add(ask("new", 3, max_tokens=100, first=9000))
+    assert ["new" in step(scheduler) for _ in range(7)] == [False] * 5 + [True] * 2
+
+
+def test_a_batch_whose_members_are_gone_is_not_filled_up() -> None:
+    scheduler = make(max_tokens=8, policy=Policy(Static(2)))
+    scheduler.add(ask("a", 8, max_tokens=20))
+    scheduler.add(ask("b", 8, max_tokens=20, first=500))
+    assert set(step(scheduler)) == {"a"}
+    scheduler.abort("b")
+    step(scheduler)
+    scheduler.add(ask("c", 2, max_tokens=20, first=900))
+    assert set(step(scheduler)) == {"a"}
 
 
 def test_batching_policies_give_the_same_answers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.kv_cache import KVCache
 from quire.core.plan import Plan
 from quire.core.policy import Policy
 from quire.core.request import Finish, Request, State
@@ -14,9 +15,9 @@ from tests.core.test_scheduler import answer, ask, make, step
 pytestmark = pytest.mark.core
 
 
-def ask_with(name: str, prefix: list[int], *own: int, max_tokens: int = 8) -> Request:
+def ask_with(name: str, prefix: list[int], *own: int, max_tokens: int = 8, priority: int = 0) -> Request:
     request = ask(name, 1, max_tokens)
-    return Request(name, [*prefix, *own], request.params, max_tokens=max_tokens)
+    return Request(name, [*prefix, *own], request.params, max_tokens=max_tokens, priority=priority)
 
 
 def schedule(scheduler: Scheduler) -> Plan:
@@ -154,3 +155,33 @@ def test_a_blocked_request_joins_when_its_prefix_appears() -> None:
     assert set(step(scheduler)) == {"running", "first"}
     assert set(step(scheduler)) == {"running", "first"}
     assert step(scheduler) == {"first": (34, 1), "blocked": (32, 5)}
+
+
+def test_a_blocked_request_joins_when_others_hold_what_it_shares() -> None:
+    """Blocks of its prefix that nobody held are counted as room that it takes, until somebody else holds them."""
+    scheduler = make(num_blocks=170, max_tokens=2000, policy=Policy(order="priority"))
+    prefix = list(range(1000, 1400))
+    scheduler.add(ask_with("warm", prefix, 5, max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("holder", 220, max_tokens=15, first=5000))
+    step(scheduler)
+    scheduler.add(ask_with("blocked", prefix, *range(6000, 6060), max_tokens=2))
+    assert "blocked" not in step(scheduler)
+    scheduler.add(ask_with("first", prefix[:320], 1, 2, 3, max_tokens=200, priority=-5))
+    steps = [set(step(scheduler)) for _ in range(40)]
+    ended = next(number for number, rows in enumerate(steps) if "holder" not in rows)
+    assert any("blocked" in rows for rows in steps[ended : ended + 2])
+
+
+def test_where_windows_leave_gaps_a_match_grows_from_below() -> None:
+    tree = KVCache(64, 4, (8,)).tree
+    root, tokens = tree.root(b""), list(range(100, 140))
+    node = root
+    nodes = [node := tree.insert(node, tuple(tokens[at : at + 4]), [at // 4 + 1]) for at in range(0, 24, 4)]
+    tree.forget(nodes[4].blocks[0] or 0, 1)
+    match = tree.lookup(tokens, b"", 39)
+    assert len(match.path) == 4
+    assert not tree.has_grown(match, b"")
+    tree.insert(tree.insert(nodes[5], tuple(tokens[24:28]), [50]), tuple(tokens[28:32]), [51])
+    assert tree.has_grown(match, b"")
+    assert len(tree.lookup(tokens, b"", 39).path) == 8

@@ -107,15 +107,15 @@ def test_a_gpu_that_is_full_is_not_helped_by_a_wish() -> None:
 
 
 def test_the_line_at_start() -> None:
-    def line(max_requests: int) -> str:
-        return describe(
-            "m", "llama", "torch in float32 on cpu", 3 * 2**20, size(num_blocks=30), "float32", max_requests
-        )
+    def line(max_requests: int, step_bytes: int = 0) -> str:
+        ops, cache = "torch in float32 on cpu", size(num_blocks=30)
+        return describe("m", "llama", ops, 3 * 2**20, step_bytes, cache, "float32", max_requests)
 
     assert line(64) == (
         "m (llama), torch in float32 on cpu: weights 3.0 MiB, float32 cache up to 29.3 KiB in 30 blocks of 16 tokens; "
         "longest request 160 tokens; 64 requests at once, 3 of the longest"
     )
     assert line(2).endswith("; 2 requests at once, 2 of the longest")
+    assert "weights 3.0 MiB, steps and graphs up to 2.00 GiB, float32 cache" in line(2, 2 << 30)
     assert readable(5) == "5 B"
     assert readable(3 * 2**30) == "3.00 GiB"

@@ -7,7 +7,6 @@ import queue
 import sys
 import threading
 from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from quire.core.params import SamplingParams
-from quire.core.plan import Plan, Update
+from quire.core.plan import Plan, Sampled, Update
 from quire.core.request import Finish, Request
 from quire.engine import process
 from quire.engine.client import Threaded
@@ -109,6 +108,19 @@ def test_an_error_that_only_reads_like_it_is_not_out_of_memory() -> None:
 # ── in a step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class LateFailure:
+    """A step that fails while it runs."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> Sampled:
+        raise self.error
+
+
 class FailingRunner:
     """Works ahead by `depth` plans, and fails to launch, or to bring home, the plans it is told to."""
 
@@ -117,19 +129,15 @@ class FailingRunner:
         self.at_launch, self.at_end = at_launch, at_end
         self.launched: list[int] = []
 
-    def idle(self) -> bool:
+    def idle(self, seconds: float) -> bool:
         return False
 
     def launch(self, plan: Plan) -> Any:
         self.launched.append(plan.step)
         if error := self.at_launch.get(len(self.launched)):
             raise error
-        pending, late = self.runner.launch(plan), self.at_end.get(len(self.launched))
-        return pending if late is None else partial(fail, late)
-
-
-def fail(error: Exception) -> None:
-    raise error
+        running, late = self.runner.launch(plan), self.at_end.get(len(self.launched))
+        return running if late is None else LateFailure(late)
 
 
 def engine_with(

@@ -160,7 +160,7 @@ def test_logits_are_the_same_in_one_chunk_and_token_by_token() -> None:
         engine.scheduler.add(request)
         found: list[float] = []
         while plan := engine.scheduler.schedule():
-            sampled = engine.runner.launch(plan)()
+            sampled = engine.runner.launch(plan).wait()
             found += [entry.chosen[1] for entry in sampled.prompt_logprobs.get(0, [])]
             engine.scheduler.commit(plan, sampled)
         scores.append(found)

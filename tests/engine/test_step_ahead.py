@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,25 +32,43 @@ class Clock:
         self.now += seconds
 
 
+@dataclass
+class SlowStep:
+    clock: Clock
+    plan: Plan
+    begin_s: float
+    end_s: float
+
+    def is_done(self) -> bool:
+        return self.clock.now >= self.end_s
+
+    def wait(self) -> Sampled:
+        self.clock.now = max(self.clock.now, self.end_s)
+        tokens = [[7] if num_yields else [] for num_yields in self.plan.yields]
+        return Sampled(tokens, seconds=self.end_s - self.begin_s)
+
+
 class SlowRunner:
     """Computes one plan after the other: 5 ms each, and 20 us for each prompt token."""
 
     depth = 2
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.free_s, self.plans = clock, 0.0, list[tuple[float, Plan]]()
+    def __init__(self, clock: Clock, launch_s: float = 0.0, stalls: dict[int, float] | None = None) -> None:
+        self.clock, self.launch_s, self.stalls = clock, launch_s, stalls or {}
+        self.free_s, self.busy_s, self.plans = 0.0, 0.0, list[tuple[float, Plan]]()
+        self.spare: list[float] = []
 
-    def launch(self, plan: Plan) -> Any:
+    def launch(self, plan: Plan) -> SlowStep:
+        self.clock.now += self.launch_s
+        step_s = 0.005 + 20e-6 * (plan.num_tokens - len(plan)) + self.stalls.get(len(self.plans), 0.0)
         self.plans.append((self.clock.now, plan))
-        self.free_s = end_s = max(self.free_s, self.clock.now) + 0.005 + 20e-6 * (plan.num_tokens - len(plan))
+        begin_s = max(self.free_s, self.clock.now)
+        self.free_s = begin_s + step_s
+        self.busy_s += step_s
+        return SlowStep(self.clock, plan, begin_s, self.free_s)
 
-        def land() -> Sampled:
-            self.clock.now = max(self.clock.now, end_s)
-            return Sampled([[7] if num_yields else [] for num_yields in plan.yields])
-
-        return land
-
-    def idle(self) -> bool:
+    def idle(self, seconds: float) -> bool:
+        self.spare.append(seconds)
         return False
 
 
@@ -59,9 +79,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def make(clock: Clock, target_s: float | None) -> tuple[Engine, SlowRunner]:
-    scheduler = Scheduler(1000, 16, 4096, 8, pace=Pace(target_s, 1, 0.005, 20e-6))
-    runner = SlowRunner(clock)
+def make(clock: Clock, target_s: float | None, **options: Any) -> tuple[Engine, SlowRunner]:
+    scheduler = Scheduler(10_000, 16, 4096, 64, pace=Pace(target_s, 1, 0.005, 20e-6))
+    runner = SlowRunner(clock, **options)
     return Engine(scheduler, runner, None), runner  # type: ignore[arg-type]
 
 
@@ -85,7 +105,7 @@ def test_what_arrives_during_a_long_step_joins_the_next(clock: Clock) -> None:
         assert engine.step() == [] or len(runner.plans) > num_plans
     launched_s, plan = runner.plans[-1]
     assert "c" in [request.id for request in plan.requests]
-    assert 0.010 < launched_s - begun_s < 0.024
+    assert 0.020 < launched_s - begun_s < 0.028
     assert runner.free_s > launched_s, "the GPU was not kept waiting"
 
 
@@ -94,6 +114,7 @@ def test_without_a_target_nothing_is_held_back(clock: Clock) -> None:
     engine.add(ask("a", 900))
     for _ in range(4):
         assert engine.step()
+    assert all(seconds > 0 for seconds in runner.spare[1:]), "until the last plan launched has ended"
     gaps = [later - earlier for (earlier, _), (later, _) in zip(runner.plans, runner.plans[1:], strict=False)]
     assert gaps[0] == 0.0
 
@@ -109,3 +130,87 @@ def test_the_answers_are_the_same(clock: Clock) -> None:
             engine.step()
         answers.append([request.tokens for request in requests])
     assert answers[0] == answers[1]
+
+
+def serve(engine: Engine, clock: Clock, per_second: float, seconds: float) -> list[float]:
+    """Random arrivals; seconds to the first token of each request, in their order."""
+    rng = random.Random(3)
+    begin_s, at_s, number = clock.now, clock.now, 0
+    due: dict[str, float] = {}
+    first: dict[str, float] = {}
+    while engine.has_work or at_s < begin_s + seconds:
+        if not engine.has_work:
+            clock.now = max(clock.now, at_s)
+        while at_s <= clock.now and at_s < begin_s + seconds:
+            name = str(number)
+            due[name], number = at_s, number + 1
+            engine.add(Request(name, [rng.randrange(10**9) for _ in range(rng.randint(32, 1024))], SamplingParams(),
+                               max_tokens=rng.randint(16, 256)))  # fmt: skip
+            at_s += rng.expovariate(per_second)
+        for update in engine.step():
+            first.setdefault(update.id, clock.now - due[update.id])
+    return [first[name] for name in due]
+
+
+def worst_after(waits: list[float], skipped: int) -> float:
+    return sorted(waits[skipped:])[int(0.95 * len(waits[skipped:]))]
+
+
+@pytest.mark.parametrize("stalls", [{0: 0.7}, {300: 1.0}, {300: 5.0}, {100: 0.2, 200: 0.2, 300: 0.2}], ids=str)
+def test_steps_that_hang_are_forgotten_soon(clock: Clock, stalls: dict[int, float]) -> None:
+    engine, _ = make(clock, 0.025)
+    usual = worst_after(serve(engine, clock, 25, 20), 0)
+    engine, runner = make(clock, 0.025, stalls=stalls)
+    begin_s = clock.now
+    waits = serve(engine, clock, 25, 60)
+    assert worst_after(waits, len(waits) // 2) < 1.5 * usual
+    assert engine.scheduler.pace.token_s == pytest.approx(20e-6, rel=0.3)
+    assert runner.busy_s > 0.4 * (clock.now - begin_s)
+
+
+def test_a_wrong_estimate_is_corrected(clock: Clock) -> None:
+    for decode_s, token_s in ((0.005, 1e-3), (0.5, 20e-6), (0.005, 1e-6)):
+        engine, _ = make(clock, 0.025)
+        engine.scheduler.pace.decode_s, engine.scheduler.pace.token_s = decode_s, token_s
+        waits = serve(engine, clock, 25, 30)
+        assert worst_after(waits, len(waits) // 2) < 0.15
+        assert engine.scheduler.pace.token_s == pytest.approx(20e-6, rel=0.3)
+
+
+@pytest.mark.parametrize("launch_s", [0.001, 0.006, 0.012])
+def test_planning_takes_as_long_as_it_takes(clock: Clock, launch_s: float) -> None:
+    """A slow host plans sooner, so that the device does not wait for it behind long steps."""
+    engine, runner = make(clock, 0.025, launch_s=launch_s)
+    serve(engine, clock, 10, 10)
+    late = 0
+    ends_s = 0.0
+    for launched_s, plan in runner.plans:
+        num_prompt = plan.num_tokens - len(plan)
+        late += bool(num_prompt) and launched_s > ends_s > launched_s - 0.001
+        ends_s = max(ends_s, launched_s) + 0.005 + 20e-6 * num_prompt
+    assert late < 0.1 * len(runner.plans)
+    assert engine.scheduler.pace.token_s == pytest.approx(20e-6, rel=0.3)
+
+
+def test_what_a_step_took_is_said_once(clock: Clock) -> None:
+    engine, runner = make(clock, 0.025)
+    engine.add(ask("a", 900, 10))
+    told = []
+    while engine.has_work:
+        engine.step()
+        if engine.step_s is not None:
+            told.append(engine.step_s)
+    assert sum(told) == pytest.approx(runner.busy_s)
+    assert len(told) == len(runner.plans)
+
+
+def test_the_time_until_a_plan_is_made_may_be_used(clock: Clock) -> None:
+    engine, runner = make(clock, 0.025)
+    engine.add(ask("a", 10))
+    while engine.scheduler.requests["a"].num_output < 3:
+        engine.step()
+    engine.add(ask("b", 900))
+    for _ in range(20):
+        engine.step()
+    assert max(runner.spare) == pytest.approx(0.022, abs=0.003)
+    assert min(runner.spare) > 0

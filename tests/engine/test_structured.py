@@ -148,7 +148,7 @@ def test_drafts_are_not_for_constrained_requests() -> None:
     plan = tiny.scheduler.schedule()
     assert plan is not None
     with pytest.raises(AssertionError, match="drafts"):
-        tiny.runner.launch(plan)()
+        tiny.runner.launch(plan).wait()
 
 
 def run_to_end(tiny: TinyEngine, many: list[Request]) -> dict[str, Update]:

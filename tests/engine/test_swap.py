@@ -21,7 +21,7 @@ from quire.core.swap import SwapCosts
 from quire.engine import host_blocks, memory
 from quire.engine.cache import BlockShape, CacheTensors, lay_out
 from quire.engine.client import InProcess
-from quire.engine.costs import StepClock, time_copies
+from quire.engine.costs import StepCosts, time_copies
 from quire.engine.engine import Engine
 from quire.engine.memory import GIB, CacheSize, size_swap
 from quire.errors import InvalidParams, NotEnoughMemory
@@ -99,49 +99,40 @@ def plan_of(*counts: int) -> Plan:
 
 
 def test_prompts_are_timed_by_the_steps_that_compute_them() -> None:
-    costs = SwapCosts()
-    clock = StepClock(costs, Pace(), max_tokens_per_step=512)
-    clock.land(plan_of(1, 1, 100), launched_s=0.0, now_s=1.0)
-    assert costs.compute_s is None, "too few tokens to tell"
-    clock.land(plan_of(1, 199), launched_s=1.0, now_s=5.0)
-    assert costs.compute_s == pytest.approx(0.02)
-    clock.land(plan_of(200), launched_s=4.0, now_s=7.0)  # the device was its own for two seconds
-    assert costs.compute_s == pytest.approx(0.01)
-    clock.land(plan_of(200), launched_s=10.0, now_s=16.0)
-    assert costs.compute_s == pytest.approx(0.012)
-
-
-def test_pace_is_told_what_steps_take() -> None:
-    pace = Pace(0.025)
-    clock = StepClock(SwapCosts(), pace, max_tokens_per_step=512)
-    clock.land(plan_of(1, 1, 1), launched_s=0.0, now_s=1.0)
-    assert (pace.decode_s, pace.token_s) == (1.0, None)
-    clock.land(plan_of(1, 201), launched_s=1.0, now_s=4.0)
-    assert pace.token_s == pytest.approx(2.0 / 200)
-    clock.land(plan_of(1, 201), launched_s=4.0, now_s=6.0)  # faster, half of which is believed
-    assert pace.token_s == pytest.approx(1.5 / 200)
-    clock.land(plan_of(1, 1), launched_s=6.0, now_s=9.0)  # slower
-    assert pace.decode_s == pytest.approx(1.2)
-
-
-def test_pace_goes_on_being_measured_by_the_small_steps_that_keep_it() -> None:
-    pace = Pace(0.05)
-    StepClock(SwapCosts(), pace, max_tokens_per_step=192).land(plan_of(1, 65), launched_s=0.0, now_s=1.0)
-    assert pace.token_s == pytest.approx(1 / 64)
+    swap = SwapCosts()
+    costs = StepCosts(swap, Pace(), max_tokens_per_step=512)
+    costs.learn(plan_of(1, 1, 100), 1.0)
+    assert swap.compute_s is None, "too few tokens to tell"
+    costs.learn(plan_of(1, 199), 4.0)
+    assert swap.compute_s == pytest.approx(0.02)
+    costs.learn(plan_of(200), 2.0)
+    assert swap.compute_s == pytest.approx(0.01)
+    costs.learn(plan_of(200), 3.0)
+    assert swap.compute_s == pytest.approx(0.0115)
 
 
 def test_small_steps_count_where_none_can_be_larger() -> None:
-    costs = SwapCosts()
-    StepClock(costs, Pace(), max_tokens_per_step=32).land(plan_of(32), launched_s=0.0, now_s=1.0)
-    assert costs.compute_s == pytest.approx(1 / 32)
+    swap = SwapCosts()
+    StepCosts(swap, Pace(), max_tokens_per_step=32).learn(plan_of(32), 1.0)
+    assert swap.compute_s == pytest.approx(1 / 32)
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [1, 2, 3, 7])
 def test_a_step_without_prompt_tokens_says_nothing_of_them(max_tokens_per_step: int) -> None:
-    costs, pace = SwapCosts(), Pace()
-    clock = StepClock(costs, pace, max_tokens_per_step)
-    clock.land(plan_of(*[1] * max_tokens_per_step), launched_s=0.0, now_s=1.0)
-    assert (costs.compute_s, pace.token_s, pace.decode_s) == (None, None, 1.0)
+    swap, pace = SwapCosts(), Pace()
+    StepCosts(swap, pace, max_tokens_per_step).learn(plan_of(*[1] * max_tokens_per_step), 1.0)
+    assert (swap.compute_s, pace.token_s, pace.decode_s) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize("max_tokens_per_step", [1, 32, 192, 8192])
+def test_the_smallest_steps_that_pace_allows_are_measured(max_tokens_per_step: int) -> None:
+    pace = Pace(0.025, 1, 0.01, 1.0)
+    costs = StepCosts(SwapCosts(), pace, max_tokens_per_step)
+    for _ in range(40):
+        num_prompt = pace.prompt_tokens(10_000, 0, max_tokens_per_step)
+        costs.learn(plan_of(num_prompt + 1), 0.01 + num_prompt * 20e-6)
+    assert pace.token_s is not None
+    assert pace.token_s < 0.01
 
 
 def test_how_much_the_host_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan
+from quire.core.request import Request
+from quire.engine import gpu_batch
+from quire.engine.batch import BufferShape, Copies
+from quire.engine.gpu_batch import GpuBuffers, Heads
 from quire.kernels.cuda import varlen
-from quire.kernels.cuda.parts import UNIT, most_slots, room_for_splits, split_contexts
+from quire.kernels.cuda.parts import NOBODY, UNIT, most_slots, room_for_splits, split_contexts
 
 pytestmark = pytest.mark.cpu
 
@@ -50,6 +57,49 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
     assert count([600] * 80) == [1] * 80
     assert count([500, 700] * 40) == [1] * 80
     assert count([120_000, *[600] * 79]) == [17, *[1] * 79]
+
+
+def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
+    monkeypatch.setattr(gpu_batch, "Delivery", lambda most: Copies())
+    shape = BufferShape(8192, 512, 1024, (None,), 16, torch.device("cpu"))
+    return GpuBuffers(shape, Heads(4, kv_heads, None, uses_items=True, exact=exact))
+
+
+def make_plan(counts: list[int], length: int) -> Plan:
+    plan = Plan(1)
+    for row, count in enumerate(counts):
+        request = Request(str(row), [7] * length, SamplingParams())
+        request.tables = [list(range(length // 16 + 1))]
+        plan.requests.append(request)
+        plan.starts.append(length - count)
+        plan.counts.append(count)
+        plan.yields.append(1)
+    return plan
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32, 64])
+@pytest.mark.parametrize("num_singles", [1, 10, 70, 127])
+@pytest.mark.parametrize("most_rows", [128, 512])
+def test_captured_steps_cut_their_rows_as_others_do(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, num_singles: int, most_rows: int
+) -> None:
+    buffers = make_buffers(monkeypatch, kv_heads, exact=False)
+    buffers.fill_mixed(make_plan([*[1] * num_singles, 30], 700), {}, 256, most_rows)
+    for listed, rows in ((buffers.splits[None], num_singles), (buffers.end_splits, num_singles + 1)):
+        splits = listed.host[: room_for_splits(most_rows, kv_heads)]
+        used = splits[splits[:, 0] != NOBODY]
+        assert (splits[: len(used), 0] != NOBODY).all(), "entries without a row come last"
+        ends = np.full(rows, 700)
+        assert (used == split_contexts(np.zeros_like(ends), ends, room_for_splits(rows, kv_heads))).all()
+        assert (used[used[:, 5] > 1, 3] < most_slots(kv_heads)).all(), "a slot outside of the workspace"
+
+
+def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = make_buffers(monkeypatch, 8, exact=True)
+    buffers.fill_mixed(make_plan([*[1] * 10, 30], 700), {}, 256, 128)
+    assert buffers.splits[None].host[:10, 0].tolist() == list(range(10))
+    assert (buffers.splits[None].host[:10, 5] == 1).all()
+    assert (buffers.splits[None].host[10:128, 0] == NOBODY).all()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -93,7 +93,7 @@ class TinyEngine:
 
     def step(self) -> None:
         if plan := self.scheduler.schedule():
-            self.scheduler.commit(plan, self.runner.launch(plan)())
+            self.scheduler.commit(plan, self.runner.launch(plan).wait())
 
     def answer_preempted(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
         """The same, with requests thrown out at random moments."""

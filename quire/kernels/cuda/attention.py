@@ -55,9 +55,7 @@ def find_work(paging: Paging) -> Work:
 def find_splits(work: Work, paging: Paging, window: int | None, kv_heads: int, *, exact: bool) -> Tensor:
     if window not in work.splits:
         rows = np.flatnonzero(np.array(count_queries(paging)) == 1)
-        ends = np.array(paging.host_seq_lens)[rows]
-        room = len(rows) if exact else room_for_splits(len(rows), kv_heads)
-        splits = split_rows(rows, ends, window, room)
+        splits = split_rows(rows, np.array(paging.host_seq_lens)[rows], window, kv_heads, exact=exact)
         work.splits[window] = send(splits, paging.seq_lens.device)
     return work.splits[window]
 
@@ -81,10 +79,12 @@ def count_queries(paging: Paging) -> list[int]:
     return [stop - start for start, stop in pairwise(paging.host_query_starts)]
 
 
-def split_rows(rows: NDArray[np.int64], ends: NDArray[np.int64], window: int | None, room: int) -> NDArray[np.int32]:
-    """What each program takes of rows of one query whose contexts end there, [n, FIELDS]."""
+def split_rows(
+    rows: NDArray[np.int64], ends: NDArray[np.int64], window: int | None, kv_heads: int, *, exact: bool
+) -> NDArray[np.int32]:
+    """What each program takes of rows of one query whose contexts end there, [n, FIELDS]. Exactly, no row is cut."""
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    splits = split_contexts(firsts, ends, room)
+    splits = split_contexts(firsts, ends, len(rows) if exact else room_for_splits(len(rows), kv_heads))
     splits[:, 0] = rows[splits[:, 0]]
     return splits
 

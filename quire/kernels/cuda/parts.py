@@ -26,7 +26,8 @@ SPARE_SPLITS = 16
 def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int) -> NDArray[np.int32]:
     """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
 
-    A row that is cut has a slot for each of its splits; the others have none.
+    A row that is cut has a slot for each of its splits; the others have none. `room` is `room_for_splits` of as many
+    rows, or their number: with more, there would be more slots than `most_slots`.
     """
     if not len(ends):
         return np.zeros((0, FIELDS), np.int32)

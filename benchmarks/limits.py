@@ -1,0 +1,163 @@
+"""Steps of real traffic beside what their matrix products and their attention need at least.
+
+    python benchmarks/limits.py [--rate 30] [--seconds 20] [--exact] [--itl-target-ms MS]
+
+Poisson arrivals on Llama-3-8B's shapes, as in `gpu.py`, warm. Each step is timed by the GPU's own events, so gaps in
+which it waits for the host count. Its limit is the time that cuBLAS takes for the products of as many tokens, plus
+attention at 650 TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+import gpu
+import numpy as np
+import torch
+import traffic
+
+from quire.core.plan import Plan
+from quire.engine.runner import Runner, RunningStep
+
+SHAPE = gpu.LLAMA_3_8B
+HIDDEN, INNER, NUM_LAYERS = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
+HEAD_DIM = HIDDEN // SHAPE["num_attention_heads"]
+KV_WIDTH = HEAD_DIM * SHAPE["num_key_value_heads"]
+LAYER = ((HIDDEN + 2 * KV_WIDTH, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))  # outputs, inputs
+HEAD = (SHAPE["vocab_size"], HIDDEN)
+SIZES = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+TIMED_LAYERS, ROUNDS = 4, 5  # four layers' weights do not fit into the GPU's L2 cache
+FLOPS, BYTES = 650e12, 4.2e12  # a second
+CLASSES = (256, 512, 1024, 2048, 8192)  # steps with prompts, by tokens
+
+
+class Timed(NamedTuple):
+    plan: Plan
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class TimedRunner:
+    """A runner that marks the beginning and the end of each step in the GPU's stream."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.steps: list[Timed] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, plan: Plan) -> RunningStep:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        running = self._runner.launch(plan)
+        end.record()
+        self.steps.append(Timed(plan, begin, end))
+        return running
+
+
+def time_products(shapes: tuple[tuple[int, int], ...], num_tokens: int, copies: int) -> float:
+    """Milliseconds of the products of one layer, or of the head, as a captured step runs them."""
+    weights = [
+        [torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes] for _ in range(copies)
+    ]
+    inputs = [torch.randn(num_tokens, shape[1], dtype=torch.bfloat16, device="cuda") for shape in shapes]
+
+    def run() -> None:
+        for layer in weights:
+            for weight, x in zip(layer, inputs, strict=True):
+                torch.mm(x, weight.t())
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(ROUNDS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / (ROUNDS * copies)
+
+
+class Limits:
+    """What a step takes at least, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._layers = [NUM_LAYERS * time_products(LAYER, size, TIMED_LAYERS) for size in SIZES]
+        self._heads = [time_products((HEAD,), size, 1) for size in SIZES if size <= 512]
+
+    def products(self, plan: Plan) -> float:
+        layers = np.interp(plan.num_tokens, SIZES, self._layers)
+        return float(layers + np.interp(sum(plan.yields), SIZES[: len(self._heads)], self._heads))
+
+    def attention(self, plan: Plan) -> float:
+        flops = read = 0.0
+        for start, count in zip(plan.starts, plan.counts, strict=True):
+            if count == 1:
+                read += 2 * 2 * KV_WIDTH * NUM_LAYERS * (start + 1)
+            else:
+                flops += 4 * HIDDEN * NUM_LAYERS * count * (start + count / 2)
+        return 1e3 * (flops / FLOPS + read / BYTES)
+
+
+def classify(plan: Plan) -> str:
+    if plan.num_tokens == len(plan):
+        return "single tokens only"
+    return f"with prompts, up to {CLASSES[min(bisect_left(CLASSES, plan.num_tokens), len(CLASSES) - 1)]:,} tokens"
+
+
+def table(steps: list[Timed], limits: Limits) -> str:
+    classes: dict[str, list[Timed]] = {}
+    for step in steps:
+        classes.setdefault(classify(step.plan), []).append(step)
+    lines = [
+        "| steps | number | tokens | rows | takes | products | attention | times its limit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, members in sorted(classes.items(), key=lambda item: item[1][0].plan.num_tokens):
+        means = np.mean(
+            [
+                (
+                    step.plan.num_tokens, len(step.plan), step.begin.elapsed_time(step.end),
+                    limits.products(step.plan), limits.attention(step.plan),
+                )
+                for step in members
+            ],
+            axis=0,
+        )  # fmt: skip
+        tokens, rows, taken, products, attention = means
+        lines.append(
+            f"| {name} | {len(members):,} | {tokens:,.0f} | {rows:.0f} | {taken:.2f} ms | {products:.2f} ms "
+            f"| {attention:.2f} ms | {taken / (products + attention):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--itl-target-ms", type=float)
+    parser.set_defaults(sampling={})
+    options = parser.parse_args()
+    limits = Limits()
+    torch.cuda.empty_cache()
+    bench = gpu.make_server(options)
+    engine = bench.client.engine
+    for name in ("warm-up", "measured"):
+        engine.runner = timed = TimedRunner(engine.runner)
+        figures = traffic.drive(bench.client, traffic.poisson(options.rate, options.seconds, name), name)
+        engine.runner = timed._runner
+    torch.cuda.synchronize()
+    print(table(timed.steps, limits))
+    print(f"\nTTFT {figures.ttft}\nbetween tokens {figures.itl}")
+
+
+if __name__ == "__main__":
+    main()
