@@ -12,7 +12,8 @@ INSTALL := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmak
 	$(PIP) install -qq -c constraints.txt --no-build-isolation
 # pip compiles what it installs, but not a package that stays where it is; compiling at every start costs 0.2 s.
 COMPILE := $(BIN)/python -m compileall -q quire
-# The compiler of the GPU's kernels, which comes with torch for a GPU: tests compile them on machines without one too.
+# The compiler of the GPU's kernels: tests compile them on machines without a GPU too. It is not in constraints.txt, since
+# torch for a GPU brings the version that belongs to it. It exists for Linux only; elsewhere those tests are skipped.
 TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
@@ -105,5 +106,5 @@ $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing quire with its development tools into $(VENV) (a few minutes the first time)."
 	@$(INSTALL) -e '.[dev]'
 	@$(COMPILE)
-	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) install -qq --no-deps $(TRITON)
+	@$(BIN)/python -c 'import triton' 2> /dev/null || [ "$$(uname -s)" != Linux ] || $(PIP) install -qq --no-deps $(TRITON)
 	@touch $@ $(INSTALLED)

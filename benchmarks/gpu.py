@@ -119,7 +119,17 @@ def parse() -> argparse.Namespace:
         "--itl-target-ms", type=float, help="for the rows of arrivals; the engine's default if not given"
     )
     parser.add_argument("--cold", type=float, help=argparse.SUPPRESS)  # a child: arrivals at this rate, as JSON
-    return parser.parse_args()
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := [name for name in wanted if name not in ROWS.split(",")]:
+        parser.error(f"--only has {unknown[0]!r}; the rows are {ROWS}")
+    if "azure" in wanted and options.trace is None:
+        if options.only != ROWS:
+            parser.error("the row azure needs --trace with a file of that trace")
+        print("The row azure is left out: it needs --trace.", file=sys.stderr)
+        wanted.remove("azure")
+    options.wanted = wanted
+    return options
 
 
 class Bench:
@@ -217,6 +227,8 @@ def measure_cold(options: argparse.Namespace, rate: Rate) -> Iterator[Figure]:
     """In a new process, whose kernels nobody has compiled."""
     command = [sys.executable, __file__, "--cold", str(rate.per_second), "--seconds", str(options.seconds)]
     command += ["--exact"] if options.exact else []
+    command += ["--sampling", json.dumps(options.sampling)]
+    command += [] if options.itl_target_ms is None else ["--itl-target-ms", str(options.itl_target_ms)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
@@ -298,7 +310,7 @@ def measure_azure(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    wanted = options.only.split(",")
+    wanted = options.wanted
     if {"start", *BATCHES, "mix", "prefill"} & {*wanted}:
         yield from measure_offline(options, wanted)
     if "arrivals" in wanted:
@@ -307,7 +319,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         yield from measure_mixed(options)
     if "shared" in wanted:
         yield from measure_shared(options)
-    if "azure" in wanted and options.trace:
+    if "azure" in wanted:
         yield from measure_azure(options)
 
 

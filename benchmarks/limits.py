@@ -17,6 +17,7 @@ import gpu
 import numpy as np
 import torch
 import traffic
+from arguments import positive
 
 from quire.core.plan import Plan
 from quire.engine.runner import Runner, RunningStep
@@ -140,8 +141,8 @@ def table(steps: list[Timed], limits: Limits) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=30.0)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rate", type=positive, default=30.0)
+    parser.add_argument("--seconds", type=positive, default=20.0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--itl-target-ms", type=float)
     parser.set_defaults(sampling={})

@@ -21,6 +21,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import traffic
+from arguments import number_list, positive
 from gpu import LLAMA_3_8B
 
 from quire.config import EngineConfig
@@ -42,14 +43,17 @@ class Point(NamedTuple):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=30.0)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--targets", default="10,15,20,25,40,80,0")
+    parser.add_argument("--rate", type=positive, default=30.0)
+    parser.add_argument("--seconds", type=positive, default=20.0)
+    parser.add_argument("--targets", type=number_list, default="10,15,20,25,40,80,0")
     parser.add_argument("--longest", type=int, nargs=2, default=(1024, 512), metavar=("PROMPT", "ANSWER"))
     parser.add_argument("--model")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.longest[0] < traffic.SHORTEST_PROMPT or options.longest[1] < traffic.SHORTEST_ANSWER:
+        parser.error(f"--longest is at least {traffic.SHORTEST_PROMPT} {traffic.SHORTEST_ANSWER}")
+    return options
 
 
 def start(model: str | None) -> InProcess:
@@ -64,9 +68,10 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
     client = start(options.model)
     pace = client.engine.scheduler.pace
     arrivals = traffic.poisson(options.rate, options.seconds, "pace", *options.longest)
-    vocabulary = range(1000, client.info.config.vocab_size - 1000)
+    vocab_size = client.info.config.vocab_size
+    vocabulary = range(min(1000, vocab_size // 4), vocab_size - min(1000, vocab_size // 4))
     traffic.drive(client, arrivals, "warm-up", vocabulary)
-    for number, target in enumerate(map(float, options.targets.split(","))):
+    for number, target in enumerate(options.targets):
         pace.target_s = target / 1000 or None
         figures = traffic.drive(client, arrivals, f"pace {number}", vocabulary)
         yield Point(target, figures.ttft, figures.itl)

@@ -26,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from arguments import count_list, positive_list
+
 from quire.config import DEFAULT_MODEL, cache_dir
 from quire.weights.store import resolve
 
@@ -37,8 +39,8 @@ REQUESTS_PER_STREAM = {1: 8, 16: 4, 64: 3}
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=cache_dir() / "peers")
-    parser.add_argument("--streams", default="1,16,64")
-    parser.add_argument("--rates", default="", help="requests a second; 60 s of each")
+    parser.add_argument("--streams", type=count_list, default="1,16,64")
+    parser.add_argument("--rates", type=positive_list, default="", help="requests a second; 60 s of each")
     parser.add_argument("--only", default="offline,llama,vllm")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -114,12 +116,12 @@ class Load(NamedTuple):
     streams: int | None
 
 
-def make_loads(streams: str, rates: str) -> list[Load]:
+def make_loads(streams: list[int], rates: list[float]) -> list[Load]:
     loads = []
-    for count in map(int, filter(None, streams.split(","))):
+    for count in streams:
         number = count * REQUESTS_PER_STREAM.get(count, 4)
         loads.append(Load(f"{count}", ("--concurrency", str(count), "--num-requests", str(number)), count))
-    for rate in map(float, filter(None, rates.split(","))):
+    for rate in rates:
         number = max(8, int(rate * RATE_SECONDS))
         flags = ("--rate", str(rate), "--num-requests", str(number), "--seed", "5")
         loads.append(Load(f"{rate:g} a second", flags, None))
@@ -186,6 +188,7 @@ def main() -> None:
         run_offline(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers end with this
     model = resolve(DEFAULT_MODEL).path.resolve()
     loads = make_loads(options.streams, options.rates)
     order = ["quire"]

@@ -17,6 +17,7 @@ from quire.core.request import Request
 from quire.engine.client import InProcess
 
 VOCABULARY = range(1000, 120_000)
+SHORTEST_PROMPT, SHORTEST_ANSWER = 32, 16
 
 
 class Arrival(NamedTuple):
@@ -31,7 +32,6 @@ class Seen:
 
     due_s: float
     times_s: list[float] = field(default_factory=list)  # of tokens
-    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class Figures:
     itl: dict[str, float]
     seconds: float
     num_tokens: int
-    steps_ms: list[float]
 
 
 def make_request(name: str, prompt: Sequence[int], output_tokens: int, **sampling: Any) -> Request:
@@ -57,12 +56,13 @@ def random_prompt(rng: random.Random, length: int, vocabulary: range = VOCABULAR
 def poisson(
     rate: float, seconds: float, seed: str, longest_prompt: int = 1024, longest_answer: int = 512
 ) -> list[Arrival]:
-    """Prompts from 32 tokens and answers from 16, uniformly."""
+    """Prompts and answers of uniformly distributed lengths; at least one."""
     rng = random.Random(seed)
     arrivals, at_s = [], 0.0
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        arrivals.append(Arrival(at_s, rng.randint(32, longest_prompt), rng.randint(16, longest_answer)))
-    return arrivals
+        prompt, answer = rng.randint(SHORTEST_PROMPT, longest_prompt), rng.randint(SHORTEST_ANSWER, longest_answer)
+        arrivals.append(Arrival(at_s, prompt, answer))
+    return arrivals or [Arrival(0.0, longest_prompt, longest_answer)]
 
 
 def drive(
@@ -80,28 +80,27 @@ def serve(client: InProcess, requests: list[tuple[float, Request]]) -> Figures:
     """Add each request at its time and step the engine until all are answered."""
     seen = {request.id: Seen(at_s) for at_s, request in requests}
     waiting = list(reversed(requests))
-    steps_ms: list[float] = []
     begin = time.perf_counter()
     while waiting or client.engine.has_work:
         now_s = time.perf_counter() - begin
         while waiting and waiting[-1][0] <= now_s:
             client.add(waiting.pop()[1])
         if not client.engine.has_work:
-            time.sleep(max(0.0, waiting[-1][0] - (time.perf_counter() - begin)))
+            if not client.engine.idle():
+                time.sleep(max(0.0, waiting[-1][0] - (time.perf_counter() - begin)))
             continue
         updates = client.step()
         landed_s = time.perf_counter() - begin
-        steps_ms.append(1e3 * (landed_s - now_s))
         for update in updates:
             assert update.finish is None or update.finish.value == "length", update
             seen[update.id].times_s += [landed_s] * len(update.tokens)
-    return summarize(list(seen.values()), steps_ms)
+    return summarize(list(seen.values()))
 
 
-def summarize(seen: Sequence[Seen], steps_ms: list[float]) -> Figures:
+def summarize(seen: Sequence[Seen]) -> Figures:
     ttft = spread(1e3 * (each.times_s[0] - each.due_s) for each in seen)
     gaps = (1e3 * (b - a) for each in seen for a, b in zip(each.times_s, each.times_s[1:], strict=False))
     itl = spread(gaps) or {"p50": 0.0, "p99": 0.0, "max": 0.0}
     assert ttft is not None
     ends_s = max(each.times_s[-1] for each in seen)
-    return Figures(ttft, itl, ends_s, sum(len(each.times_s) for each in seen), steps_ms)
+    return Figures(ttft, itl, ends_s, sum(len(each.times_s) for each in seen))

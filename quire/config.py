@@ -90,9 +90,7 @@ class EngineConfig:
     batch_size: int | None = option(
         None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
     )
-    batch_wait: float | None = option(
-        None, "Dynamic batching: seconds to wait for a batch to fill; 0.05 if not set."
-    )
+    batch_wait: float | None = option(None, "Dynamic batching: seconds to wait for a batch to fill; 0.05 if not set.")
     waiting_served_ratio: float | None = option(
         None, "Batching by ratio: waiting requests for each running one at which they join; 0.3 if not set."
     )
@@ -103,8 +101,8 @@ class EngineConfig:
     itl_target_ms: float | None = option(
         None,
         "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
-        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target; if not set, 25 on "
-        "a GPU and 50 on a CPU for a server, and none offline.",
+        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target. If not set, a "
+        "server's is 25 on a GPU and 50 on a CPU, and offline there is none.",
     )
     threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
@@ -160,13 +158,17 @@ class EngineConfig:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
         if not is_number or (least is None and not value):
             wanted = f"a number of {unit}" if unit else "a number"
-            raise InvalidParams(f"{name} is {value!r}; give {wanted}, {'more than 0' if least is None else '0 or more'}.")
+            raise InvalidParams(
+                f"{name} is {value!r}; give {wanted}, {'more than 0' if least is None else '0 or more'}."
+            )
 
     def _only_with(self, option: str, values: tuple[str, ...], *names: str) -> None:
         for name in names:
             if getattr(self, name) is not None and getattr(self, option) not in values:
                 needed = " or ".join(map(repr, values))
-                raise InvalidParams(f"{name} needs {option} {needed}, and it is {getattr(self, option)!r}; leave it out.")
+                raise InvalidParams(
+                    f"{name} needs {option} {needed}, and it is {getattr(self, option)!r}; leave it out."
+                )
 
     def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

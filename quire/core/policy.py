@@ -1,7 +1,7 @@
 """Policies: who goes first, and when waiting requests may join. The scheduler is the same for all of them.
 
-A batching policy is asked at every step how many requests may be admitted, also when none waits. Static and dynamic batching are admission
-policies too: they let nobody in until the running batch has ended.
+A batching policy is asked at every step how many requests may be admitted, also when none waits. Static and dynamic
+batching are admission policies too: they let nobody in until the running batch has ended.
 """
 
 from __future__ import annotations

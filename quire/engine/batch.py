@@ -138,20 +138,20 @@ class BatchBuffers:
         self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in shape.windows]
         self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in shape.windows]
 
-    def fill(
-        self, plan: Plan, in_flight: Mapping[str, int] | None = None, size: int | None = None, rows: int | None = None
-    ) -> Batch:
+    def fill(self, plan: Plan, in_flight: Mapping[str, int] | None = None) -> Batch:
         """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at.
 
-        `in_flight` says where among the last step's tokens a request's own is, if the host has not read it yet. With a
-        `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are shown, the
-        last of which have no context.
+        `in_flight` says where among the last step's tokens a request's own is, if the host has not read it yet.
         """
-        batch = self._lay_out(plan, in_flight, size, rows)
+        batch = self._lay_out(plan, in_flight)
         self._has_sent()
         return batch
 
-    def _lay_out(self, plan: Plan, in_flight: Mapping[str, int] | None, size: int | None, rows: int | None) -> Batch:
+    def _lay_out(
+        self, plan: Plan, in_flight: Mapping[str, int] | None, size: int | None = None, rows: int | None = None
+    ) -> Batch:
+        """With a `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are
+        shown, the last of which have no context."""
         self._sent_before()
         num_rows, num_tokens = len(plan), plan.num_tokens
         query_starts = list(accumulate(plan.counts, initial=0))

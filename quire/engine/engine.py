@@ -345,11 +345,11 @@ def build_runner(
         return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
     from quire.engine.gpu_batch import GpuBuffers, Heads  # these load Triton
     from quire.engine.gpu_runner import GpuRunner
-    from quire.kernels.cuda import varlen
+    from quire.kernels.cuda import varlen_items
     from quire.kernels.cuda.scoring import Scoring
 
     scoring = Scoring(model.scale, None, None, model.attention_softcap)
-    uses_items = not ops.exact and varlen.suits(dtype, cache.layers[0], scoring)
+    uses_items = not ops.exact and varlen_items.suits(dtype, cache.layers[0], scoring)
     group = model.num_heads // model.num_kv_heads
     heads = Heads(group, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
     return GpuRunner(decoder, cache, GpuBuffers(shape, heads), ops, graph_bytes)

@@ -19,7 +19,7 @@ from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Buffer, BufferShape
 from quire.engine.logits import send
 from quire.engine.sampler import MIN_TEMPERATURE, floor_of, signed
-from quire.kernels.cuda import varlen
+from quire.kernels.cuda import varlen_items
 from quire.kernels.cuda.attention import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.deliver import Delivery
 from quire.kernels.cuda.parts import FIELDS, NOBODY, room_for_splits
@@ -103,8 +103,8 @@ class GpuBuffers(BatchBuffers):
 
     def _room_for_items(self, num_tokens: int) -> int:
         heads = self.heads
-        room = varlen.room_for(num_tokens, self.max_rows, heads.group, heads.kv_heads)
-        return 1 + int(varlen.FIELDS.value) * room
+        room = varlen_items.room_for(num_tokens, self.max_rows, heads.group, heads.kv_heads)
+        return 1 + varlen_items.ITEM_FIELDS * room
 
     def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> None:
         """A step of single tokens, filled up to `size` of them."""

@@ -50,7 +50,7 @@ def looks_back(request: Request, start: int) -> bool:
 
 @dataclass(slots=True)
 class Landing:
-    """Where a step's tokens and their scores arrive on the host, and the events of its beginning and of their arrival."""
+    """Where a step's tokens and their scores arrive on the host, and the events of its begin and of their arrival."""
 
     tokens: Tensor
     scores: Tensor
@@ -59,7 +59,7 @@ class Landing:
 
     @property
     def seconds(self) -> float:
-        return float(self.begun.elapsed_time(self.arrived)) / 1e3  # type: ignore[no-untyped-call]
+        return float(self.begun.elapsed_time(self.arrived)) / 1e3
 
 
 @dataclass(slots=True)

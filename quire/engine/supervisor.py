@@ -195,27 +195,44 @@ class Supervised:
         """One engine after another. Ends when the first cannot load, or when several in a row could not."""
         num_failed = 0.0
         while True:
-            reader = await self._spawn()
+            try:
+                reader = await self._spawn()
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+                OverflowError,
+            ) as error:  # no room for a process, or options that cannot be sent
+                await self._reap()
+                self._give_up(f"could not be started: {error}")
+                return
             try:
                 became_ready = await self._listen(reader)
             finally:
                 self._writer = None
             reason = await self._reap()
             if not self._first.done():
-                self._first.set_exception(EngineError(f"The engine ended while it loaded the model: {reason}."))
+                self._give_up(f"ended while it loaded the model: {reason}")
                 return
             if self._first.exception() is not None:
                 return
             weight = OUTSIDE_WEIGHT if self._was_killed() else 1.0
             num_failed = 0.0 if became_ready else num_failed + weight
             if num_failed >= MAX_FAILED_STARTS:
-                log.error("the engine could not be started again and again; giving up")
-                self._fail_all(EngineError("The engine died and could not be started again; look into the log."))
+                self._give_up("died and could not be started again; look into the log")
                 return
             log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
             self._watch.restarted(reason)
             self._lay_blame(weight)
             await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * (2**num_failed - 1)))
+
+    def _give_up(self, what: str) -> None:
+        """There will be no engine."""
+        log.error("the engine %s", what)
+        error = EngineError(f"The engine {what}.")
+        self._fail_all(error)
+        if not self._first.done():
+            self._first.set_exception(error)
 
     async def _spawn(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()

@@ -83,6 +83,10 @@ def _backend(kind: str, native: Native | None, exact: bool) -> Any:
     if kind == "cuda":
         from quire.kernels.cuda import exact as same_bits
         from quire.kernels.cuda import ops as in_triton
+        from quire.kernels.cuda.varlen_items import is_hopper
+
+        if is_hopper() and not exact:
+            from quire.kernels.cuda import varlen  # noqa: F401  a Triton that lacks what it needs is found out here
 
         return same_bits if exact else in_triton
     from quire.kernels import reference

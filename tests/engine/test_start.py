@@ -128,7 +128,8 @@ def test_a_gpu_s_room_is_what_two_steps_and_the_graphs_leave(gpu) -> None:
     room = find_room(CUDA, 5 * GIB)
     assert room.most == 60 * GIB - 10 * GIB - GRAPH_BYTES
     assert room.share == int(CUDA_SHARE * 60 * GIB) - 10 * GIB - GRAPH_BYTES
-    assert find_room(CUDA, 40 * GIB) == Room(0, 0)
+    assert room.kept == 10 * GIB + GRAPH_BYTES
+    assert find_room(CUDA, 40 * GIB) == Room(0, 0, 80 * GIB + GRAPH_BYTES)
 
 
 def test_a_cpu_s_room_is_a_share_and_has_no_bound(monkeypatch) -> None:

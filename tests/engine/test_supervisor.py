@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
 from quire.engine.supervisor import Flight, Mailbox, Supervised, Watch
-from quire.errors import EngineClosed, ModelNotFound, PromptTooLong, QuireError
+from quire.errors import EngineClosed, EngineError, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
 
@@ -188,6 +188,23 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
             await client.close()
 
     with pytest.raises((ModelNotFound, QuireError)):
+        asyncio.run(main())
+
+
+def test_an_engine_that_cannot_be_asked_for_is_told_of(default_model, monkeypatch):
+    def refuse(message):
+        raise OverflowError("a number does not fit")
+
+    monkeypatch.setattr("quire.engine.supervisor.encode", refuse)
+
+    async def main():
+        client = Supervised(EngineConfig(**OPTIONS), default_model)
+        try:
+            await asyncio.wait_for(client.start(), 30)
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match="could not be started: a number does not fit"):
         asyncio.run(main())
 
 

@@ -17,7 +17,7 @@ from quire.core.request import Request
 from quire.engine import gpu_batch
 from quire.engine.batch import BufferShape, Copies
 from quire.engine.gpu_batch import GpuBuffers, Heads
-from quire.kernels.cuda import varlen
+from quire.kernels.cuda import varlen_items
 from quire.kernels.cuda.parts import NOBODY, UNIT, most_slots, room_for_splits, split_contexts
 
 pytestmark = pytest.mark.cpu
@@ -110,18 +110,18 @@ def test_items_cover_each_tile_once(seed: int) -> None:
         window = rng.choice([None, None, 300])
         counts = np.array([rng.choice([0, 2, rng.randint(1, 700)]) for _ in range(rng.randint(1, 20))])
         seq_lens = counts + np.array([rng.choice([0, rng.randint(0, 20_000)]) for _ in counts])
-        numbers = varlen.plan_items(counts, seq_lens, group, kv_heads, page, window)
-        items = numbers[1:].reshape(-1, varlen.FIELDS.value)
-        assert numbers[0] == len(items) <= varlen.room_for(int(counts.sum()), len(counts), group, kv_heads)
+        numbers = varlen_items.plan_items(counts, seq_lens, group, kv_heads, page, window)
+        items = numbers[1:].reshape(-1, varlen_items.ITEM_FIELDS)
+        assert numbers[0] == len(items) <= varlen_items.room_for(int(counts.sum()), len(counts), group, kv_heads)
         tiles: dict[tuple[int, int], list] = {}
         for item in items:
             tiles.setdefault((item[0], item[1]), []).append(item)
         assert set(tiles) == {
-            (row, first) for row, count in enumerate(counts) for first in range(0, count * group, varlen.TILE)
+            (row, first) for row, count in enumerate(counts) for first in range(0, count * group, varlen_items.TILE)
         }
         for (row, first), parts in tiles.items():
             context = seq_lens[row] - counts[row]
-            last = min((first + varlen.TILE - 1) // group, counts[row] - 1)
+            last = min((first + varlen_items.TILE - 1) // group, counts[row] - 1)
             lowest = 0 if window is None else max(context + first // group - window + 1, 0)
             parts.sort(key=lambda part: part[4])
             assert [part[4] for part in parts] == list(range(parts[0][5]))
@@ -131,4 +131,4 @@ def test_items_cover_each_tile_once(seed: int) -> None:
             assert all(a[3] == b[2] for a, b in pairwise(parts))
         slots = [(item[6] + item[4]) for item in items if item[5] > 1]
         assert len(set(slots)) == len(slots), "two parts share a slot"
-        assert all((slot + 1) * kv_heads <= varlen.PART_UNITS for slot in slots)
+        assert all((slot + 1) * kv_heads <= varlen_items.PART_UNITS for slot in slots)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from quire.config import EngineConfig
 from quire.engine import precompile as parent
+from quire.engine.engine import build_engine
 from quire.kernels.cuda.precompile import Model, share
 from quire.weights.config import config_from_json
 
@@ -97,10 +98,53 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_children_end_with_an_engine_that_cannot_be_built() -> None:
-    child = subprocess.Popen(
+    child = sleeping_child()
+    precompilation = parent.Precompilation([child])
+    precompilation.cancel()
+    assert child.returncode is not None
+    precompilation.cancel()
+
+
+def sleeping_child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    parent.Precompilation([child]).cancel()
+
+
+def test_children_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(parent, "TIMEOUT_S", 0.2)
+    children = [sleeping_child() for _ in range(3)]
+    parent.Precompilation(children).wait()
+    assert all(child.returncode is not None for child in children), "ended and reaped"
+    assert caplog.text.count("took more than 0.2 s") == 1
+
+
+def test_a_system_without_room_for_children_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(model: bytes, index: int, count: int) -> subprocess.Popen[bytes]:
+        if index == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(sleeping_child())
+        return started[-1]
+
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES))
+    monkeypatch.setattr(parent, "find_capability", lambda: (9, 0))
+    monkeypatch.setattr(parent, "usable_cores", lambda: 16)
+    monkeypatch.setattr(parent, "start_child", start)
+    precompilation = parent.precompile(EngineConfig(), tmp_path)
+    assert len(started) == 2
+    assert all(child.returncode is not None for child in started)
+    assert "not compiled ahead, so the start takes longer" in caplog.text
+    precompilation.wait()
+    precompilation.cancel()
+
+
+def test_an_engine_on_a_cpu_waits_for_no_compiler(default_model: Path) -> None:
+    child = sleeping_child()
+    build_engine(EngineConfig(device="cpu", kv_memory=0.1), default_model, None, parent.Precompilation([child]))
     assert child.returncode is not None
 
 

@@ -153,7 +153,7 @@ def test_keys_queue_and_deadline(default_model, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# tenants\nann ann-secret-1\nbob bob-secret-2\n")
     options = ("--api-key-file", str(keys), "--max-requests", "2", "--max-queue-requests", "2")
-    with Running(*SMALL, *options, "--request-timeout", "3", "--log-requests") as running, running.client() as http:
+    with Running(*SMALL, *options, "--request-timeout", "5", "--log-requests") as running, running.client() as http:
         assert http.get("/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong-secret"}, {"authorization": "Basic ann-secret-1"}):
             for path in ("/v1/models", "/metrics", "/health/generate", "/openapi.json"):
@@ -180,7 +180,7 @@ def test_keys_queue_and_deadline(default_model, tmp_path):
             assert "4" in answer.json()["error"]["message"]
             late = [task.result() for task in asked]
         assert {answer.status_code for answer in late} == {504}
-        assert "3 s" in late[0].json()["error"]["message"]
+        assert "5 s" in late[0].json()["error"]["message"]
         log = [json.loads(line) for line in running.lines if line.startswith("{")]
         assert {line["tenant"] for line in log} == {"", "ann", "bob"}
         assert not any("secret" in line for line in running.lines)

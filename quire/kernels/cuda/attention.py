@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cuda import decode, varlen
+from quire.kernels.cuda import decode, varlen_items
 from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
 from quire.kernels.cuda.parts import room_for_splits, split_contexts
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
@@ -38,7 +38,7 @@ class Work:
     has_singles: bool  # rows of one query
     has_others: bool
     splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `parts.split_contexts`
-    items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen.plan_items`
+    items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen_items.plan_items`
     tiles: Tiles | None = None  # of the others, for `prefill`
 
 
@@ -92,10 +92,10 @@ def split_rows(
 def cut_items(
     counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
 ) -> NDArray[np.int32]:
-    """What programs take of the rows of several queries: see `varlen.plan_items`."""
+    """What programs take of the rows of several queries: see `varlen_items.plan_items`."""
     several = np.array(counts)
     several[several == 1] = 0
-    return varlen.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
+    return varlen_items.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
 
 
 def cut_tiles(counts: Sequence[int], *, trees: bool = False) -> list[tuple[int, int]]:
@@ -133,8 +133,10 @@ def attention(
             attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
         attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
     if work.has_others:
-        if not exact and paging.ancestors is None and varlen.suits(q.dtype, cache, scoring):
-            varlen.varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
+        if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
+            from quire.kernels.cuda.varlen import varlen_attention  # of no use on other GPUs
+
+            varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
             prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
     return out

@@ -71,11 +71,11 @@ class Rehearsal:
         yield self.serve
 
     def attend_to_prompts(self, window: int | None) -> None:
-        from quire.kernels.cuda import varlen
+        from quire.kernels.cuda import varlen_items
         from quire.kernels.cuda.attention import Work
         from quire.kernels.cuda.prefill import Tiles
 
-        items, tiles = numbers(1 + FEW_ROWS * varlen.FIELDS.value), Tiles(numbers(1 + 2 * FEW_ROWS))
+        items, tiles = numbers(1 + FEW_ROWS * varlen_items.ITEM_FIELDS), Tiles(numbers(1 + 2 * FEW_ROWS))
         self._attend(window, FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
 
     def attend_to_singles(self, window: int | None, rows: int) -> None:

@@ -17,10 +17,6 @@ class Scoring(NamedTuple):
     slopes: Tensor | None
     softcap: float | None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.window is None and self.slopes is None and self.softcap is None
-
 
 @triton.jit
 def soften(scores, cap):

@@ -85,7 +85,12 @@ def install(capability: tuple[int, int]) -> None:
     """Let `import torch` find this, with a GPU of that compute capability."""
     torch: Any = ModuleType("torch")
     torch.__dict__.update(DTYPES, Tensor=Tensor, dtype=DType, device=str, empty=empty, zeros=empty)
-    torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device=None: capability)
+    torch.cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_capability=lambda device=None: capability,
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+    )
     torch.nn = ModuleType("torch.nn")
     torch.nn.functional = ModuleType("torch.nn.functional")
     torch.nn.functional.linear = lambda x, weight: empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)

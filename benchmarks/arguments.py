@@ -1,0 +1,43 @@
+"""Types of command line arguments: wrong ones are refused by argparse with a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> float:
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0")
+    return value
+
+
+def positive_list(text: str) -> list[float]:
+    """'1,2.5'; an empty text is an empty list."""
+    return [positive(part) for part in text.split(",")] if text else []
+
+
+def number_list(text: str) -> list[float]:
+    """Numbers from 0 on."""
+    values = [_number(part) for part in text.split(",")]
+    if any(value < 0 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} has a number below 0")
+    return values
+
+
+def count_list(text: str) -> list[int]:
+    counts = positive_list(text)
+    if any(count != int(count) for count in counts):
+        raise argparse.ArgumentTypeError(f"{text!r} has numbers that are not whole")
+    return [int(count) for count in counts]
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value

@@ -1,0 +1,105 @@
+"""Which steps are captured, and when. A made-up CUDA stands in for the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.engine import gpu_graphs
+from quire.engine.gpu_graphs import FIRST_TOKENS, Graphs, Key, decode_sizes
+
+pytestmark = pytest.mark.cpu
+
+MIB = 1 << 20
+KINDS = ("mixed", "prompts", "crowded")
+
+
+class FakeGpu:
+    """Every graph takes memory, and capturing one takes time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, graph_mib: int = 1) -> None:
+        self.free, self.now, self.graph_mib = 1000 * MIB, 0.0, graph_mib
+        self.run: list[Key] = []
+        self.replayed = 0
+        self.fails = False
+        cuda = SimpleNamespace(
+            graph_pool_handle=lambda: 0, Stream=lambda: 0, stream=self.stream, CUDAGraph=lambda: self,
+            mem_get_info=lambda: (self.free, 1000 * MIB), synchronize=lambda: None,
+        )  # fmt: skip
+        monkeypatch.setattr(gpu_graphs, "torch", SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(gpu_graphs, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    @contextmanager
+    def stream(self, _: Any) -> Iterator[None]:
+        yield
+
+    def capture_begin(self, **_: Any) -> None:
+        self.free -= self.graph_mib * MIB
+        self.now += 0.012
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+    def body(self, key: Key) -> Any:
+        if self.fails:
+            raise RuntimeError("no")
+        self.run.append(key)
+        return key
+
+
+def make(gpu: FakeGpu, max_mib: int = 1000) -> Graphs:
+    return Graphs(gpu.body, 256, 8192, max_mib * MIB)
+
+
+def test_at_start_all_steps_of_single_tokens_are_captured_and_some_with_prompts(monkeypatch) -> None:
+    graphs = make(FakeGpu(monkeypatch))
+    graphs.begin(KINDS)
+    for size in decode_sizes(256):
+        assert graphs.find("decode", size) == Key("decode", size)
+    for kind in KINDS:
+        assert [graphs.find(kind, size) for size in FIRST_TOKENS] == [Key(kind, size) for size in FIRST_TOKENS]
+    assert graphs.find("decode", 257) is None
+    assert graphs.find("mixed", 4000) is None
+
+
+@pytest.mark.parametrize("max_mib", [1, 3, 20])
+def test_a_start_survives_graphs_that_use_up_their_memory(monkeypatch, max_mib: int) -> None:
+    graphs = make(FakeGpu(monkeypatch), max_mib)
+    graphs.begin(KINDS)
+    assert graphs.find("decode", 256) == Key("decode", 256), "any step of single tokens can run"
+    assert not graphs.capture_next(math.inf)
+
+
+def test_what_steps_ask_for_is_captured_when_there_is_time(monkeypatch) -> None:
+    graphs = make(FakeGpu(monkeypatch))
+    graphs.begin(KINDS)
+    assert graphs.find("mixed", 700) == Key("mixed", 1024), "a larger one serves until then"
+    assert not graphs.capture_next(0.015), "it takes 12 ms, and may take more"
+    assert not graphs.capture_next(-math.inf)
+    assert graphs.capture_next(0.019)
+    assert graphs.find("mixed", 700) == Key("mixed", 768)
+    graphs.find("layers", 5)
+    assert graphs.capture_next(math.inf)
+    assert graphs.find("layers", 5) == Key("layers", 8)
+    while graphs.capture_next(math.inf):
+        pass
+    assert graphs.find("prompts", 33) == Key("prompts", 64)
+
+
+def test_after_a_capture_that_failed_none_is_tried(monkeypatch, caplog) -> None:
+    gpu = FakeGpu(monkeypatch)
+    graphs = make(gpu)
+    graphs.begin(KINDS)
+    gpu.fails = True
+    assert graphs.capture_next(math.inf)
+    assert "No more steps are captured: a capture failed: no." in caplog.text
+    assert not graphs.capture_next(math.inf)
+    assert graphs.find("mixed", 700) == Key("mixed", 1024)
