@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import traffic  # noqa: E402
 
-from quire.bench.traces import read_trace  # noqa: E402
+from quire.bench.traces import excerpt, read_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 
@@ -295,11 +295,18 @@ def measure_shared(options: argparse.Namespace) -> Iterator[Figure]:
     let_go()
 
 
+def read_arrivals(trace: Path, speed: float, seconds: float) -> list[traffic.Arrival]:
+    """The first seconds of a trace, at that speed."""
+    entries = excerpt(
+        read_trace(trace), num_requests=None, max_prompt_tokens=None, max_output_tokens=None, speed=speed
+    ).entries
+    return [traffic.Arrival(e.at_s, e.prompt_tokens, e.output_tokens) for e in entries if e.at_s < seconds]
+
+
 def measure_azure(options: argparse.Namespace) -> Iterator[Figure]:
     bench = make_server(options)
     for speed in SPEEDS:
-        entries = [entry for entry in read_trace(options.trace) if entry.at_s < speed * 2 * options.seconds]
-        arrivals = [traffic.Arrival(e.at_s / speed, e.prompt_tokens, max(1, e.output_tokens)) for e in entries]
+        arrivals = read_arrivals(options.trace, speed, 2 * options.seconds)
         figures = traffic.drive(bench.client, arrivals, f"azure {speed}", **options.sampling)
         name = f"Azure's conversations, {speed:g} times as fast ({len(arrivals) / (2 * options.seconds):.1f} a second)"
         for what, spread in (("TTFT", figures.ttft), ("between tokens", figures.itl)):

@@ -1,15 +1,17 @@
 """Steps of real traffic beside what their matrix products and their attention need at least.
 
-    python benchmarks/limits.py [--rate 30] [--seconds 20] [--exact] [--itl-target-ms MS]
+    python benchmarks/limits.py [--rate 30] [--seconds 20] [--exact] [--itl-target-ms MS] [--trace]
 
 Poisson arrivals on Llama-3-8B's shapes, as in `gpu.py`, warm. Each step is timed by the GPU's own events, so gaps in
 which it waits for the host count. Its limit is the time that cuBLAS takes for the products of as many tokens, plus
-attention at 650 TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read.
+attention at 650 TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read. With
+`--trace`, the kernels of one step of 64 single tokens and a prompt of 540 are listed too, with the gaps between them.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
@@ -139,12 +141,49 @@ def table(steps: list[Timed], limits: Limits) -> str:
     return "\n".join(lines)
 
 
+def trace_step(bench: gpu.Bench) -> str:
+    """The kernels of the first step that has a prompt beside 64 running requests."""
+    client = bench.client
+    for number in range(64):
+        prompt = traffic.random_prompt(random.Random(number), 600)
+        client.add(traffic.make_request(f"running {number}", prompt, 400))
+    while client.engine.scheduler.num_waiting or min(r.num_output for r in client.engine.scheduler.running) < 8:
+        client.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        client.add(traffic.make_request("prompt", traffic.random_prompt(random.Random(99), 540), 4))
+        while client.engine.has_work and "prompt" in client.engine.scheduler.requests:
+            client.step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    begins = [place for place, kernel in enumerate(kernels) if kernel[2].startswith("_deliver")]
+    steps = [kernels[begin:end] for begin, end in zip(begins, [*begins[1:], len(kernels)], strict=True)]
+    return describe_step(next(step for step in steps if any("_varlen" in name for _, _, name in step)))
+
+
+def describe_step(kernels: list[tuple[float, float, str]]) -> str:
+    """By kind of kernel: how many, and how long; times are in microseconds."""
+    totals: dict[str, list[float]] = {}
+    for start, end, name in kernels:
+        totals.setdefault(name[:60], []).append(end - start)
+    busy = sum(map(sum, totals.values()))
+    whole = kernels[-1][1] - kernels[0][0]
+    lines = ["| kernel | number | in all | share |", "|---|---|---|---|"]
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        lines.append(f"| {name} | {len(times)} | {sum(times):,.0f} us | {sum(times) / whole:.1%} |")
+    lines.append(
+        f"| all, of {whole:,.0f} us from the first to the last | {len(kernels)} | {busy:,.0f} us | {busy / whole:.1%} |"
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=positive, default=30.0)
     parser.add_argument("--seconds", type=positive, default=20.0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--itl-target-ms", type=float)
+    parser.add_argument("--trace", action="store_true")
     parser.set_defaults(sampling={})
     options = parser.parse_args()
     limits = Limits()
@@ -158,6 +197,8 @@ def main() -> None:
     torch.cuda.synchronize()
     print(table(timed.steps, limits))
     print(f"\nTTFT {figures.ttft}\nbetween tokens {figures.itl}")
+    if options.trace:
+        print(f"\n{trace_step(bench)}")
 
 
 if __name__ == "__main__":
