@@ -118,7 +118,7 @@ class EngineConfig:
                 "running request needs a token a step. Raise the one or lower the other."
             )
         if self.kv_memory is not None:
-            self._is_number("kv_memory", "GiB", least=None)
+            self._is_number("kv_memory", "GiB", may_be_0=False)
         for name, unit in (
             ("swap_memory", "GiB"), ("batch_wait", "seconds"), ("waiting_served_ratio", ""),
             ("itl_target_ms", "milliseconds"),
@@ -152,15 +152,12 @@ class EngineConfig:
         if value > MAX_COUNT:
             raise InvalidParams(f"{name} is more than {MAX_COUNT:,}, the most there can be; give a smaller number.")
 
-    def _is_number(self, name: str, unit: str, least: float | None = 0.0) -> None:
-        """A finite one, from `least` on, or above 0 if that is None."""
+    def _is_number(self, name: str, unit: str, *, may_be_0: bool = True) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
-        if not is_number or (least is None and not value):
+        if not is_number or not (value or may_be_0):
             wanted = f"a number of {unit}" if unit else "a number"
-            raise InvalidParams(
-                f"{name} is {value!r}; give {wanted}, {'more than 0' if least is None else '0 or more'}."
-            )
+            raise InvalidParams(f"{name} is {value!r}; give {wanted}, {'0 or more' if may_be_0 else 'more than 0'}.")
 
     def _only_with(self, option: str, values: tuple[str, ...], *names: str) -> None:
         for name in names:

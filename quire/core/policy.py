@@ -36,7 +36,7 @@ class Continuous:
 
 @dataclass(slots=True)
 class WaitingRatio:
-    """Join when enough requests wait for the number that runs, or when those have got `max_tokens` tokens meanwhile.
+    """Join when enough requests wait for the number that runs, or when each of those has got `max_waiting_tokens`.
 
     Running requests are held up less often, and by more prompts at a time. Who waits at that moment joins, in one step
     or, if there is no room, in the next ones. This is how TGI batches; the fields have its options' names.

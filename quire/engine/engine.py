@@ -132,8 +132,9 @@ class Engine:
         self.step_s = None
         while self._may_launch and self._launch():
             pass
-        if not self._launched or self._time_left() > 0:
-            self._pass_time()
+        left_s = self._time_left() if self._launched else IDLE_S
+        if left_s > 0:
+            self._pass_time(left_s)
             return []
         if self.scheduler.pace.target_s is None:  # nobody waits for single tokens, as long as the device has work
             self.runner.idle(self._launched[-1].ends_s - time.monotonic())
@@ -168,11 +169,10 @@ class Engine:
             return 0.0
         return only.ends_s - MARGIN_S - self._launch_s - time.monotonic()
 
-    def _pass_time(self) -> None:
+    def _pass_time(self, left_s: float) -> None:
         """Until a plan may be made, a moment at a time."""
-        left_s = self._time_left() if self._launched else IDLE_S
         if not self._launched or not self.runner.idle(left_s):
-            time.sleep(min(IDLE_S, max(0.0, left_s)))
+            time.sleep(min(IDLE_S, left_s))
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -250,7 +250,8 @@ def build_engine(
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
-    layout, block = lay_out(model.windows), shape_block(config, model, dtype, ops)
+    layout = lay_out(model.windows)
+    block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
     if precompilation is not None:
         if ops.fused is None:
             precompilation.cancel()  # these ops need none of it
@@ -325,11 +326,6 @@ def load(
         return build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         ), ops
-
-
-def shape_block(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ops: Kernels) -> BlockShape:
-    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
-    return BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
 
 
 def build_runner(
