@@ -41,12 +41,6 @@ class Pace:
         least, most = self._fit(step_s), self._fit(MAX_STRETCH * step_s)
         return min(max_tokens, self._round(max(least, min(num_waiting // STEPS, most)), num_running))
 
-    def predict(self, num_prompt_tokens: int) -> float | None:
-        """Seconds of a step with so many prompt tokens; None if nothing is known of such steps."""
-        if num_prompt_tokens and self.token_s is None:
-            return None
-        return None if self.decode_s is None else self.decode_s + num_prompt_tokens * (self.token_s or 0.0)
-
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step with so many prompt tokens took so long. Few of them tell nothing of their share."""
         if not num_prompt_tokens:

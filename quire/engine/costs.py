@@ -21,11 +21,12 @@ LEAST_TOKENS = 128  # of prompts; a smaller step takes as long as it takes to re
 
 
 class StepCosts:
-    """Tells what steps took to those who plan by it: `SwapCosts` and `Pace`."""
+    """Tells what steps took to those who plan by it, `SwapCosts` and `Pace`, and what the next one will take."""
 
     def __init__(self, swap: SwapCosts, pace: Pace, max_tokens_per_step: int) -> None:
         self._swap = swap
         self._pace = pace
+        self._by_size: dict[int, float] = {}  # seconds of steps with prompts, by their tokens in units of Pace
         self._pace.min_tokens = least_tokens(max_tokens_per_step, 4)
         self._least = least_tokens(max_tokens_per_step, 2)
 
@@ -33,8 +34,24 @@ class StepCosts:
         num_tokens = plan.num_tokens
         num_prompt = num_tokens - len(plan)
         self._pace.learn(num_prompt, seconds)
+        if num_prompt:
+            size = self._size(plan)
+            self._by_size[size] = blend(self._by_size.get(size), seconds)
         if num_prompt >= self._least:
             self._swap.compute_s = blend(self._swap.compute_s, seconds / num_tokens, faster=1.0)
+
+    def predict(self, plan: Plan) -> float | None:
+        """Seconds of a step: what others of its size took, or what Pace says of so many tokens. None is unknown."""
+        decode_s, token_s = self._pace.decode_s, self._pace.token_s
+        num_prompt = plan.num_tokens - len(plan)
+        if not num_prompt:
+            return decode_s
+        if (known_s := self._by_size.get(self._size(plan))) is not None:
+            return known_s
+        return None if decode_s is None or token_s is None else decode_s + num_prompt * token_s
+
+    def _size(self, plan: Plan) -> int:
+        return -(-plan.num_tokens // self._pace.unit)
 
 
 def least_tokens(max_tokens_per_step: int, part: int) -> int:

@@ -68,8 +68,11 @@ log = logging.getLogger("quire.engine")
 
 BATCH_WAIT_S = 0.05  # of dynamic batching, and
 WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # of batching by ratio, unless others are given
-IDLE_S = 0.001  # between two looks at a batch that is still forming, or at a step that is under way
+IDLE_S = 0.001  # between two looks at a batch that is still forming
+LOOK_S = 0.0003  # between two looks at a step that is under way
 MARGIN_S = 0.001  # by which a step is planned and launched before the last one is expected to end
+EARLY = 0.08  # of what a step is expected to take: so much sooner it may end
+MIN_LATE_S = 0.004  # behind shorter steps nobody waits: planning would take too large a part of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,19 @@ class EngineInfo:
     summary: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """A plan under way."""
 
     plan: Plan
     running: RunningStep
-    ends_s: float  # when it is expected to end; minus infinity if nobody can tell
+    begins_s: float  # as far as is known
+    step_s: float  # that it will take; minus infinity if nobody can tell
+
+    @property
+    def ends_s(self) -> float:
+        """When it is expected to end at the earliest."""
+        return self.begins_s + (1 - EARLY) * self.step_s
 
 
 class Engine:
@@ -140,6 +149,7 @@ class Engine:
             self.runner.idle(self._launched[-1].ends_s - time.monotonic())
         oldest = self._launched.popleft()
         plan = oldest.plan
+        ends_now = not oldest.running.is_done()
         try:
             sampled = oldest.running.wait()
         except Exception as error:
@@ -147,6 +157,8 @@ class Engine:
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
+        if self._launched and ends_now:
+            self._launched[0].begins_s = time.monotonic()
         if sampled.seconds is not None:
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
@@ -160,19 +172,21 @@ class Engine:
         return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
     def _time_left(self) -> float:
-        """Seconds until the next plan has to be made. Only steps with prompts take long enough to wait behind them, and
-        only if somebody waits for single tokens."""
+        """Seconds until the next plan has to be made. Behind a short step it is made at once, and if nobody waits for
+        single tokens."""
         if len(self._launched) != 1 or self.scheduler.pace.target_s is None:
             return 0.0
         only = self._launched[0]
-        if only.plan.num_tokens == len(only.plan) or only.running.is_done():
+        if only.step_s < MIN_LATE_S or only.running.is_done():
             return 0.0
         return only.ends_s - MARGIN_S - self._launch_s - time.monotonic()
 
     def _pass_time(self, left_s: float) -> None:
         """Until a plan may be made, a moment at a time."""
-        if not self._launched or not self.runner.idle(left_s):
+        if not self._launched:
             time.sleep(min(IDLE_S, left_s))
+        elif not self.runner.idle(left_s):
+            time.sleep(min(LOOK_S, left_s))
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -188,19 +202,13 @@ class Engine:
         except BaseException:
             self.scheduler.fail(plan, "interrupted")
             raise
-        ends_s = -math.inf
+        launched_s, step_s = time.monotonic(), None
         if self.runner.depth > 1 and not isinstance(running, Failure):
-            self._launch_s = blend(self._launch_s or None, time.monotonic() - now_s)
-            ends_s = self._expect_end(plan)
-        self._launched.append(Launched(plan, running, ends_s))
+            self._launch_s = blend(self._launch_s or None, launched_s - now_s)
+            step_s = self._costs.predict(plan)
+        begins_s = max(launched_s, self._launched[-1].ends_s) if self._launched else launched_s
+        self._launched.append(Launched(plan, running, begins_s, -math.inf if step_s is None else step_s))
         return True
-
-    def _expect_end(self, plan: Plan) -> float:
-        """Of a plan that was just launched."""
-        step_s = self.scheduler.pace.predict(plan.num_tokens - len(plan))
-        if step_s is None:
-            return -math.inf
-        return max(time.monotonic(), self._launched[-1].ends_s if self._launched else -math.inf) + step_s
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
         """End the requests of a plan; a GPU that is lost ends the engine, since no later plan could be run."""

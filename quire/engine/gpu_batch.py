@@ -122,7 +122,8 @@ class GpuBuffers(BatchBuffers):
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
             self.tiles.send(1 + 2 * len(tiles))
         self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
-        self._fill_split(self.end_splits, np.arange(len(plan)), self.last_window, rows)
+        ends = np.arange(len(plan))
+        self._fill_split(self.end_splits, ends, ends, self.last_window, rows)
         self._has_sent()
 
     def fill_nothing(self, size: int, rows: int) -> None:
@@ -153,12 +154,15 @@ class GpuBuffers(BatchBuffers):
             buffer.send(len(items))
 
     def _fill_splits(self, rows: NDArray[np.int64], most_rows: int) -> None:
+        tokens = self.query_starts.host[rows]
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, window, most_rows)
+            self._fill_split(buffer, rows, tokens, window, most_rows)
 
-    def _fill_split(self, buffer: Buffer, rows: NDArray[np.int64], window: int | None, most_rows: int) -> None:
+    def _fill_split(
+        self, buffer: Buffer, rows: NDArray[np.int64], tokens: NDArray[np.int64], window: int | None, most_rows: int
+    ) -> None:
         ends = self.seq_lens.host[rows].astype(np.int64)
-        splits = split_rows(rows, ends, window, self.heads.kv_heads, exact=self.heads.exact)
+        splits = split_rows(rows, tokens, ends, window, self.heads.kv_heads, exact=self.heads.exact)
         room = self._room_for_splits(most_rows)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : room, 0] = NOBODY

@@ -20,7 +20,9 @@ from torch import Tensor
 log = logging.getLogger("quire.engine")
 
 # Rows of one token each, or tokens of a step with prompts. Between them a step is filled up to the next larger one.
-FIRST_TOKENS = (256, 512, 1024)
+FIRST_TOKENS = {
+    "mixed": (*range(256, 1025, 128), 1280), "prompts": (256, 512, 1024), "crowded": (512, 1024),
+}  # fmt: skip
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 ALL_KERNELS = (1, 16, 32, 64, 128, 256)  # steps of other sizes launch no others than steps of these
 CAPTURE_MARGIN = 1.5  # times what the last capture took: the time that another one must have
@@ -84,7 +86,7 @@ class Graphs:
         """Run and capture the first sizes of these kinds, and all of single tokens. Every kernel of a step is loaded by
         that, and its workspaces are made."""
         first = [key for key in self._pending if key.kind == "decode"]
-        first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS if size in self._tokens]
+        first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
         # Without a graph for the most rows no step of single tokens could run. Smaller ones fit into its memory.
         for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
             if key.size in ALL_KERNELS:

@@ -61,9 +61,6 @@ def test_what_steps_take_is_learned() -> None:
     assert pace.token_s == pytest.approx(1.5 / 200)
     pace.learn(0, 1.5)  # slower
     assert pace.decode_s == pytest.approx(1.15)
-    assert pace.predict(0) == pytest.approx(1.15)
-    assert pace.predict(100) == pytest.approx(1.15 + 100 * pace.token_s)
-    assert Pace().predict(100) is None
 
 
 def test_one_step_that_hangs_is_not_believed() -> None:

@@ -92,10 +92,11 @@ def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
     assert torch.cuda.max_memory_reserved() - reserved <= 2 * taken[0] + GRAPH_BYTES
 
 
-def test_the_line_at_start_has_all_five_numbers(tmp_path):
+def test_the_line_at_start_has_all_six_numbers(tmp_path):
     client = start(tmp_path, kv_memory=1.0)
     line = client.info.summary
-    assert re.search(r"weights [\d.]+ MiB, bfloat16 cache up to 1\.00 GiB in 32,768 blocks of 16 tokens; ", line), line
+    assert re.search(r"weights [\d.]+ MiB, steps and graphs up to [\d.]+ [GM]iB, ", line), line
+    assert "bfloat16 cache up to 1.00 GiB in 32,768 blocks of 16 tokens; " in line
     assert line.endswith("longest request 131,072 tokens; 512 requests at once, 4 of the longest")
     assert client.info.max_requests == client.engine.scheduler.max_requests == 512
 

@@ -65,7 +65,8 @@ def test_at_start_all_steps_of_single_tokens_are_captured_and_some_with_prompts(
     for size in decode_sizes(256):
         assert graphs.find("decode", size) == Key("decode", size)
     for kind in KINDS:
-        assert [graphs.find(kind, size) for size in FIRST_TOKENS] == [Key(kind, size) for size in FIRST_TOKENS]
+        sizes = FIRST_TOKENS[kind]
+        assert [graphs.find(kind, size) for size in sizes] == [Key(kind, size) for size in sizes]
     assert graphs.find("decode", 257) is None
     assert graphs.find("mixed", 4000) is None
 
@@ -81,11 +82,11 @@ def test_a_start_survives_graphs_that_use_up_their_memory(monkeypatch, max_mib: 
 def test_what_steps_ask_for_is_captured_when_there_is_time(monkeypatch) -> None:
     graphs = make(FakeGpu(monkeypatch))
     graphs.begin(KINDS)
-    assert graphs.find("mixed", 700) == Key("mixed", 1024), "a larger one serves until then"
+    assert graphs.find("prompts", 700) == Key("prompts", 1024), "a larger one serves until then"
     assert not graphs.capture_next(0.015), "it takes 12 ms, and may take more"
     assert not graphs.capture_next(-math.inf)
     assert graphs.capture_next(0.019)
-    assert graphs.find("mixed", 700) == Key("mixed", 768)
+    assert graphs.find("prompts", 700) == Key("prompts", 768)
     graphs.find("layers", 5)
     assert graphs.capture_next(math.inf)
     assert graphs.find("layers", 5) == Key("layers", 8)
@@ -102,4 +103,4 @@ def test_after_a_capture_that_failed_none_is_tried(monkeypatch, caplog) -> None:
     assert graphs.capture_next(math.inf)
     assert "No more steps are captured: a capture failed: no." in caplog.text
     assert not graphs.capture_next(math.inf)
-    assert graphs.find("mixed", 700) == Key("mixed", 1024)
+    assert graphs.find("prompts", 700) == Key("prompts", 1024)

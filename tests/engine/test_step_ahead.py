@@ -49,18 +49,20 @@ class SlowStep:
 
 
 class SlowRunner:
-    """Computes one plan after the other: 5 ms each, and 20 us for each prompt token."""
+    """Computes one plan after the other: 5 ms each if not told otherwise, and 20 us for each prompt token."""
 
     depth = 2
 
-    def __init__(self, clock: Clock, launch_s: float = 0.0, stalls: dict[int, float] | None = None) -> None:
-        self.clock, self.launch_s, self.stalls = clock, launch_s, stalls or {}
+    def __init__(
+        self, clock: Clock, launch_s: float = 0.0, stalls: dict[int, float] | None = None, decode_s: float = 0.005
+    ) -> None:
+        self.clock, self.launch_s, self.stalls, self.decode_s = clock, launch_s, stalls or {}, decode_s
         self.free_s, self.busy_s, self.plans = 0.0, 0.0, list[tuple[float, Plan]]()
         self.spare: list[float] = []
 
     def launch(self, plan: Plan) -> SlowStep:
         self.clock.now += self.launch_s
-        step_s = 0.005 + 20e-6 * (plan.num_tokens - len(plan)) + self.stalls.get(len(self.plans), 0.0)
+        step_s = self.decode_s + 20e-6 * (plan.num_tokens - len(plan)) + self.stalls.get(len(self.plans), 0.0)
         self.plans.append((self.clock.now, plan))
         begin_s = max(self.free_s, self.clock.now)
         self.free_s = begin_s + step_s
@@ -107,6 +109,34 @@ def test_what_arrives_during_a_long_step_joins_the_next(clock: Clock) -> None:
     assert "c" in [request.id for request in plan.requests]
     assert 0.020 < launched_s - begun_s < 0.028
     assert runner.free_s > launched_s, "the GPU was not kept waiting"
+
+
+def test_what_arrives_while_answers_run_joins_the_next_step(clock: Clock) -> None:
+    """Steps of single tokens are long enough to plan behind them, too; the device is not kept waiting by that."""
+    engine, runner = make(clock, 0.025)
+    engine.add(ask("a", 10))
+    while engine.scheduler.requests["a"].num_output < 5:
+        engine.step()
+    begun_s, num_plans, busy_s = clock.now, len(runner.plans), runner.busy_s
+    assert engine.step() == []
+    engine.add(ask("b", 100))
+    while len(runner.plans) == num_plans:
+        engine.step()
+    assert [request.id for request in runner.plans[-1][1].requests] == ["a", "b"]
+    while engine.scheduler.requests["a"].num_output < 40:
+        engine.step()
+    assert runner.busy_s - busy_s > 0.95 * (runner.free_s - begun_s)
+
+
+def test_behind_short_steps_nobody_waits(clock: Clock) -> None:
+    engine, runner = make(clock, 0.025, decode_s=0.002)
+    engine.add(ask("a", 10, 200))
+    while engine.scheduler.requests["a"].num_output < 20:
+        engine.step()
+    runner.spare.clear()
+    for _ in range(20):
+        assert engine.step()
+    assert runner.spare == []
 
 
 def test_without_a_target_nothing_is_held_back(clock: Clock) -> None:

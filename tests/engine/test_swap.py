@@ -135,6 +135,17 @@ def test_the_smallest_steps_that_pace_allows_are_measured(max_tokens_per_step: i
     assert pace.token_s < 0.01
 
 
+def test_what_a_step_will_take_is_told_by_others_of_its_size() -> None:
+    costs = StepCosts(SwapCosts(), Pace(0.025, unit=128), max_tokens_per_step=8192)
+    assert costs.predict(plan_of(1, 500)) is None
+    costs.learn(plan_of(1, 1), 0.004)
+    assert costs.predict(plan_of(1, 1, 1)) == pytest.approx(0.004)
+    assert costs.predict(plan_of(1, 500)) is None
+    costs.learn(plan_of(1, 500), 0.014)
+    assert costs.predict(plan_of(1, 400)) == pytest.approx(0.014), "both are filled up to 512"
+    assert costs.predict(plan_of(1, 1000)) == pytest.approx(0.004 + 1000 * 0.010 / 499, rel=0.01)
+
+
 def test_how_much_the_host_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 20 * GIB)
     cuda = torch.device("cuda")

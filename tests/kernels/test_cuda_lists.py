@@ -39,9 +39,13 @@ def test_splits_cover_each_context_once(seed: int) -> None:
         assert len(splits) <= room
         for row in range(count):
             own = splits[splits[:, 0] == row]
+            own = own[np.argsort(own[:, 1])]
             assert (own[:, 5] == len(own)).all()
             assert (own[0, 1], own[-1, 2]) == (firsts[row] // UNIT * UNIT, ends[row])
             assert (own[1:, 1] == own[:-1, 2]).all()
+            assert (own[:, 6] == ends[row]).all()
+        lengths = splits[:, 2] - splits[:, 1]
+        assert (lengths[1:] <= lengths[:-1]).all(), "the longest come first"
         cut = splits[splits[:, 5] > 1]
         assert len(set(cut[:, 3])) == len(cut), "two splits share a slot"
         assert (cut[:, 3] < most_slots(kv_heads)).all()
@@ -90,7 +94,9 @@ def test_captured_steps_cut_their_rows_as_others_do(
         used = splits[splits[:, 0] != NOBODY]
         assert (splits[: len(used), 0] != NOBODY).all(), "entries without a row come last"
         ends = np.full(rows, 700)
-        assert (used == split_contexts(np.zeros_like(ends), ends, room_for_splits(rows, kv_heads))).all()
+        expected = split_contexts(np.zeros_like(ends), ends, room_for_splits(rows, kv_heads))
+        expected[:, 7] = expected[:, 0]  # each of these rows has its query at its own place
+        assert (used == expected).all()
         assert (used[used[:, 5] > 1, 3] < most_slots(kv_heads)).all(), "a slot outside of the workspace"
 
 

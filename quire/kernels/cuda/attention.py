@@ -7,9 +7,9 @@ the Paging. With `exact` the ways give the same bits: single queries take the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -55,7 +55,8 @@ def find_work(paging: Paging) -> Work:
 def find_splits(work: Work, paging: Paging, window: int | None, kv_heads: int, *, exact: bool) -> Tensor:
     if window not in work.splits:
         rows = np.flatnonzero(np.array(count_queries(paging)) == 1)
-        splits = split_rows(rows, np.array(paging.host_seq_lens)[rows], window, kv_heads, exact=exact)
+        tokens, ends = (np.array(numbers)[rows] for numbers in (paging.host_query_starts, paging.host_seq_lens))
+        splits = split_rows(rows, tokens, ends, window, kv_heads, exact=exact)
         work.splits[window] = send(splits, paging.seq_lens.device)
     return work.splits[window]
 
@@ -80,11 +81,19 @@ def count_queries(paging: Paging) -> list[int]:
 
 
 def split_rows(
-    rows: NDArray[np.int64], ends: NDArray[np.int64], window: int | None, kv_heads: int, *, exact: bool
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    window: int | None,
+    kv_heads: int,
+    *,
+    exact: bool,
 ) -> NDArray[np.int32]:
-    """What each program takes of rows of one query whose contexts end there, [n, FIELDS]. Exactly, no row is cut."""
+    """What each program takes of rows of one query: where it is in the step, and where its context ends. [n, FIELDS].
+    Exactly, no row is cut."""
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     splits = split_contexts(firsts, ends, len(rows) if exact else room_for_splits(len(rows), kv_heads))
+    splits[:, 7] = tokens[splits[:, 0]]
     splits[:, 0] = rows[splits[:, 0]]
     return splits
 
@@ -127,19 +136,44 @@ def attention(
     scoring, kv_heads = Scoring(scale, window, slopes, softcap), cache.k.shape[1]
     work = find_work(paging)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if work.has_singles:
+
+    def attend_singles() -> None:
         attend = decode_attention
         if exact or not decode.suits(q, kv_heads):
             attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
         attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
-    if work.has_others:
+
+    def attend_others() -> None:
         if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
             from quire.kernels.cuda.varlen import varlen_attention  # of no use on other GPUs
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
             prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
+
+    if work.has_singles and work.has_others:
+        run_both(attend_singles, attend_others)
+    elif work.has_singles:
+        attend_singles()
+    elif work.has_others:
+        attend_others()
     return out
+
+
+def run_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """On two streams, so that each uses what the other leaves idle. What is launched later waits for both."""
+    main = torch.cuda.current_stream()
+    side = side_stream(main.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        first()
+    second()
+    main.wait_stream(side)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def turn_and_attend(

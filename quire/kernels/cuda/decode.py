@@ -111,8 +111,8 @@ def _take_in_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_C
 
 @triton.jit
 def _decode(
-    q, k, v, keys, values, out, parts, tops, arrived, tables, seq_lens, splits, starts, slopes, angles, scale, cap,
-    window, q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
+    q, k, v, keys, values, out, parts, tops, arrived, tables, splits, slopes, angles, scale, cap, window, q_row, k_row,
+    v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NEW: tl.constexpr,
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
@@ -125,10 +125,9 @@ def _decode(
     if row < 0:
         after_last(CHAINED)
         return
-    newest = tl.load(seq_lens + row) - 1
-    token = tl.load(starts + row).to(tl.int64)
-    first = tl.maximum(newest + 1 - window, 0) if HAS_WINDOW else 0
     begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
+    newest, token = tl.load(split + 6) - 1, tl.load(split + 7).to(tl.int64)
+    first = tl.maximum(newest + 1 - window, 0) if HAS_WINDOW else 0
     is_mine = (begin <= newest) & (newest < end)
     stop = tl.minimum(end, newest) if IS_NEW else end
 
@@ -263,13 +262,13 @@ def decode_attention(
     kv_heads, page, dim = cache.k.shape[1:]
     tile, warps, stages = shape or choose_shape(dim)
     width = triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace(most_slots(kv_heads) * kv_heads, QUERIES, width, q.device)
+    parts, tops, arrived = workspace("decode", most_slots(kv_heads) * kv_heads, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
-    tables, nothing = paging.block_tables[cache.group], paging.seq_lens
+    tables, nothing = paging.block_tables[cache.group], splits
     k, v, angles, interleaved = new or New(q, q, q, False)
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     _decode[(splits.shape[0] * kv_heads,)](
-        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, paging.seq_lens, splits, paging.query_starts,
+        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, splits,
         slopes if slopes is not None else nothing, angles, scale, softcap or 0.0, window or 0, q.stride(0),
         k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,

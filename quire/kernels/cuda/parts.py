@@ -18,7 +18,9 @@ from torch import Tensor
 
 PROGRAMS = 132 * 4  # with one query each: enough to keep an H200's multiprocessors reading
 UNIT = 64  # keys; contexts are split at multiples of it
-FIELDS = 6  # of a split: row, first key, end of keys, slot in the workspace, first slot of the row, splits of the row
+# Of a split: row, first key, end of keys, slot in the workspace, first slot of the row, splits of the row, end of the
+# row's context, and the row's token in the step. All that a program asks for first lies in one sector of memory.
+FIELDS = 8
 NOBODY = -1  # the row of an entry that only fills the list up
 SPARE_SPLITS = 16
 
@@ -27,7 +29,8 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int
     """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
 
     A row that is cut has a slot for each of its splits; the others have none. `room` is `room_for_splits` of as many
-    rows, or their number: with more, there would be more slots than `most_slots`.
+    rows, or their number: with more, there would be more slots than `most_slots`. The longest come first: programs are
+    started in this order, so the last ones to run are short. Rows' tokens are left out.
     """
     if not len(ends):
         return np.zeros((0, FIELDS), np.int32)
@@ -51,7 +54,8 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int
     splits[:, 3] = first_slots[rows] + nth
     splits[:, 4] = first_slots[rows]
     splits[:, 5] = counts[rows]
-    return splits
+    splits[:, 6] = ends[rows]
+    return splits[np.argsort(splits[:, 1] - splits[:, 2], kind="stable")]
 
 
 def find_longest(units: NDArray[np.int64], room: int) -> int:
@@ -130,10 +134,10 @@ def join_parts(
 
 
 @cache
-def workspace(slots: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def workspace(user: str, slots: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Room for so many parts, shared by all layers and steps, and how many have arrived of each pair.
 
-    It never grows or moves: graphs point to it.
+    It never grows or moves: graphs point to it. Kernels of different users may run at the same time.
     """
     parts = torch.empty(slots * queries * width, dtype=torch.float32, device=device)
     tops = torch.empty(slots * queries * 2, dtype=torch.float32, device=device)

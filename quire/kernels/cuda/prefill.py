@@ -177,8 +177,8 @@ def prefill_attention(
     nothing = paging.seq_lens
     width, heads = triton.next_power_of_2(dim), q.shape[1]
     _prefill[(max(tiles.room * heads, PROGRAMS),)](
-        q, cache.k, cache.v, out, *workspace(PROGRAMS, TILE_QUERIES, width, q.device), tables, paging.seq_lens,
-        paging.query_starts, tiles.numbers, slopes if slopes is not None else nothing,
+        q, cache.k, cache.v, out, *workspace("prefill", PROGRAMS, TILE_QUERIES, width, q.device), tables,
+        paging.seq_lens, paging.query_starts, tiles.numbers, slopes if slopes is not None else nothing,
         mask.view(torch.uint8) if mask is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,

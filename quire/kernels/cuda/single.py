@@ -22,8 +22,8 @@ MIN_QUERIES = 16  # the least that a matrix instruction takes
 
 @triton.jit
 def _single(
-    q, keys, values, out, parts, tops, arrived, tables, seq_lens, splits, starts, slopes, scale, cap, window, q_row,
-    out_row, table_row, block_stride, head_stride,
+    q, keys, values, out, parts, tops, arrived, tables, splits, slopes, scale, cap, window, q_row, out_row, table_row,
+    block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
     FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
@@ -35,15 +35,14 @@ def _single(
     row = tl.load(split)
     if row < 0:
         return
-    seq_len = tl.load(seq_lens + row)
+    begin, end, count = tl.load(split + 1) // TILE * TILE, tl.load(split + 2), tl.load(split + 5)
+    seq_len, token = tl.load(split + 6), tl.load(split + 7).to(tl.int64)
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     lanes = tl.arange(0, QUERIES)
     columns = tl.arange(0, WIDTH)
     is_query = lanes < GROUP
     heads = head * GROUP + lanes
     inside = is_query[:, None] & (columns < DIM)[None, :]
-    token = tl.load(starts + row).to(tl.int64)
     at_heads = heads[:, None] * DIM + columns[None, :]
     query = tl.load(q + token * q_row + at_heads, mask=inside, other=0.0)
     table = tables + row.to(tl.int64) * table_row
@@ -94,17 +93,17 @@ def attend_singly(
     kv_heads, page, dim = cache.k.shape[1:]
     group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
-    parts, tops, arrived = workspace(most_slots(kv_heads) * kv_heads, queries, width, q.device)
+    parts, tops, arrived = workspace("single", most_slots(kv_heads) * kv_heads, queries, width, q.device)
     scale, window, slopes, softcap = scoring
-    tables, nothing = paging.block_tables[cache.group], paging.seq_lens
+    tables, nothing = paging.block_tables[cache.group], splits
     is_short = exact_tile is not None or q.dtype == torch.float32
     assert q.stride(2) == 1
     assert q.stride(1) == dim
     _single[(splits.shape[0] * kv_heads,)](
-        q, cache.k, cache.v, out, parts, tops, arrived, tables, paging.seq_lens, splits, paging.query_starts,
-        slopes if slopes is not None else nothing, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0),
-        tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
-        TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
-        HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, num_warps=4,
-        num_stages=2 if is_short else 3, enable_fp_fusion=exact_tile is None, **chained(),
+        q, cache.k, cache.v, out, parts, tops, arrived, tables, splits, slopes if slopes is not None else nothing,
+        scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
+        cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=exact_tile or 64,
+        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, QUERIES=queries,
+        FIELDS=FIELDS, KV_HEADS=kv_heads, num_warps=4, num_stages=2 if is_short else 3,
+        enable_fp_fusion=exact_tile is None, **chained(),
     )  # fmt: skip

@@ -427,9 +427,10 @@ def varlen_attention(
     assert cache.k.stride() == cache.v.stride()
     assert cache.k.stride()[2:] == (dim, 1)
     _varlen[(programs,)](
-        describe(cache.k), describe(cache.v), q, out, *workspace(PART_UNITS * SIDES.value, ROWS.value, dim, q.device),
-        tables, paging.seq_lens, paging.query_starts, items, programs, scoring.scale * LOG2_E.value, window or 0,
-        q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0) // dim, cache.k.stride(1) // dim,
+        describe(cache.k), describe(cache.v), q, out,
+        *workspace("varlen", PART_UNITS * SIDES.value, ROWS.value, dim, q.device), tables, paging.seq_lens,
+        paging.query_starts, items, programs, scoring.scale * LOG2_E.value, window or 0, q.stride(0),
+        out.stride(0), tables.stride(0), cache.k.stride(0) // dim, cache.k.stride(1) // dim,
         KV_HEADS=kv_heads, DIM=dim, GROUP=q.shape[1] // kv_heads, PAGE=page, KEYS=KEYS, STAGES=STAGES[dim],
         BUFFERS=BUFFERS, HAS_WINDOW=window is not None, REGISTERS=240, FEED_REGISTERS=24, num_warps=4, **chained(),
     )  # fmt: skip
