@@ -3,9 +3,10 @@
     python benchmarks/limits.py [--rate 30] [--seconds 20] [--exact] [--itl-target-ms MS] [--trace]
 
 Poisson arrivals on Llama-3-8B's shapes, as in `gpu.py`, warm. Each step is timed by the GPU's own events, so gaps in
-which it waits for the host count. Its limit is the time that cuBLAS takes for the products of as many tokens, while
-it computes nothing else for a third of a second (the GPU's power sets its clock, as in traffic), plus attention at 650 TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read. With
-`--trace`, the kernels of one step of 64 single tokens and a prompt of 540 are listed too, with the gaps between them.
+which it waits for the host count. Its limit is the time that cuBLAS takes for the products of as many tokens, while it
+computes nothing else for a third of a second (the GPU's power sets its clock, as in traffic), plus attention at 650
+TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read. With `--trace`, the kernels
+of one step of 64 single tokens and a prompt of 540 are listed too, with the gaps between them.
 """
 
 from __future__ import annotations
