@@ -21,11 +21,11 @@ log = logging.getLogger("quire.engine")
 
 # Rows of one token each, or tokens of a step with prompts. Between them a step is filled up to the next larger one.
 FIRST_TOKENS = {
-    "mixed": (*range(256, 1025, 128), 1280), "prompts": (256, 512, 1024), "crowded": (512, 1024),
+    "mixed": tuple(range(256, 1281, 128)), "prompts": (256, 512, 1024), "crowded": (512, 1024),
 }  # fmt: skip
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 ALL_KERNELS = (1, 16, 32, 64, 128, 256)  # steps of other sizes launch no others than steps of these
-CAPTURE_MARGIN = 1.5  # times what the last capture took: the time that another one must have
+CAPTURE_MARGIN = 5.0  # times what the last capture took: the time that another one must have. Some take much longer.
 
 
 class Key(NamedTuple):

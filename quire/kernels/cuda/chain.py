@@ -1,8 +1,8 @@
 """Kernels that follow each other without a gap: programmatic dependent launch, on GPUs that have it.
 
 A kernel's programs are started while the one before it still runs. Each waits with `after_last` before it touches what
-an earlier kernel writes or reads; what never changes, such as weights, may be loaded before that. Every program must
-wait, even one that has nothing to do, or the next kernel would be let go too soon.
+an earlier kernel writes or reads; what never changes, such as weights, may be loaded before that. One program of each
+kernel has to wait, even if none has anything to do, or the next kernel would be let go too soon.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ def after_last(CHAINED: tl.constexpr):
     """All earlier kernels have ended."""
     if CHAINED:
         gdc_wait()
+
+
+@triton.jit
+def after_last_once(CHAINED: tl.constexpr):
+    """For programs that have nothing to do: the first one waits for all. The others would only be in the way of the
+    next kernel's."""
+    if tl.program_id(0) == 0:
+        after_last(CHAINED)
 
 
 @cache

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.chain import after_last, after_last_once, chained, let_next
 from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
 from quire.kernels.cuda.rotary import fit
 from quire.kernels.cuda.scoring import Scoring
@@ -123,7 +123,7 @@ def _decode(
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
-        after_last(CHAINED)
+        after_last_once(CHAINED)
         return
     begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     newest, token = tl.load(split + 6) - 1, tl.load(split + 7).to(tl.int64)

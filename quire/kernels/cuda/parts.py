@@ -23,6 +23,7 @@ UNIT = 64  # keys; contexts are split at multiples of it
 FIELDS = 8
 NOBODY = -1  # the row of an entry that only fills the list up
 SPARE_SPLITS = 16
+ROW_PROGRAMS = PROGRAMS // 2  # of one row: with more, joining takes longer than they save
 
 
 def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int) -> NDArray[np.int32]:
@@ -74,7 +75,7 @@ def find_longest(units: NDArray[np.int64], room: int) -> int:
 def room_for_splits(num_rows: int, kv_heads: int) -> int:
     """How many splits a step of so many rows may have. Few rows are cut until all multiprocessors read; many rows keep
     them busy by themselves, and a few splits more are for those that are much longer than the others."""
-    return max(most_programs(kv_heads), num_rows + SPARE_SPLITS)
+    return max(min(most_programs(kv_heads), num_rows * ROW_PROGRAMS // kv_heads), num_rows + SPARE_SPLITS)
 
 
 def most_programs(kv_heads: int) -> int:

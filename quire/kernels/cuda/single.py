@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.chain import after_last, after_last_once, chained, let_next
 from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.cuda.softmax import absorb, read_tile
@@ -29,12 +29,13 @@ def _single(
     FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
-    after_last(CHAINED)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
+        after_last_once(CHAINED)
         return
+    after_last(CHAINED)
     begin, end, count = tl.load(split + 1) // TILE * TILE, tl.load(split + 2), tl.load(split + 5)
     seq_len, token = tl.load(split + 6), tl.load(split + 7).to(tl.int64)
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
