@@ -35,7 +35,7 @@ def test_splits_cover_each_context_once(seed: int) -> None:
         ends = draw_lengths(rng, count)
         firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         room = rng.choice([count, room_for_splits(count, kv_heads)])
-        splits = split_contexts(firsts, ends, room)
+        splits = split_contexts(firsts, ends, kv_heads, room)
         assert len(splits) <= room
         for row in range(count):
             own = splits[splits[:, 0] == row]
@@ -53,13 +53,15 @@ def test_splits_cover_each_context_once(seed: int) -> None:
 
 def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
     def count(ends: list[int]) -> list[int]:
-        splits = split_contexts(np.zeros(len(ends), np.int64), np.array(ends), room_for_splits(len(ends), 8))
+        splits = split_contexts(np.zeros(len(ends), np.int64), np.array(ends), 8, room_for_splits(len(ends), 8))
         return np.bincount(splits[:, 0]).tolist()
 
     assert count([600]) == [10]
     assert count([600] * 16) == [4] * 16
     assert count([600] * 80) == [1] * 80
     assert count([500, 700] * 40) == [1] * 80
+    assert count([*[600] * 79, 1200]) == [*[1] * 79, 2]
+    assert count([*[600] * 127, 1200]) == [1] * 128
     assert count([120_000, *[600] * 79]) == [17, *[1] * 79]
 
 
@@ -94,7 +96,7 @@ def test_captured_steps_cut_their_rows_as_others_do(
         used = splits[splits[:, 0] != NOBODY]
         assert (splits[: len(used), 0] != NOBODY).all(), "entries without a row come last"
         ends = np.full(rows, 700)
-        expected = split_contexts(np.zeros_like(ends), ends, room_for_splits(rows, kv_heads))
+        expected = split_contexts(np.zeros_like(ends), ends, kv_heads, room_for_splits(rows, kv_heads))
         expected[:, 7] = expected[:, 0]  # each of these rows has its query at its own place
         assert (used == expected).all()
         assert (used[used[:, 5] > 1, 3] < most_slots(kv_heads)).all(), "a slot outside of the workspace"

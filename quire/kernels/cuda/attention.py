@@ -92,7 +92,7 @@ def split_rows(
     """What each program takes of rows of one query: where it is in the step, and where its context ends. [n, FIELDS].
     Exactly, no row is cut."""
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    splits = split_contexts(firsts, ends, len(rows) if exact else room_for_splits(len(rows), kv_heads))
+    splits = split_contexts(firsts, ends, kv_heads, len(rows) if exact else room_for_splits(len(rows), kv_heads))
     splits[:, 7] = tokens[splits[:, 0]]
     splits[:, 0] = rows[splits[:, 0]]
     return splits

@@ -26,7 +26,7 @@ SPARE_SPLITS = 16
 ROW_PROGRAMS = PROGRAMS // 2  # of one row: with more, joining takes longer than they save
 
 
-def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int) -> NDArray[np.int32]:
+def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads: int, room: int) -> NDArray[np.int32]:
     """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
 
     A row that is cut has a slot for each of its splits; the others have none. `room` is `room_for_splits` of as many
@@ -39,7 +39,7 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], room: int
     units = np.maximum(-(-ends // UNIT) - skipped, 1)
     longest = find_longest(units, room)
     if room <= len(units) + SPARE_SPLITS:  # all are busy as it is, so only what would keep the others waiting is cut
-        longest = max(longest, 2 * int(units.mean()))
+        longest = max(longest, int(find_limit(len(units), kv_heads) * units.mean()))
     lengths = -(-units // -(-units // longest))
     counts = -(-units // lengths)
     total, before = int(counts.sum()), np.cumsum(counts) - counts
@@ -70,6 +70,12 @@ def find_longest(units: NDArray[np.int64], room: int) -> int:
         else:
             low = middle + 1
     return low
+
+
+def find_limit(num_rows: int, kv_heads: int) -> float:
+    """How many times as long as the others a row may be, where there are many. Where they run in one or two turns, the
+    second ends sooner if none of them is long; later ones are started when any of the first has ended."""
+    return 1.5 if num_rows * kv_heads <= 1.5 * PROGRAMS else 2.0
 
 
 def room_for_splits(num_rows: int, kv_heads: int) -> int:
