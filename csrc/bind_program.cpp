@@ -1,12 +1,13 @@
 // The Python class `Program`: ops are added with plain numbers and addresses, which Python keeps valid for as long as
 // the program lives; `run` releases the GIL and comes back when the step is computed. Also the two kernels that are
-// called outside of a program: a product for the logits, and argmax.
+// called outside of a program: a product for the logits, and sampling.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -236,25 +237,33 @@ Choice multiply(const std::string& isa, int threads, const PanelStore& weight, c
   return choice;
 }
 
-struct Argmax {
-  const KernelTable& kernels;
-  const float* x;
-  int64_t stride, rows, cols;
-  int64_t* index;
-  float* value;
+struct Sampling {
+  SampleCall call;
+  Candidate* candidates;  // room for a row's, for each worker; or null
 };
 
-void argmax_on_team(void* argument, Worker worker) {
-  const Argmax& wanted = *static_cast<const Argmax*>(argument);
-  wanted.kernels.argmax(wanted.x, wanted.stride, wanted.rows, wanted.cols, wanted.index, wanted.value, worker);
+void sample_on_team(void* argument, Worker worker) {
+  const Sampling& sampling = *static_cast<const Sampling*>(argument);
+  const Span own = share(worker, sampling.call.rows);
+  for (int64_t row = own.first; row < own.last; row++)
+    sample_row(sampling.call, row, sampling.candidates + worker.index * sampling.call.size);
 }
 
-void find_argmax(const std::string& isa, int threads, View x, int64_t rows, int64_t cols, Address index,
-                 Address value) {
-  Argmax wanted{kernels_named(isa), floats(x), x.second, rows, cols, reinterpret_cast<int64_t*>(index),
-                reinterpret_cast<float*>(value)};
+void sample(const std::string& isa, int threads, View logits, int64_t rows, int64_t size, Address settings,
+            Address seeds, Address positions, Address tokens, Address largest) {
+  static thread_local std::vector<Candidate> candidates;  // kept: touching so much memory anew takes longer than a draw
+  Sampling sampling{{kernels_named(isa).sample, floats(logits), logits.second, rows, size,
+                     reinterpret_cast<const double*>(settings), reinterpret_cast<const int64_t*>(seeds),
+                     reinterpret_cast<const int64_t*>(positions), reinterpret_cast<int64_t*>(tokens),
+                     reinterpret_cast<float*>(largest)},
+                    nullptr};
   ReleasedGil released;
-  run_team(threads, argmax_on_team, &wanted);
+  for (int64_t row = 0; row < rows && !sampling.candidates; row++) {
+    if (!needs_candidates(sampling.call, row)) continue;
+    candidates.resize(std::max(candidates.size(), static_cast<size_t>(threads * size)));
+    sampling.candidates = candidates.data();
+  }
+  run_team(threads, sample_on_team, &sampling);
 }
 
 std::vector<std::string> built() {
@@ -289,7 +298,8 @@ void bind_program(nb::module_& module) {
            "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a, "quantized"_a,
              "y"_a);
-  module.def("argmax", find_argmax, "isa"_a, "threads"_a, "x"_a, "rows"_a, "cols"_a, "index"_a, "value"_a);
+  module.def("sample", sample, "isa"_a, "threads"_a, "logits"_a, "rows"_a, "size"_a, "settings"_a, "seeds"_a,
+             "positions"_a, "tokens"_a, "largest"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

@@ -163,7 +163,7 @@ static void gate(const GateCall& call, Worker& worker) {
   }
 }
 
-QUIRE_INLINE void find_largest(const float* x, int64_t cols, int64_t* index, float* value) {
+static void find_largest(const float* x, int64_t cols, int64_t* index, float* value) {
   f32 best = set1(-INFINITY);
   bool numbers = true;
   over_lanes(cols, [&](int64_t at, int lanes) {
@@ -181,13 +181,6 @@ QUIRE_INLINE void find_largest(const float* x, int64_t cols, int64_t* index, flo
       return;
     }
   }
-}
-
-static void argmax(const float* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index, float* value,
-                   Worker& worker) {
-  const Span span = share(worker, rows);
-  for (int64_t row = span.first; row < span.last; row++)
-    find_largest(x + row * stride, cols, index + row, value + row);
 }
 
 }  // namespace QUIRE_ISA

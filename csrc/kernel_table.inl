@@ -10,13 +10,15 @@
 
 #include "attention.inl"
 #include "elementwise.inl"
+#include "sample.inl"
 
 namespace quire {
 namespace QUIRE_ISA {
 
 const KernelTable& kernels() {
   static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, gate,
-                                    store_kv,       attention, join_attention, argmax};
+                                    store_kv,       attention, join_attention,
+                                    {find_largest, count_from, collect_from, sum_exp, draw}};
   return table;
 }
 

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "panels.h"
 #include "pool.h"
+#include "sample.h"
 
 namespace quire {
 
@@ -90,8 +91,7 @@ struct KernelTable {
                    int64_t v_stride, const Worker&);
   bool (*attention)(const AttentionCall&, Worker&);
   void (*join_attention)(const AttentionCall&, Worker&);
-  // The first largest of each row: index and value. NaN is larger than everything.
-  void (*argmax)(const float* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index, float* value, Worker&);
+  SampleKernels sample;
 };
 
 // The table of an instruction set ("avx2", "avxvnni", "avx512", "amx"), or null if it was not built. The caller has

@@ -106,6 +106,22 @@ QUIRE_INLINE i32 add_two_bits(i32 x, i32 high) {
 QUIRE_INLINE i32 set1_i32(int32_t x) { return {_mm512_set1_epi32(x)}; }
 QUIRE_INLINE i32 zero_i32() { return {_mm512_setzero_si512()}; }
 QUIRE_INLINE f32 to_float(i32 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+QUIRE_INLINE f32 to_float_unsigned(i32 x) { return {_mm512_cvtepu32_ps(x.v)}; }
+QUIRE_INLINE i32 iota_i32(int32_t first) {
+  __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_add_epi32(lanes, _mm512_set1_epi32(first))};
+}
+QUIRE_INLINE i32 exclusive_or(i32 x, i32 y) { return {_mm512_xor_si512(x.v, y.v)}; }
+struct Wide {
+  i32 high, low;
+};
+// Both halves of the 64-bit product of each lane, without signs.
+QUIRE_INLINE Wide multiply_wide(i32 x, uint32_t y) {
+  __m512i factor = _mm512_set1_epi32(static_cast<int32_t>(y));
+  __m512i even = _mm512_mul_epu32(x.v, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), factor);
+  __m512i high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  return {{high}, {_mm512_mullo_epi32(x.v, factor)}};
+}
 QUIRE_INLINE i32 broadcast_quad(const uint8_t* p) {
   int32_t quad;
   std::memcpy(&quad, p, 4);
@@ -276,6 +292,31 @@ QUIRE_INLINE i32 add_two_bits(i32 x, i32 high) {
 QUIRE_INLINE i32 set1_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 QUIRE_INLINE i32 zero_i32() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 QUIRE_INLINE f32 to_float(i32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+// The upper half times 2^16 is exact, so the sum is rounded once.
+QUIRE_INLINE __m256 unsigned_to_float(__m256i x) {
+  __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 16));
+  __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
+  return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
+}
+QUIRE_INLINE f32 to_float_unsigned(i32 x) { return {unsigned_to_float(x.a), unsigned_to_float(x.b)}; }
+QUIRE_INLINE i32 iota_i32(int32_t first) {
+  __m256i lanes = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
+  return {lanes, _mm256_add_epi32(lanes, _mm256_set1_epi32(8))};
+}
+QUIRE_INLINE i32 exclusive_or(i32 x, i32 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+struct Wide {
+  i32 high, low;
+};
+QUIRE_INLINE __m256i multiply_high(__m256i x, __m256i factor) {
+  __m256i even = _mm256_mul_epu32(x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
+  return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+// Both halves of the 64-bit product of each lane, without signs.
+QUIRE_INLINE Wide multiply_wide(i32 x, uint32_t y) {
+  __m256i factor = _mm256_set1_epi32(static_cast<int32_t>(y));
+  return {{multiply_high(x.a, factor), multiply_high(x.b, factor)},
+          {_mm256_mullo_epi32(x.a, factor), _mm256_mullo_epi32(x.b, factor)}};
+}
 QUIRE_INLINE i32 broadcast_quad(const uint8_t* p) {
   int32_t quad;
   std::memcpy(&quad, p, 4);

@@ -18,7 +18,7 @@ from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Buffer, BufferShape
 from quire.engine.logits import send
-from quire.engine.sampler import MIN_TEMPERATURE, floor_of, signed
+from quire.engine.sampler import settings_of, signed
 from quire.kernels.cuda import varlen_items
 from quire.kernels.cuda.attention import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.deliver import Delivery
@@ -211,9 +211,3 @@ def describe_draws(requests: Sequence[Request], seeds: Tensor, settings: Tensor)
 
 def room_for_tiles(num_tokens: int) -> int:
     return num_tokens // TILE_QUERIES + SPARE_TILES
-
-
-def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
-    """A row of `Draws.settings`."""
-    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-    return temperature, params.top_k, params.top_p, floor_of(params)

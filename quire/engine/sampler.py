@@ -4,9 +4,7 @@ position, and of nothing else, so it does not matter who shares the batch or how
 For each position, in this order:
   1. log probabilities are taken from the untouched logits, if asked for
   2. what the request bans, favours or penalizes is changed (logits.py)
-  3. temperature 0 takes the largest logit; otherwise logits are divided by it, and min-p, top-k and top-p cut the rest.
-     Where equal logits stand at the cut, those with lower ids are kept
-  4. one Philox draw for (seed, position) picks from what is left, by its place in the cumulative distribution
+  3. the token is chosen (the op `sample`: see `kernels/sampling.py`)
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ NO_TOKEN_LEFT = (
     "and min_tokens together ban every one. Loosen the restrictions, or check the model's file."
 )
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
-TOP_FIRST = 1024  # most of the probability is usually among so many tokens: try them before sorting all
 
 
 def sample(
@@ -38,9 +35,7 @@ def sample(
     wants_logprobs = [index for index, p in enumerate(positions) if p.request.params.logprobs is not None]
     raw = {index: torch.log_softmax(logits[index], -1) for index in wants_logprobs}
     change(logits, positions)
-    largest, best = ops.argmax(logits)
-    has_choice = [math.isfinite(value) for value in best.tolist()]
-    tokens = choose(logits, largest, has_choice, positions, ops)
+    tokens = choose(logits, positions, ops)
     logprobs: list[TokenLogprobs | None] = [None] * len(positions)
     for index, values in raw.items():
         if (token := tokens[index]) is not None:
@@ -50,67 +45,24 @@ def sample(
     return tokens, logprobs
 
 
-def choose(
-    logits: Tensor, largest: Tensor, has_choice: Sequence[bool], positions: Sequence[Position], ops: Kernels
-) -> list[int | None]:
-    """Greedy positions take the largest logit, the others draw; those without a choice get none."""
-    tokens = [token if good else None for token, good in zip(largest.tolist(), has_choice, strict=True)]
-    drawn = [
-        index for index, position in enumerate(positions) if has_choice[index] and not position.request.params.greedy
-    ]
-    if not drawn:
-        return tokens
-    seeds = torch.tensor([signed(positions[index].request.seed) for index in drawn], device=logits.device)
-    places = torch.tensor([positions[index].place for index in drawn], device=logits.device)
-    uniform = ops.philox_uniform(seeds, places)
-    for index, draw in zip(drawn, uniform, strict=True):
-        tokens[index] = pick(logits[index], positions[index].request.params, draw)
-    return tokens
+def choose(logits: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
+    """The tokens of positions whose logits are as they should be; None where no token is left."""
+    device, requests = logits.device, [position.request for position in positions]
+    settings = torch.tensor([settings_of(request.params) for request in requests], dtype=torch.float64, device=device)
+    seeds = torch.tensor([signed(request.seed) for request in requests], device=device)
+    places = torch.tensor([position.place for position in positions], device=device)
+    tokens, largest = ops.sample(logits, settings, seeds, places)
+    return [
+        token if math.isfinite(value) else None
+        for token, value in zip(tokens.tolist(), largest.tolist(), strict=True)
+    ]  # fmt: skip
 
 
-def pick(logits: Tensor, params: SamplingParams, draw: Tensor) -> int:
-    """logits [vocab], draw [] in [0, 1) -> the token at that place of the distribution."""
-    probabilities = distribute(logits, params)
-    cumulative = probabilities.double().cumsum(-1)
-    token = torch.searchsorted(cumulative, draw * cumulative[-1], right=True)
-    return min(int(token), int(probabilities.nonzero()[-1]))
-
-
-def distribute(logits: Tensor, params: SamplingParams) -> Tensor:
-    """logits [vocab] -> what temperature and cuts leave of each token's probability; the sum may be below one."""
-    temperature = max(params.temperature, MIN_TEMPERATURE)
-    below = logits - logits.max()
-    scaled = below / temperature
-    if params.min_p > 0.0:
-        scaled = scaled.masked_fill(below < floor_of(params), -torch.inf)
-    if 0 < params.top_k < len(logits):
-        kept = rank(logits, params.top_k)[: params.top_k]
-        scaled = torch.full_like(scaled, -torch.inf).scatter_(0, kept, scaled[kept])
-    probabilities = torch.softmax(scaled, -1)
-    return probabilities if params.top_p == 1.0 else cut_tail(probabilities, logits, params.top_p)
-
-
-def floor_of(params: SamplingParams) -> float:
-    """How far below the largest logit min-p lets a token be."""
-    return max(params.temperature, MIN_TEMPERATURE) * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-
-
-def rank(logits: Tensor, count: int) -> Tensor:
-    """Tokens of the `count` largest logits, and those equal to the last: likeliest first, of equals the lowest."""
-    least = torch.topk(logits, count).values[-1]
-    tokens = (logits >= least).nonzero().flatten()
-    return tokens[logits[tokens].sort(descending=True, stable=True).indices]
-
-
-def cut_tail(probabilities: Tensor, logits: Tensor, top_p: float) -> Tensor:
-    """Keep tokens from the largest logit on until they reach `top_p`, the one that reaches it included."""
-    tokens = rank(logits, min(TOP_FIRST, len(logits)))
-    if probabilities[tokens].double().sum() < top_p:
-        tokens = logits.sort(descending=True, stable=True).indices
-    values = probabilities[tokens]
-    before = values.double().cumsum(-1) - values.double()
-    kept = before < top_p
-    return torch.zeros_like(probabilities).scatter_(0, tokens[kept], values[kept])
+def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """A row of the op's settings: temperature, top-k, top-p, and how far min-p lets a logit be below the largest."""
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    floor = temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    return temperature, params.top_k, params.top_p, floor
 
 
 class Report(NamedTuple):

@@ -1,21 +1,23 @@
 """Philox4x32-10: random numbers as a function of (key, counter), with no state to share, save or restore.
 
-Written in int64 tensors whose values stay below 2**32, so that every device gives the same bits. `reference` re-exports
-`philox_uniform` as an op; the sampler is its caller.
+Words are int64 tensors with values below 2**32, so that every device gives the same bits. `sampling.py` is the caller.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+NUM_WORDS = 4  # of a counter, and of what comes out
+LANES = 16  # ids side by side that get the same word of counters side by side: a vector kernel needs no shuffles
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words out of a counter of four and a key of two; each is an int64 tensor [n] of values < 2**32."""
+    """Four 32-bit words out of a counter of four and a key of two; each is an int64 tensor of values < 2**32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -26,15 +28,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """seeds [n] int64, positions [n] int64 -> [n] float64 in [0, 1): the draw of each seed at each position.
+def token_words(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """seed [], position [] int64 -> [vocab_size] int64 < 2**32: a random word for each token id.
 
-    The seed's 64 bits are the key and the position is the counter; the draw is made of the first 53 bits that come out.
+    The seed's 64 bits are the key. The counter is the position (two words), a number that depends on the id, and zero.
+    64 ids share 16 counters: word w of counter 16 * block + lane is that of id 64 * block + 16 * w + lane. So an id's
+    word does not depend on the size of the vocabulary.
     """
-    zero = positions.new_zeros(())
-    counter = (positions & WORD, (positions >> 32) & WORD, zero, zero)
-    first, second, _, _ = philox(counter, (seeds & WORD, (seeds >> 32) & WORD))
-    return ((first >> 5).double() * 2.0**26 + (second >> 6).double()) * 2.0**-53
+    blocks = -(-vocab_size // (NUM_WORDS * LANES))
+    numbers = torch.arange(blocks * LANES, device=seed.device)
+    counter = (position & WORD, (position >> 32) & WORD, numbers, torch.zeros_like(numbers))
+    words = philox(counter, (seed & WORD, (seed >> 32) & WORD))
+    return torch.stack([word.view(blocks, LANES) for word in words], dim=1).flatten()[:vocab_size]
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:

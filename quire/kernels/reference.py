@@ -15,18 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.paging import LayerCache, Paging
-from quire.kernels.philox import philox_uniform
+from quire.kernels.sampling import sample
 
 __all__ = [
-    "argmax",
     "attention",
     "cache_shapes",
     "gelu_mul",
     "linear",
-    "philox_uniform",
     "record",
     "rms_norm",
     "rope",
+    "sample",
     "silu_mul",
     "store_kv",
 ]
@@ -162,12 +161,6 @@ def cache_shapes(
     """Shapes of one block of keys and one of values, and their dtype, for a cache of that kind."""
     shape = (block_size, kv_heads, head_dim)
     return shape, shape, DTYPES[dtype]
-
-
-def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, cols] float32 -> where the first largest of each row is, [rows] int64, and what it is, [rows]."""
-    value, index = x.max(dim=-1)
-    return index, value
 
 
 def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:

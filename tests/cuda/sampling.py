@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
-from quire.engine.gpu_batch import settings_of
-from quire.engine.sampler import distribute, signed
+from quire.engine.sampler import settings_of, signed
 from quire.kernels.cuda.sample import Draws, TokenSampler
-from quire.kernels.philox import philox_uniform
+from quire.kernels.sampling import gumbel, keep
 
-ROUNDING = 1e-5  # of a place in the cumulative distribution
+ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
 
 
@@ -48,20 +47,33 @@ def check(
     logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int],
     softcap: float | None = None,
 ) -> None:  # fmt: skip
-    """Each token is where the draw falls in what the engine's sampler would leave."""
+    """Each token is kept by the reference, and none that it keeps has a better score."""
     tokens, scores = choose(logits, params, seeds, places, softcap)
     assert torch.equal(scores, logits.float().max(dim=1).values)
-    draws = philox_uniform(torch.tensor([signed(seed) for seed in seeds]), torch.tensor(places)).tolist()
     for row, (each, token) in enumerate(zip(params, tokens, strict=True)):
         products = logits[row].float().cpu()
         if each.greedy:
             assert token == int((products == products.max()).nonzero()[0])
             continue
         capped = products if softcap is None else softcap * torch.tanh(products / softcap)
-        left = distribute(capped, each).double()
-        ends = (left / left.sum()).cumsum(-1)
-        assert left[token] > 0, (each, token)
-        assert float(ends[token - 1] if token else 0.0) - ROUNDING <= draws[row] <= float(ends[token]) + ROUNDING, each
+        kept = kept_by(capped, each)
+        assert kept[token], (each, token)
+        scaled = (capped - capped.max()) / settings_of(each)[0]
+        noise = gumbel(torch.tensor(signed(seeds[row])), torch.tensor(places[row]), len(products))
+        expected = (scaled + noise).masked_fill(~kept, -torch.inf)
+        best = float(expected.max())
+        assert float(expected[token]) >= best - ROUNDING * (1 + abs(best)), each
+
+
+def kept_by(logits: Tensor, params: SamplingParams) -> Tensor:
+    temperature, top_k, top_p, floor = settings_of(params)
+    return keep(logits, temperature, int(top_k), top_p, floor)
+
+
+def weights_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities, of what is kept."""
+    scaled = (logits / settings_of(params)[0]).masked_fill(~kept_by(logits, params), -torch.inf)
+    return torch.softmax(scaled.double(), -1)
 
 
 def draw_params(rng: random.Random, size: int) -> SamplingParams:
@@ -115,7 +127,7 @@ def check_equals(dtype: torch.dtype, device: torch.device, repeats: int = 3000) 
         SamplingParams(top_k=repeats + 40, top_p=1 - 20.5 * math.e / (repeats * math.e**2 + 40 * math.e)),
     ]
     for each in params:
-        assert 0 < int((distribute(logits, each) > 0).sum()) < 2 * repeats, "the cut is among equals"
+        assert 0 < int(kept_by(logits, each).sum()) < 2 * repeats, "the cut is among equals"
     rows = [each for each in params for _ in range(4)]
     check(logits.to(device, dtype).repeat(len(rows), 1), rows, range(len(rows)), [9] * len(rows))
 
@@ -140,7 +152,7 @@ def check_distribution(
 ) -> float:
     """Chi-squared of many seeds' tokens over ten groups of equal mass; 9 degrees of freedom."""
     logits = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(device)
-    left = distribute(logits.cpu(), params).double()
+    left = weights_of(logits.cpu(), params)
     group = ((left.cumsum(-1) - left / 2) / left.sum() * 10).long().clamp(0, 9)
     expected = torch.zeros(10, dtype=torch.float64).index_add_(0, group, left / left.sum()) * rows * rounds
     counts = torch.zeros(10, dtype=torch.float64)

@@ -26,7 +26,7 @@ CUTS = [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 900, "top_
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 300, 4096, 4097, 20_011, 49_152, 128_256, 262_144])
-def test_the_token_is_where_the_draw_falls(size, dtype):
+def test_the_token_has_the_best_score(size, dtype):
     for seed in range(8):
         check_random(seed, size, dtype, DEVICE)
 

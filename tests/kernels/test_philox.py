@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.philox import philox, philox_uniform
+from quire.kernels.philox import philox, token_words
 
 pytestmark = pytest.mark.cpu
 
@@ -36,25 +36,26 @@ def test_known_answers(line: str) -> None:
     assert on_integers(words[:4], words[4:6]) == words[6:]
 
 
-@given(seed=INT64, position=INT64)
-def test_uniform_is_53_bits_of_the_counter_at_that_position(seed: int, position: int) -> None:
-    words = on_integers([position % 2**32, position % 2**64 >> 32, 0, 0], [seed % 2**32, seed % 2**64 >> 32])
-    drawn = philox_uniform(torch.tensor([seed]), torch.tensor([position]))
-    assert drawn.dtype == torch.float64
-    assert drawn.item() == ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
-    assert 0 <= drawn.item() < 1
+@given(seed=INT64, position=INT64, token=st.integers(0, 5000))
+def test_the_word_of_an_id_is_one_of_its_counter(seed: int, position: int, token: int) -> None:
+    block, word, lane = token // 64, token % 64 // 16, token % 16
+    counter = [position % 2**32, position % 2**64 >> 32, 16 * block + lane, 0]
+    expected = on_integers(counter, [seed % 2**32, seed % 2**64 >> 32])[word]
+    words = token_words(torch.tensor(seed), torch.tensor(position), token + 1)
+    assert len(words) == token + 1
+    assert words[token] == expected
 
 
-def test_a_draw_depends_on_its_own_seed_and_position_only() -> None:
-    seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 11
-    together = philox_uniform(seeds, positions)
-    alone = [philox_uniform(seeds[i : i + 1], positions[i : i + 1]).item() for i in range(50)]
-    assert together.tolist() == alone
-    assert len(set(alone)) == 50
+def test_words_do_not_depend_on_the_size_of_the_vocabulary() -> None:
+    seed, position = torch.tensor(7), torch.tensor(11)
+    whole = token_words(seed, position, 1000)
+    assert len(set(whole.tolist())) == 1000
+    for size in (1, 15, 16, 17, 63, 64, 65, 999):
+        assert torch.equal(token_words(seed, position, size), whole[:size])
 
 
-def test_draws_are_uniform() -> None:
-    draws = philox_uniform(torch.full((20_000,), 5), torch.arange(20_000))
-    counts = torch.histc(draws, bins=20, min=0, max=1)
+def test_words_are_uniform() -> None:
+    words = token_words(torch.tensor(5), torch.tensor(3), 20_000).double() / 2**32
+    counts = torch.histc(words, bins=20, min=0, max=1)
     chi_squared = float(((counts - 1000) ** 2 / 1000).sum())
-    assert chi_squared < 43.8  # 19 degrees of freedom, one in a thousand; the draws are fixed
+    assert chi_squared < 43.8  # 19 degrees of freedom, one in a thousand; the words are fixed

@@ -17,6 +17,7 @@ from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value
 from quire.kernels.cpu.tape_ops import Recorded
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.sampling import NUM_SETTINGS
 
 PARTIALS = 1 << 18  # floats for the parts of contexts that several threads work on: 1 MiB
 CACHE_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
@@ -109,19 +110,20 @@ class NativeOps:
     def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
         return RecordedModel(model, kv, self.native, max_tokens)
 
-    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        assert x.dtype == torch.float32
-        x = x.contiguous()
-        index, value = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.float32)
-        self.native.module.argmax(
-            self.native.isa,
-            self.native.threads,
-            (x.data_ptr(), x.stride(0)),
-            *x.shape,
-            index.data_ptr(),
-            value.data_ptr(),
-        )
-        return index, value
+    def sample(self, logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32
+        assert settings.dtype == torch.float64
+        assert seeds.dtype == positions.dtype == torch.int64
+        rows, size = logits.shape
+        logits, settings, seeds, positions = (x.contiguous() for x in (logits, settings, seeds, positions))
+        assert settings.shape == (rows, NUM_SETTINGS)
+        assert seeds.shape == positions.shape == (rows,)
+        tokens, largest = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        self.native.module.sample(
+            self.native.isa, self.native.threads, (logits.data_ptr(), logits.stride(0)), rows, size,
+            *(x.data_ptr() for x in (settings, seeds, positions, tokens, largest)),
+        )  # fmt: skip
+        return tokens, largest
 
     def _at_once(
         self,

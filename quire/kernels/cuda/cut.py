@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import sampling
 from quire.kernels.cuda.chain import after_last, chained, let_next
 from quire.kernels.cuda.scoring import soften
 
@@ -26,12 +27,10 @@ LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # that are
 LOG2_E = tl.constexpr(1.4426950408889634)
 REACH = tl.constexpr(32.0)  # among so many below the largest logit the first thresholds of a top-k stand
 
-# Columns of `settings`, a row's numbers as they were asked for.
-TEMPERATURE = tl.constexpr(0)  # 0 takes the likeliest
-TOP_K = tl.constexpr(1)  # 0 keeps all
-TOP_P = tl.constexpr(2)
-FLOOR = tl.constexpr(3)  # how far below the largest logit a token may be: a number below zero
-NUM_SETTINGS = tl.constexpr(4)
+# Columns of `settings`: see `quire.kernels.sampling`.
+TEMPERATURE, TOP_K = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.TOP_K)
+TOP_P, FLOOR = tl.constexpr(sampling.TOP_P), tl.constexpr(sampling.FLOOR)
+NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
 
 # Columns of `state`, what is known of a row's cut.
 LOW = tl.constexpr(0)  # the number of a value that enough reaches
@@ -60,13 +59,19 @@ def value_of(number, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def weigh(value, top, temperature, floor, softcap, CAPPED: tl.constexpr):
-    """A token's probability as a share of the likeliest one's; nothing below min-p's floor."""
+def scale(value, top, temperature, floor, softcap, CAPPED: tl.constexpr):
+    """A token's logit less the largest one, by the temperature; minus infinity below min-p's floor."""
     if CAPPED:
         value = soften(value, softcap)
         top = soften(top, softcap)
     below = value - top
-    return tl.where(below < floor, 0.0, tl.exp2(below * (LOG2_E / temperature)))
+    return tl.where(below < floor, float("-inf"), below / temperature)
+
+
+@triton.jit
+def weigh(value, top, temperature, floor, softcap, CAPPED: tl.constexpr):
+    """A token's probability as a share of the likeliest one's; nothing below min-p's floor."""
+    return tl.exp2(scale(value, top, temperature, floor, softcap, CAPPED) * LOG2_E)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """A token for each row, drawn or the likeliest, straight from the head's products and without a word from the host.
 
-The meaning is that of `pick` in the engine's sampler: temperature, min-p, top-k and top-p leave a part of the tokens,
-and the draw for (seed, position) picks from it by its place in the cumulative distribution, in the order of ids. Where
-a head caps its logits, tokens are ranked by its products. The GPU's runner is the caller.
+The rule is that of `quire.kernels.sampling`: min-p, top-k and top-p keep a part of the ids, and the token is the one
+whose logit / temperature + noise is largest. Where a head caps its logits, tokens are ranked by its products. The GPU's
+runner is the caller.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from quire.kernels.cuda.cut import (
     Cutter,
     is_counted,
     is_drawn,
-    weigh,
+    scale,
 )
-from quire.kernels.cuda.philox import draw_uniform
+from quire.kernels.cuda.noise import gumbel
 
 
 class Draws(NamedTuple):
@@ -45,8 +45,23 @@ class Draws(NamedTuple):
 
 
 @triton.jit
+def noisy_score(
+    value, seed, position, tile, top, temperature, floor, softcap, WIDTH: tl.constexpr, CAPPED: tl.constexpr
+):  # fmt: skip
+    """What the ids of a tile are ranked by; those that min-p leaves out have none."""
+    return scale(value, top, temperature, floor, softcap, CAPPED) + gumbel(seed, position, tile, WIDTH)
+
+
+@triton.jit
+def _best_of(scores, columns, size):
+    """The largest score and its id; the lowest of equals."""
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, columns, size), axis=0)
+
+
+@triton.jit
 def _pick(
-    logits, tokens, scores, seeds, positions, settings, state, masses, ties, arrived, row_stride, size, softcap,
+    logits, tokens, scores, seeds, positions, settings, state, bests, ids, ties, arrived, row_stride, size, softcap,
     WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
@@ -62,16 +77,24 @@ def _pick(
         return
     has_cut = is_counted(tl.load(wanted + TOP_K), size) | (tl.load(wanted + TOP_P) < 1.0)
     cut = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
-    keep = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + KEEP), size).to(tl.int32)
+    keep = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
+    seed, position = tl.load(seeds + row), tl.load(positions + row).to(tl.int64)
 
+    # Each tile leaves the best of its ids above the cut, and of those at the cut: how many of these are kept depends on
+    # the tiles before it.
     within = tl.arange(0, WIDTH)
     columns = tile * WIDTH + within
-    inside = columns < size
-    value = tl.load(logits + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    weight = weigh(value, top, temperature, floor, softcap, CAPPED)
+    value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+    score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
+    is_tie = value == cut
+    best, its = _best_of(tl.where(value > cut, score, float("-inf")), columns, size)
+    best_tie, its_tie = _best_of(tl.where(is_tie, score, float("-inf")), columns, size)
     at = row * num_tiles + tile
-    tl.store(masses + at, tl.sum(tl.where(value > cut, weight, 0.0), axis=0))
-    tl.store(ties + at, tl.sum((inside & (value == cut)).to(tl.int32), axis=0))
+    tl.store(bests + 2 * at, best)
+    tl.store(bests + 2 * at + 1, best_tie)
+    tl.store(ids + 2 * at, its)
+    tl.store(ids + 2 * at + 1, its_tie)
+    tl.store(ties + at, tl.sum((is_tie & (columns < size)).to(tl.int32), axis=0))
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
     if before < num_tiles - 1:
@@ -79,29 +102,31 @@ def _pick(
 
     tl.store(arrived + row, 0)
     lanes = tl.arange(0, LANES)
+    there = lanes < num_tiles
     at = row * num_tiles + lanes
-    mass = tl.load(masses + at, mask=lanes < num_tiles, other=0.0, cache_modifier=".cg").to(tl.float64)
-    tied = tl.load(ties + at, mask=lanes < num_tiles, other=0, cache_modifier=".cg")
+    tied = tl.load(ties + at, mask=there, other=0, cache_modifier=".cg")
     tied_before = tl.cumsum(tied, axis=0) - tied
-    each = weigh(cut, top, temperature, floor, softcap, CAPPED).to(tl.float64)
-    mass += tl.minimum(tl.maximum(keep - tied_before, 0), tied) * each
-    ends = tl.cumsum(mass, axis=0)
-    place = draw_uniform(tl.load(seeds + row), tl.load(positions + row).to(tl.int64)) * tl.max(ends, axis=0)
-    last = tl.max(tl.where(mass > 0.0, lanes, 0), axis=0)
-    tile = tl.minimum(tl.sum((ends <= place).to(tl.int32), axis=0), last)
-    place = tl.maximum(place - tl.sum(tl.where(lanes < tile, mass, 0.0), axis=0), 0.0)
-    tied_before = tl.sum(tl.where(lanes < tile, tied, 0), axis=0)
-
-    columns = tile * WIDTH + within
-    inside = columns < size
-    value = tl.load(logits + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    is_tie = (inside & (value == cut)).to(tl.int32)
-    kept = (value > cut) | ((is_tie > 0) & (tied_before + tl.cumsum(is_tie, axis=0) <= keep))
-    weight = tl.where(kept, weigh(value, top, temperature, floor, softcap, CAPPED), 0.0)
-    ends = tl.cumsum(weight.to(tl.float64), axis=0)
-    last = tl.max(tl.where(weight > 0.0, within, 0), axis=0)
-    found = tl.minimum(tl.sum((ends <= place).to(tl.int32), axis=0), last)
-    tl.store(tokens + row, (tile * WIDTH + found).to(tl.int64))
+    all_best = tl.load(bests + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    all_ids = tl.load(ids + 2 * at, mask=there, other=size, cache_modifier=".cg")
+    best, its = _best_of(all_best, all_ids, size)
+    kept_whole = there & (tied_before + tied <= keep)
+    all_best = tl.load(bests + 2 * at + 1, mask=kept_whole, other=float("-inf"), cache_modifier=".cg")
+    all_ids = tl.load(ids + 2 * at + 1, mask=kept_whole, other=size, cache_modifier=".cg")
+    best_tie, its_tie = _best_of(all_best, all_ids, size)
+    its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
+    best = tl.maximum(best, best_tie)
+    is_divided = there & (tied_before < keep) & (tied_before + tied > keep)
+    if tl.max(is_divided.to(tl.int32), axis=0) > 0:
+        tile = tl.max(tl.where(is_divided, lanes, 0), axis=0)
+        left = keep - tl.max(tl.where(is_divided, tied_before, 0), axis=0)
+        columns = tile * WIDTH + within
+        value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+        score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
+        is_tie = value == cut
+        is_kept = is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= left)
+        best_tie, its_tie = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
+        its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
+    tl.store(tokens + row, its.to(tl.int64))
 
 
 class TokenSampler:
@@ -112,7 +137,8 @@ class TokenSampler:
         self._cut = Cutter(max_rows, size, softcap, device)
         self._softcap = softcap
         num_parts = max_rows * self._cut.num_tiles
-        self._masses = torch.empty(num_parts, dtype=torch.float32, device=device)
+        self._bests = torch.empty(2 * num_parts, dtype=torch.float32, device=device)
+        self._ids = torch.empty(2 * num_parts, dtype=torch.int32, device=device)
         self._ties = torch.empty(num_parts, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
@@ -130,7 +156,7 @@ class TokenSampler:
         if draws.has_top_p:
             self._cut(logits, scores, draws.settings, by_mass=True)
         _pick[(rows, num_tiles)](
-            logits, tokens, scores, draws.seeds, positions, draws.settings, self._cut.state, self._masses, self._ties,
-            self._arrived, logits.stride(0), size, self._softcap or 0.0, WIDTH=WIDTH,
+            logits, tokens, scores, draws.seeds, positions, draws.settings, self._cut.state, self._bests, self._ids,
+            self._ties, self._arrived, logits.stride(0), size, self._softcap or 0.0, WIDTH=WIDTH,
             LANES=triton.next_power_of_2(num_tiles), CAPPED=self._softcap is not None, num_warps=WARPS, **chained(),
         )  # fmt: skip

@@ -1,6 +1,9 @@
-"""Norm, rotation, gates, cache writes and argmax of the C++ kernels against the reference, on every instruction set."""
+"""Norm, rotation, gates, cache writes and sampling: C++ kernels against the reference, on every instruction set."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.core.params import SamplingParams
+from quire.engine.sampler import settings_of
 from quire.kernels import reference
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
@@ -191,20 +196,28 @@ def test_int8_shows_what_is_not_finite(name: str, bad: float) -> None:
         assert found[0, 2, 0].eq(1).all()
 
 
+def choose(name: str, x: Tensor, params: Sequence[SamplingParams], seed: int = 0, threads: int = 2) -> Any:
+    """Tokens and largest logits of the C++ kernels, and of the reference."""
+    wanted = torch.tensor([settings_of(each) for each in params], dtype=torch.float64).view(-1, 4)
+    numbers, positions = torch.arange(len(params)) * 7919 + seed, torch.arange(len(params)) * 3 + 1
+    arguments = x, wanted, numbers, positions
+    return ops_of(name, threads).sample(*arguments), reference.sample(*arguments)
+
+
 @each_isa
 @few
 @given(rows=st.integers(0, 7), cols=sizes, seed=seeds, threads=thread_counts)
-def test_argmax_takes_the_first_of_equals(name: str, rows: int, cols: int, seed: int, threads: int) -> None:
+def test_greedy_takes_the_first_of_equals(name: str, rows: int, cols: int, seed: int, threads: int) -> None:
     """Few different numbers, so that the largest is there more than once."""
     x = torch.randint(-3, 1, (rows, cols), generator=torch.Generator().manual_seed(seed)).float()
-    index, value = ops_of(name, threads).argmax(x)
+    (index, value), _ = choose(name, x, [SamplingParams(temperature=0.0)] * rows, threads=threads)
     for row in range(rows):
         assert value[row] == x[row].max()
         assert index[row] == x[row].tolist().index(x[row].max())
 
 
 @each_isa
-def test_argmax_of_odd_rows(name: str) -> None:
+def test_rows_without_a_choice_say_so(name: str) -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.full((6, 37), -inf)
     x[1, 36] = -1e38
@@ -213,14 +226,55 @@ def test_argmax_of_odd_rows(name: str) -> None:
     x[3, 5], x[3, 9] = inf, inf
     x[4, 3], x[4, 36] = 2.0, nan
     x[5, 0] = nan
-    index, value = ops_of(name).argmax(x)
-    assert index.tolist() == [0, 36, 20, 5, 36, 0]
-    torch.testing.assert_close(value, torch.tensor([-inf, -1e38, nan, inf, nan, nan]), equal_nan=True)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=3), SamplingParams()):
+        (index, value), _ = choose(name, x, [params] * 6)
+        assert index.tolist() == [0, 36, 20, 5, 36, 0]
+        torch.testing.assert_close(value, torch.tensor([-inf, -1e38, nan, inf, nan, nan]), equal_nan=True)
 
 
 @each_isa
-def test_argmax_of_a_wide_view(name: str) -> None:
+def test_sampling_of_a_wide_view(name: str) -> None:
     x = draw(5, 1000)[:, 100:900]
-    index, value = ops_of(name).argmax(x)
+    (index, value), _ = choose(name, x, [SamplingParams(temperature=0.0)] * 5)
     assert torch.equal(index, x.argmax(-1))
     assert torch.equal(value, x.max(-1).values)
+
+
+CHOICES = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-5, 0.3, 0.7, 1.0, 2.5, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 7, 50, 5000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.10337, 0.50713, 0.90931, 0.99071]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0]),
+)
+
+
+@each_isa
+@few
+@given(
+    params=st.lists(CHOICES, min_size=1, max_size=5), cols=st.sampled_from([1, 5, 16, 63, 64, 65, 300, 4097, 10_000]),
+    seed=seeds, threads=thread_counts, scale=st.sampled_from([0.3, 3.0, 30.0]), is_coarse=st.booleans(),
+    is_banned=st.booleans(),
+)  # fmt: skip
+def test_sampling_is_that_of_the_reference(
+    name: str, params: list[SamplingParams], cols: int, seed: int, threads: int, scale: float, is_coarse: bool,
+    is_banned: bool,
+) -> None:  # fmt: skip
+    x = scale * torch.randn(len(params), cols, generator=torch.Generator().manual_seed(seed))
+    if is_coarse:
+        x = x.round()  # many are equal, at cuts too
+    if is_banned:
+        x[:, cols // 3 :] = -torch.inf
+    (tokens, largest), (expected, expected_largest) = choose(name, x, params, seed, threads)
+    assert torch.equal(largest, expected_largest)
+    chosen = largest.isfinite()
+    assert torch.equal(tokens[chosen], expected[chosen])
+
+
+@each_isa
+def test_each_id_has_the_noise_of_the_reference(name: str) -> None:
+    """Where all logits are equal the noise decides alone."""
+    x = torch.zeros(300, 5000)
+    (tokens, _), (expected, _) = choose(name, x, [SamplingParams()] * 300)
+    assert torch.equal(tokens, expected)
+    assert len(set(tokens.tolist())) > 250
