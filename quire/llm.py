@@ -21,6 +21,7 @@ from quire.core.params import SamplingParams
 from quire.engine.client import InProcess, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
+from quire.text.detokenizer import Detokenizer
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
@@ -136,7 +137,7 @@ class LLM:
                 tokens + self._tokenizer.encode(text, add_special_tokens=False)
                 for tokens, text in zip(texts, spread("continuations", list(continuations), len(texts)), strict=True)
             ]
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         outputs = self.generate([{"prompt_token_ids": tokens} for tokens in texts], params)
         scores = []
         for tokens, start, output in zip(texts, starts, outputs, strict=True):
@@ -148,7 +149,7 @@ class LLM:
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
         encoded = [self._intake.encode(prompt)[1] for prompt in prompts]
-        search = BeamSearch(params, self._intake.end_token_ids, self._tokenizer.decode)
+        search = BeamSearch(params, self._intake.end_token_ids, lambda ids: Detokenizer(self._tokenizer).decode(ids))
         return search.run(encoded, lambda many, one: self.generate(many, one, use_tqdm=False))
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────

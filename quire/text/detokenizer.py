@@ -73,6 +73,10 @@ class Detokenizer:
             fresh, self._held = fresh + self._held, ""
         return self._emit(fresh)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that are all there."""
+        return self.push(token_ids) + self.finish()
+
     def _decode(self, token_id: int) -> str:
         """The characters that this token completes. Ids past the vocabulary are a model's padding and have no text."""
         piece = self._pieces[token_id]

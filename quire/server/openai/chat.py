@@ -100,9 +100,10 @@ class Writer:
     def finish(self, choice: Choice, document: Document) -> Document:
         """What pieces and whole messages have beside their text."""
         body, answer, start = self.body, choice.answer, choice.num_tokens
-        document["logprobs"] = (
-            chat_logprobs((answer.logprobs or ())[start:], body.top_logprobs or 0) if body.logprobs else None
-        )
+        document["logprobs"] = None
+        if body.logprobs:
+            positions, tokenizer = (answer.logprobs or ())[start:], self.call.service.tokenizer
+            document["logprobs"] = chat_logprobs(positions, body.top_logprobs or 0, tokenizer)
         has_called = self.readings[choice.index].has_calls and answer.finish_reason in ("stop", "abort")
         document["finish_reason"] = "tool_calls" if has_called else finish_reason(answer)
         if answer.finished:
@@ -110,7 +111,7 @@ class Writer:
         if body.return_token_ids:
             document["token_ids"] = answer.token_ids[start:]
         if body.prompt_logprobs is not None and not start:
-            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output)
+            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output, body.prompt_logprobs)
         choice.settle()
         return document
 
