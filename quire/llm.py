@@ -65,9 +65,12 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}."""
+        """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}.
+
+        Without sampling_params the model's own defaults apply, here and wherever else they may be left out.
+        """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = spread("sampling_params", sampling_params or SamplingParams(), len(many))
+        params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
         priorities = spread("priority", 0 if priority is None else priority, len(many))
         exchanges = [
             self._intake.open(prompt, one, priority=level)
@@ -103,7 +106,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
-        exchange = self._intake.open(prompt, sampling_params or SamplingParams())
+        exchange = self._intake.open(prompt, sampling_params or self.get_default_sampling_params())
         for grown in self._run([exchange]):
             yield grown.snapshot()
 
@@ -156,6 +159,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters that the model's files name; quire's own where they name none."""
+        return SamplingParams.of(self.info.config.sampling.as_params())
 
     def close(self) -> None:
         """Give the model's memory back. Using the LLM after that raises EngineClosed."""

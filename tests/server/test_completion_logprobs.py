@@ -34,6 +34,7 @@ class Service:
         self.tokenizer = tokenizer
         self.model = "tiny"
         self.config = SimpleNamespace(max_prompts=8)
+        self.ready = SimpleNamespace(sampling={})
         self.intake = Intake(tokenizer, tokenizer.vocab_size + NUM_PADDED, 100)
 
     async def open(self, prompt: Any, params: Any, caller: Any, request_id: str, priority: int) -> Exchange:
@@ -180,7 +181,7 @@ def test_a_token_keeps_the_space_that_it_begins_with() -> None:
 def test_bytes_are_the_tokens_own() -> None:
     padded = BYTE_LEVEL.vocab_size + 1
     llama = encode(BYTE_LEVEL, "🦙")
-    exchange = Service(BYTE_LEVEL).intake.open("he", sampling(request_body(logprobs=1)), "a")
+    exchange = Service(BYTE_LEVEL).intake.open("he", sampling(request_body(logprobs=1), {}), "a")
     exchange.take(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
     content = chat_logprobs(exchange.output.outputs[0].logprobs, 1, BYTE_LEVEL)["content"]
     assert bytes(byte for one in content for byte in one["bytes"]) == "🦙".encode()

@@ -194,7 +194,7 @@ class TestRefusals:
         [
             ("/v1/completions", {"prompt": "x", "frobnicate": 1}, ["frobnicate"]),
             ("/v1/completions", {"prompt": "x", "request_id": "a"}, ["request_id"]),
-            ("/v1/completions", {"prompt": "x", "stream_options": {"include_obfuscation": True}}, ["obfuscation"]),
+            ("/v1/completions", {"prompt": "x", "stream_options": {"frobnicate": True}}, ["frobnicate"]),
             ("/v1/completions", {"max_tokens": 1}, ["prompt", "missing"]),
             ("/v1/completions", {"prompt": "x", "temperature": -1}, ["temperature", "-1"]),
             ("/v1/completions", {"prompt": "x", "temperature": "hot"}, ["temperature"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -111,17 +112,17 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchange], Writer]:
     """An exchange for each prompt, and what writes their answers."""
-    params = sampling(body)
+    params = sampling(body, call.service.ready.sampling)
     await call.prepare(params)
     exchanges = []
     for prompt in body.prompts(call.service.config.max_prompts):
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority))
+        exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority or 0))
     prompts = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
     return exchanges, Writer(call, body, prompts)
 
 
-def sampling(body: CompletionRequest) -> SamplingParams:
+def sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -130,4 +131,4 @@ def sampling(body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None:
         scored = max(scored or 0, body.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return body.sampling(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+    return body.sampling(defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
