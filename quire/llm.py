@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from quire.config import DEFAULT_MODEL, EngineConfig
@@ -27,6 +27,9 @@ from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.store import resolve
+
+if TYPE_CHECKING:
+    from quire.text.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -43,6 +46,7 @@ class LLM:
         with no_garbage_collection(), bar("loading") as report:
             self._tokenizer = load_tokenizer(files.path)
             self._client = InProcess(self.config, files.path, report)
+        self._chat_template: ChatTemplate | None = None
         self.info = self._client.info
         facts = self.info.config
         self._intake = Intake(
@@ -119,14 +123,19 @@ class LLM:
         open_turn: bool = True,
     ) -> Prompt:
         """A conversation as the prompt that the model's chat template makes of it."""
-        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
-
         source = template or self._tokenizer.chat_template
         if source is None:
             raise TemplateError(f"{self.config.model} has no chat template; pass chat_template, or use generate.")
-        chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
-        text = chat_template.render(messages, tools=tools, add_generation_prompt=open_turn)
+        text = self._compile(source).render(messages, tools=tools, add_generation_prompt=open_turn)
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def _compile(self, source: str) -> ChatTemplate:
+        """The chat template; the one that was used last is kept."""
+        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+
+        if self._chat_template is None or self._chat_template.source != source:
+            self._chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
+        return self._chat_template
 
     # ── scoring and searching ─────────────────────────────────────────────────────────────────────────────────────
 

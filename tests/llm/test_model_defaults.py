@@ -12,6 +12,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.beam_search import BeamSearchParams
+from quire.text.chat_template import ChatTemplate
 from tests.server.running import Running
 from tests.tools.tiny_models import tiny_text_gguf
 
@@ -98,3 +99,19 @@ def test_a_beam_may_hold_padded_ids(tiny_llm: LLM) -> None:
     (made,) = tiny_llm.beam_search(["hello"], BeamSearchParams(beam_width=64, max_tokens=3, ignore_eos=True))
     padded = tiny_llm.get_tokenizer().vocab_size
     assert any(token >= padded for beam in made.sequences for token in beam.tokens)
+
+
+def test_a_chat_template_is_compiled_once(tiny_llm: LLM, monkeypatch) -> None:
+    made: list[str] = []
+
+    class Counted(ChatTemplate):
+        def __init__(self, source: str, *args: object) -> None:
+            super().__init__(source, *args)  # type: ignore[arg-type]
+            made.append(source)
+
+    monkeypatch.setattr("quire.text.chat_template.ChatTemplate", Counted)
+    conversation = [{"role": "user", "content": "hello"}]
+    source = "{{ messages[0].content }}"
+    answers = tiny_llm.chat([conversation] * 3, SamplingParams(max_tokens=1), chat_template=source)
+    assert [answer.prompt for answer in answers] == ["hello"] * 3
+    assert made == [source]
