@@ -46,8 +46,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields the growing output. Leaving the iteration ends the request and frees its blocks."""
-        exchange = self._intake.open(prompt, sampling_params or SamplingParams(), request_id, priority=priority)
+        """Yields the growing output. Leaving the iteration ends the request and frees its blocks.
+
+        Without sampling_params the model's own defaults apply.
+        """
+        exchange = self._intake.open(
+            prompt, sampling_params or self.get_default_sampling_params(), request_id, priority=priority
+        )
         updates = self._client.submit(exchange.requests)
         mine = self._open.setdefault(exchange.output.request_id, exchange) is exchange
         try:
@@ -71,6 +76,10 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters that the model's files name; quire's own where they name none."""
+        return SamplingParams.of(self.info.config.sampling.as_params())
 
     def health(self) -> bool:
         return self._client.health()

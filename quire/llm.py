@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from quire.config import DEFAULT_MODEL, EngineConfig
@@ -21,11 +21,15 @@ from quire.core.params import SamplingParams
 from quire.engine.client import InProcess, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
+from quire.text.detokenizer import Detokenizer
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.store import resolve
+
+if TYPE_CHECKING:
+    from quire.text.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,6 +46,7 @@ class LLM:
         with no_garbage_collection(), bar("loading") as report:
             self._tokenizer = load_tokenizer(files.path)
             self._client = InProcess(self.config, files.path, report)
+        self._chat_template: ChatTemplate | None = None
         self.info = self._client.info
         facts = self.info.config
         self._intake = Intake(
@@ -64,9 +69,12 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}."""
+        """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}.
+
+        Without sampling_params the model's own defaults apply, here and wherever else they may be left out.
+        """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = spread("sampling_params", sampling_params or SamplingParams(), len(many))
+        params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
         priorities = spread("priority", 0 if priority is None else priority, len(many))
         exchanges = [
             self._intake.open(prompt, one, priority=level)
@@ -102,7 +110,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
-        exchange = self._intake.open(prompt, sampling_params or SamplingParams())
+        exchange = self._intake.open(prompt, sampling_params or self.get_default_sampling_params())
         for grown in self._run([exchange]):
             yield grown.snapshot()
 
@@ -115,14 +123,19 @@ class LLM:
         open_turn: bool = True,
     ) -> Prompt:
         """A conversation as the prompt that the model's chat template makes of it."""
-        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
-
         source = template or self._tokenizer.chat_template
         if source is None:
             raise TemplateError(f"{self.config.model} has no chat template; pass chat_template, or use generate.")
-        chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
-        text = chat_template.render(messages, tools=tools, add_generation_prompt=open_turn)
+        text = self._compile(source).render(messages, tools=tools, add_generation_prompt=open_turn)
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def _compile(self, source: str) -> ChatTemplate:
+        """The chat template; the one that was used last is kept."""
+        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+
+        if self._chat_template is None or self._chat_template.source != source:
+            self._chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
+        return self._chat_template
 
     # ── scoring and searching ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,7 +149,7 @@ class LLM:
                 tokens + self._tokenizer.encode(text, add_special_tokens=False)
                 for tokens, text in zip(texts, spread("continuations", list(continuations), len(texts)), strict=True)
             ]
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         outputs = self.generate([{"prompt_token_ids": tokens} for tokens in texts], params)
         scores = []
         for tokens, start, output in zip(texts, starts, outputs, strict=True):
@@ -148,13 +161,17 @@ class LLM:
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
         encoded = [self._intake.encode(prompt)[1] for prompt in prompts]
-        search = BeamSearch(params, self._intake.end_token_ids, self._tokenizer.decode)
+        search = BeamSearch(params, self._intake.end_token_ids, lambda ids: Detokenizer(self._tokenizer).decode(ids))
         return search.run(encoded, lambda many, one: self.generate(many, one, use_tqdm=False))
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters that the model's files name; quire's own where they name none."""
+        return SamplingParams.of(self.info.config.sampling.as_params())
 
     def close(self) -> None:
         """Give the model's memory back. Using the LLM after that raises EngineClosed."""

@@ -7,15 +7,15 @@ there. Sockets are in `connections.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from quire.errors import InvalidParams
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_SIZE_LINE_BYTES = 1 << 12
-NO_BODY = (204, 304)
+INTERIM = range(100, 200)
 
 
 class BadResponse(Exception):
@@ -76,124 +76,67 @@ def head(lines: list[str]) -> bytes:
 
 
 class ResponseReader:
-    """One response, fed as it arrives. Body bytes are handed on at once, also from the middle of a chunk."""
+    """One response, fed as it arrives. Body bytes are handed on at once, also from the middle of a chunk.
+
+    httptools parses; it calls the methods whose names begin with `on_`.
+    """
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
         self.keep_alive = False
-        self._buffer = b""
-        self._left = 0
-        self._read: Callable[[bytes], bytes] = self._read_head
+        self._parser = HttpResponseParser(self)
+        self._num_head_bytes = 0
+        self._has_head = False
+        self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
         """The part of the body that came with these bytes."""
-        return self._read(data)
+        if not self._has_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            raise BadResponse("the server switches to another protocol") from None
+        except HttpParserError as error:
+            if not self.complete:
+                raise BadResponse(f"{error} in {data[:80]!r}") from None
+            self.keep_alive = False  # what comes after the response is none
+        if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            raise BadResponse(f"the head of the response is longer than {MAX_HEAD_BYTES:,} bytes")
+        body, self._body = self._body, []
+        return body[0] if len(body) == 1 else b"".join(body)
 
     def end(self) -> None:
         """The server has closed the connection, which completes a body of no stated length."""
-        if self._read == self._read_rest:
+        if self._has_head and not self._states_length():
             self.complete = True
 
-    def _read_head(self, data: bytes) -> bytes:
-        buffer = self._buffer + data
-        end = buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(buffer) > MAX_HEAD_BYTES:
-                raise BadResponse(f"the head of the response is longer than {MAX_HEAD_BYTES:,} bytes")
-            self._buffer = buffer
-            return b""
-        self._buffer = b""
-        self._parse_head(buffer[:end].decode("latin-1"))
-        self._read = self._read_head if 100 <= self.status < 200 else self._choose_body()
-        return self._read(buffer[end + 4 :])
+    def _states_length(self) -> bool:
+        return "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "").lower()
 
-    def _parse_head(self, text: str) -> None:
-        first, *lines = text.split("\r\n")
-        version, _, rest = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdecimal():
-            raise BadResponse(f"the response begins with {first[:80]!r}")
-        self.status = int(rest[:3])
-        pairs = (line.partition(":") for line in lines)
-        self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        connection = self.headers.get("connection", "").lower()
-        self.keep_alive = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.keep_alive = False  # a second response, which nobody asked for
 
-    def _choose_body(self) -> Callable[[bytes], bytes]:
-        if self.status in NO_BODY:
-            return self._read_counted
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            return self._read_chunked
-        length = self.headers.get("content-length")
-        if length is None:
-            self.keep_alive = False
-            return self._read_rest
-        if not length.isdecimal():
-            raise BadResponse(f"the content length is {length[:80]!r}")
-        self._left = int(length)
-        return self._read_counted
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_head:  # trailers come here too
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
-    def _read_rest(self, data: bytes) -> bytes:
-        return data
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        self.status = self._parser.get_status_code()
+        if self.status in INTERIM:
+            self.headers.clear()
+        else:
+            self._has_head = True
+            self.keep_alive = self._parser.should_keep_alive()
 
-    def _read_counted(self, data: bytes) -> bytes:
-        body = data[: self._left]
-        self._left -= len(body)
-        if not self._left:
-            self._finish(data[len(body) :])
-        return body
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._body.append(body)
 
-    def _read_chunked(self, data: bytes) -> bytes:
-        """`_left` bytes are missing of the current chunk; `_buffer` holds the beginning of a size line."""
-        if self._buffer:
-            data = self._buffer + data
-        pieces = []
-        position = 0
-        while True:
-            if self._left:
-                piece = data[position : position + self._left]
-                pieces.append(piece)
-                position += len(piece)
-                self._left -= len(piece)
-            # The line end that closes a chunk is read together with the size line after it.
-            start = position + 2 if data.startswith(b"\r\n", position) else position
-            end = data.find(b"\r\n", start)
-            if end < 0:
-                break
-            self._left = parse_size(data[start:end])
-            position = end + 2
-            if not self._left:
-                self._read, self._buffer = self._read_trailers, b""
-                self._read_trailers(data[end:])
-                return b"".join(pieces)
-        self._buffer = data[position:]
-        if len(self._buffer) > MAX_SIZE_LINE_BYTES:
-            raise BadResponse("a chunk has no size")
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _read_trailers(self, data: bytes) -> bytes:
-        """From the line end after the last chunk's size: an empty line is the end."""
-        self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        if end >= 0:
-            self._finish(self._buffer[end + 4 :])
-        elif len(self._buffer) > MAX_HEAD_BYTES:
-            raise BadResponse(f"the trailers are longer than {MAX_HEAD_BYTES:,} bytes")
-        return b""
-
-    def _finish(self, surplus: bytes) -> None:
-        self.complete = True
-        self.keep_alive = self.keep_alive and not surplus
-
-
-def parse_size(line: bytes) -> int:
-    """The size in a chunk's first line, without its extensions."""
-    digits = line.partition(b";")[0].strip()
-    try:
-        size = int(digits, 16)
-    except ValueError:
-        size = -1
-    if size < 0:
-        raise BadResponse(f"a chunk's size is {digits[:80]!r}")
-    return size
+    def on_message_complete(self) -> None:
+        self.complete = self._has_head

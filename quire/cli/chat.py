@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quire.cli.generate import add_sampling, sampling_params
+from quire.cli.generate import add_sampling, sampling_options
 from quire.cli.options import add_engine_options, engine_config, say
 from quire.core.params import SamplingParams
 from quire.errors import QuireError
@@ -73,14 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Talk with a model; /help inside."""
-    params = sampling_params(arguments)
+    options = sampling_options(arguments)
     config = engine_config(arguments)
     from quire.llm import LLM
 
     llm = LLM(**asdict(config))
     say(llm.info.summary)
     say("Type a message; /help shows what else, Ctrl-D leaves.")
-    talk(Conversation(llm, params, arguments.system))
+    talk(Conversation(llm, replace(llm.get_default_sampling_params(), **options), arguments.system))
 
 
 def talk(conversation: Conversation) -> None:

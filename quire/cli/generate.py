@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_json, engine_config, say
@@ -32,39 +32,31 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> Non
     group = parser.add_argument_group("sampling")
     longest = "longest answer, in tokens; " + ("default %(default)s" if max_tokens else "as long as fits if not given")
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=longest)
-    group.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy; default %(default)s")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=0.95,
-        metavar="P",
-        help="keep the likeliest tokens up to this; default %(default)s",
-    )
-    group.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep that many tokens; 0, the default, keeps all"
-    )
+    own = "the model's own if not given (see quire info)"
+    group.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {own}")
+    group.add_argument("--top-p", type=float, metavar="P", help=f"keep the likeliest tokens up to this; {own}")
+    group.add_argument("--top-k", type=int, metavar="K", help=f"keep that many tokens, 0 keeps all; {own}")
 
 
-def sampling_params(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        **more,
-    )
+def sampling_options(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What the command line says about sampling. It is checked here, before a model is loaded."""
+    names = ("temperature", "top_p", "top_k", "seed")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    options = {**given, **more, "max_tokens": arguments.max_tokens}
+    SamplingParams.of(options)
+    return options
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Answer prompts and exit. Without -p the prompt is read from standard input."""
-    params = sampling_params(arguments, n=arguments.n, stop=arguments.stop)
+    options = sampling_options(arguments, n=arguments.n, stop=arguments.stop)
     config = engine_config(arguments)
     prompts = arguments.prompt or [read_prompt()]
     from quire.llm import LLM
 
     llm = LLM(**asdict(config))
     say(llm.info.summary)
+    params = replace(llm.get_default_sampling_params(), **options)
     asked = [llm.render([{"role": "user", "content": text}]) if arguments.chat else text for text in prompts]
     if arguments.json:
         outputs = llm.generate(asked, params)

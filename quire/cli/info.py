@@ -99,6 +99,8 @@ def describe_model(name: str) -> dict[str, Any]:
         "context": config.max_len,
         "windows": windows,
         "rope": asdict(config.rope),
+        "sampling": config.sampling.as_params(),
+        "sampling_from": "the model" if config.sampling.from_model else "quire, as the model names none",
         "cache_bytes_per_token_float32": 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim,
     }
 

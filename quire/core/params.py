@@ -35,7 +35,7 @@ class SamplingParams:
     allowed_token_ids   nothing but these tokens
     bad_words           texts that must not be produced
     min_tokens          no end of sequence, stop token or stop string before this many tokens
-    max_tokens          at most this many; None: until the context is full
+    max_tokens          at most this many; None: until the context is full; 0: only the prompt is computed
     stop                texts that end the answer; left out of it unless include_stop_str_in_output
     stop_token_ids      tokens that end the answer
     ignore_eos          go on past the end-of-sequence token
@@ -79,7 +79,7 @@ class SamplingParams:
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 0.0, 100.0, open_below=True)
         self._whole("min_tokens", 0, MAX_COUNT)
-        for name, least, most in (("max_tokens", 1, MAX_COUNT), ("seed", -(2**63), 2**64 - 1)):
+        for name, least, most in (("max_tokens", 0, MAX_COUNT), ("seed", -(2**63), 2**64 - 1)):
             if getattr(self, name) is not None:
                 self._whole(name, least, most)
         for name in ("logprobs", "prompt_logprobs"):

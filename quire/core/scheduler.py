@@ -160,7 +160,10 @@ class Scheduler:
                     finish = self._cut_off(request, tokens)
                 self._advance(request, start + count)
                 if finish:
-                    details.setdefault(row, Detail()).num_cached = request.num_cached
+                    detail = details.setdefault(row, Detail())
+                    detail.num_cached = request.num_cached
+                    if detail.logprobs:
+                        del detail.logprobs[len(tokens) :]
                     self._end(request)
                 if tokens or row in details:
                     updates.append(Update(request.id, tokens, finish, details.get(row) if details else None))
@@ -386,6 +389,9 @@ class Scheduler:
 
     def _cut_off(self, request: Request, tokens: list[int]) -> Finish | None:
         """Why the tokens just appended end the request, if they do; what comes after the last one is taken back."""
+        if tokens and not request.max_tokens:  # the prompt has been computed, which is all there is to do
+            del request.tokens[request.num_prompt :], tokens[:]
+            return Finish.LENGTH
         first = len(request.tokens) - len(tokens)
         for index, token in enumerate(tokens):
             length = first + index + 1

@@ -106,6 +106,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     device: str
     summary: str
+    sampling: dict[str, int | float]  # the model's own SamplingParams, for what a request does not say
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):

@@ -192,6 +192,7 @@ def load(link: Link) -> EngineLoop | None:
             info.cache.num_blocks,
             info.device,
             info.summary,
+            info.config.sampling.as_params(),
         )
     )
     return EngineLoop(engine, link, Path(start.path))

@@ -37,6 +37,28 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How tokens are sampled where a request does not say. These numbers are for models that name none."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    from_model: bool = False  # whether the model's files name any of them
+
+    def as_params(self) -> dict[str, float]:
+        """By the names of SamplingParams."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only transformer."""
 
@@ -63,6 +85,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
     eos_token_ids: tuple[int, ...] = ()
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def scale(self) -> float:

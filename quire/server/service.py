@@ -24,6 +24,7 @@ from quire.server.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar_worker import GrammarChecker
+from quire.text.offsets import PromptText, locate_prompt
 from quire.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -70,6 +71,12 @@ class Service:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def locate_prompt(self, exchange: Exchange) -> PromptText:
+        """The text of an exchange's prompt, and where its tokens begin in it."""
+        text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
+        size = len(token_ids) if text is None else len(text)
+        return await self._aside(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
 
     async def render(
         self,

@@ -9,10 +9,11 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt
+from pydantic import StrictBool, StrictInt
 from starlette.responses import Response
 
 from quire.errors import InvalidField
+from quire.server.body import Body
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
 from quire.server.stream import JSON
@@ -23,10 +24,8 @@ from quire.text.tools import read_choice, read_tools
 router = APIRouter()
 
 
-class Conversation(BaseModel):
+class Conversation(Body):
     """What a chat template is given."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -69,9 +68,7 @@ class TokenizeRequest(Conversation):
         return forms[0]
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[StrictInt]
 

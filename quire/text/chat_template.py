@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -40,10 +40,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._max_seconds = max_seconds
         self._max_chars = max_chars
-        tree = self._parse(source)
+        sandbox = self._make_sandbox()
+        tree = self._parse(source, sandbox)
         self._takes_parts = _takes_parts(tree)
         self._takes_none = _takes_none(tree)
         self._code = self._compile(tree)
+        self._idle = [self._load(sandbox)]  # a thread that renders takes one out and puts it back
 
     def render(
         self,
@@ -81,8 +83,25 @@ class ChatTemplate:
         return "\n".join(part["text"] for part in content)
 
     def _run(self, variables: Mapping[str, Any]) -> str:
-        sandbox = Sandbox(Budget(self._max_seconds, self._max_chars))
-        template = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
+        try:
+            template = self._idle.pop()
+        except IndexError:
+            template = self._load(self._make_sandbox())
+        budget = cast(Sandbox, template.environment).budget
+        budget.renew()
+        text = self._generate(template, variables)
+        budget.renew()  # so that nothing of the conversation stays in memory
+        self._idle.append(template)  # only after it went well: one that was stopped may be in any state
+        return text
+
+    def _make_sandbox(self) -> Sandbox:
+        return Sandbox(Budget(self._max_seconds, self._max_chars))
+
+    def _load(self, sandbox: Sandbox) -> jinja2.Template:
+        """The compiled template in an environment of its own."""
+        return jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
+
+    def _generate(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         chunks, size = [], 0
         for chunk in template.generate(variables):
             size += len(chunk)
@@ -91,11 +110,11 @@ class ChatTemplate:
             chunks.append(chunk)
         return "".join(chunks)
 
-    def _parse(self, source: str) -> nodes.Template:
+    def _parse(self, source: str, sandbox: Sandbox) -> nodes.Template:
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"The chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read.")
         try:
-            return Sandbox(Budget(self._max_seconds, self._max_chars)).guard(source)
+            return sandbox.guard(source)
         except Exception as error:
             raise TemplateError(_explain(error)) from error
 

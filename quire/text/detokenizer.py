@@ -43,7 +43,6 @@ class Detokenizer:
         self._scanner = StopScanner(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._held = ""  # characters that may be the beginning of a stop string
         self._emitted: list[str] = []
         self.stop_hit: str | None = None
         self.num_tokens_used = 0
@@ -69,9 +68,13 @@ class Detokenizer:
         if self.stop_hit is not None:
             return ""
         fresh = self._pass_stops(self._utf8.decode(b"", final=True))
-        if self.stop_hit is None:
-            fresh, self._held = fresh + self._held, ""
+        if self._scanner is not None and self.stop_hit is None:
+            fresh, self._scanner.held = fresh + self._scanner.held, ""
         return self._emit(fresh)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that are all there."""
+        return self.push(token_ids) + self.finish()
 
     def _decode(self, token_id: int) -> str:
         """The characters that this token completes. Ids past the vocabulary are a model's padding and have no text."""
@@ -82,18 +85,15 @@ class Detokenizer:
         return self._utf8.decode(piece)
 
     def _pass_stops(self, characters: str) -> str:
-        if self._scanner is None:
+        scanner = self._scanner
+        if scanner is None:
             return characters
-        counts = self.num_tokens_used > self._min_tokens
-        found = self._scanner.scan(characters, counts)
-        window = self._held + characters
+        window = scanner.held + characters
+        found = scanner.scan(characters, counts=self.num_tokens_used > self._min_tokens)
         if found is None:
-            safe = len(window) - self._scanner.num_pending
-            self._held = window[safe:]
-            return window[:safe]
-        self.stop_hit, self._held = found.stop, ""
-        end = len(window) - len(characters) + found.end
-        return window[: end if self._include_stop else end - len(found.stop)]
+            return window[: len(window) - len(scanner.held)]
+        self.stop_hit = found.stop
+        return window[: found.end if self._include_stop else found.end - len(found.stop)]
 
     def _emit(self, fresh: str) -> str:
         if fresh:

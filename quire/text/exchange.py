@@ -126,7 +126,7 @@ class Exchange:
 
     def _words(self, scored: TokenLogprobs) -> PositionLogprobs:
         return {
-            token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+            token: Logprob(logprob, rank, self._tokenizer.token_text(token))
             for token, logprob, rank in (scored.chosen, *scored.top)
         }
 
@@ -188,7 +188,7 @@ class Intake:
                     priority=priority,
                     salt=salt,
                     tenant=tenant,
-                    max_tokens=params.max_tokens or self.max_len - len(tokens),
+                    max_tokens=self.max_len - len(tokens) if params.max_tokens is None else params.max_tokens,
                     leader=requests[0] if requests else None,
                     constraint=self._constraint(params),
                 )
@@ -223,7 +223,7 @@ class Intake:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
         room = self.max_len - len(tokens)
-        if room < 1:
+        if room < (params.max_tokens != 0):  # a prompt that is only scored may fill the context
             raise PromptTooLong(
                 f"The prompt has {len(tokens):,} tokens, but prompt and answer together may have {self.max_len:,}. "
                 "Shorten the prompt or raise max_len."

@@ -1,7 +1,7 @@
 """Stop strings, sought in text that arrives in pieces.
 
-One small automaton a string (Knuth, Morris and Pratt): a character costs the same however long the strings are, and how
-much of a string has already been seen says how much text must be held back. Used by the detokenizer.
+Characters at the end of the text that may be the beginning of a stop string are held back. They are all that a search
+in the next piece needs to know of the text before it. Used by the detokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.errors import InvalidParams
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A stop string and where it ends in the characters that were scanned last."""
+    """A stop string, and where it ends in the characters that were held and those that were scanned."""
 
     stop: str
     end: int
@@ -26,48 +26,37 @@ class StopScanner:
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(isinstance(stop, str) and stop for stop in stops):
             raise InvalidParams(f"A stop string is empty or not text in {list(stops)!r}; give non-empty strings.")
-        self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-
-    @property
-    def num_pending(self) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
-        return max(automaton.num_matched for automaton in self._automata)
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self.held = ""  # the longest end of the text that is the beginning of a stop string, but not all of one
 
     def scan(self, characters: str, counts: bool) -> Found | None:
         """Go on with these characters. Unless it `counts`, a stop string that is completed here is passed over."""
-        for end, character in enumerate(characters, 1):
-            completed = [automaton.stop for automaton in self._automata if automaton.step(character)]
-            if completed and counts:
-                return Found(completed[0], end)
+        if not self.held and self._first_characters.isdisjoint(characters):
+            return None
+        window = self.held + characters
+        if counts and (found := self._find(window, len(self.held))) is not None:
+            return found
+        self.held = self._find_beginning(window)
         return None
 
+    def _find(self, window: str, num_held: int) -> Found | None:
+        """The first stop string that ends behind the characters that were held: before, it was passed over."""
+        found: Found | None = None
+        for stop in self._stops:
+            start = window.find(stop, max(0, num_held + 1 - len(stop)))
+            if start >= 0 and (found is None or start + len(stop) < found.end):
+                found = Found(stop, start + len(stop))
+        return found
 
-class _Automaton:
-    """How much of one string the text ends with."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._shorter = _borders(stop)
-
-    def step(self, character: str) -> bool:
-        """Take one character; True if it completes the string."""
-        matched = self.num_matched
-        while matched and self.stop[matched] != character:
-            matched = self._shorter[matched - 1]
-        matched += self.stop[matched] == character
-        is_complete = matched == len(self.stop)
-        self.num_matched = self._shorter[matched - 1] if is_complete else matched
-        return is_complete
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that it also ends with."""
-    borders = [0] * len(text)
-    matched = 0
-    for index in range(1, len(text)):
-        while matched and text[matched] != text[index]:
-            matched = borders[matched - 1]
-        matched += text[matched] == text[index]
-        borders[index] = matched
-    return borders
+    def _find_beginning(self, window: str) -> str:
+        """The longest end of the window that a stop string begins with and is longer than."""
+        longest = ""
+        for stop in self._stops:
+            start = window.find(stop[0], max(0, len(window) + 1 - len(stop)))
+            while 0 <= start < len(window) - len(longest):
+                if stop.startswith(window[start:]):
+                    longest = window[start:]
+                    break
+                start = window.find(stop[0], start + 1)
+        return longest

@@ -24,17 +24,23 @@ class BoundExceeded(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """Spent by one rendering, in one thread."""
+    """Spent by one rendering, in one thread; `renew` makes it whole for the next."""
 
     max_seconds: float
     max_chars: int  # of any one text, of a structure with all that is in it, and of the output
     deadline: float = field(init=False)
     work_left: int = field(init=False)
-    depth: int = 0
+    depth: int = field(init=False)
     # The weight of each structure met so far; the structure itself is kept, or its id could come to mean another one.
     _weights: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Nothing has been spent yet."""
+        self.depth = 0
+        self._weights.clear()
         self.deadline = time.monotonic() + self.max_seconds
         self.work_left = _WORK_FACTOR * self.max_chars
 

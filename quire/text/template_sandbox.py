@@ -1,6 +1,7 @@
 """The Jinja environment that chat templates run in: Jinja's own sandbox, and a budget on top.
 
-One environment serves one rendering, so that its budget needs no lock. `ChatTemplate` makes them.
+One environment serves one rendering at a time, so that its budget needs no lock. Making one takes longer than a
+rendering, so `ChatTemplate` keeps those that it has made.
 """
 
 from __future__ import annotations

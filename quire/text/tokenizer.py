@@ -90,12 +90,38 @@ class Tokenizer:
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encoded]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text, as `encode` gives them, and the character at which each token begins.
+
+        Tokens that are put around the text have no characters. Some encoders leave the space before a word out of the
+        word's span although it is part of the token.
+        """
+        _check_text(text)
+        encoding = self.backend.encode(text)
+        offsets, end = [], 0
+        for (start, stop), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            if is_added:
+                start = stop = end
+            elif text[end:start].isspace():
+                start = end
+            offsets.append(start)
+            end = max(end, stop)
+        return encoding.ids, offsets
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a sequence; bytes that are not UTF-8 become U+FFFD."""
         ids = [self._check_id(token_id) for token_id in token_ids]
         if skip_special_tokens:
             ids = [token_id for token_id in ids if token_id not in self.special_token_ids]
         return self.pieces.join(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for an id without a token, which a model may have as padding."""
+        return self.pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; bytes that are not UTF-8 become U+FFFD."""
+        return self.pieces[token_id].decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without a token."""

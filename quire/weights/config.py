@@ -30,7 +30,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_directory_config(directory: Path) -> ModelConfig:
-    """`config.json`, with the end-of-sequence tokens of `generation_config.json` if there is one."""
+    """`config.json`, with the end-of-sequence tokens and sampling parameters of `generation_config.json`, if any."""
     generation = directory / "generation_config.json"
     return config_from_json(
         read_json(directory / "config.json"),

@@ -15,6 +15,7 @@ import numpy as np
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, share_of
 from quire.weights.rope import rope_from_gguf
+from quire.weights.sampling import sampling_from_gguf
 
 MAX_LAYERS = 4096
 GEMMA3_PATTERN = 6  # every sixth layer sees everything
@@ -46,7 +47,8 @@ def config_from_gguf(
     fields = Fields(metadata, where, f"{architecture}.")
     if fields.count("expert_count", 0, least=0):
         raise fields.unsupported(f"it is a mixture of {fields.get('expert_count')} experts, which quire does not have.")
-    return replace(read(fields, shapes, divisors), eos_token_ids=eos_token_ids(general))
+    sampling = sampling_from_gguf(metadata, where)
+    return replace(read(fields, shapes, divisors), eos_token_ids=eos_token_ids(general), sampling=sampling)
 
 
 def read_llama(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None) -> ModelConfig:

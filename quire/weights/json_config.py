@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, share_of
 from quire.weights.rope import gemma_ropes_from_json, rope_from_json
+from quire.weights.sampling import sampling_from_json
 
 MAX_LAYERS = 4096
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -50,7 +51,8 @@ def config_from_json(
     if text is None:
         raise top.bad("text_config is missing")
     eos = [fields.token_ids("eos_token_id") for fields in (Fields(generation or {}, where), top, text)]
-    return replace(read(text), eos_token_ids=next(filter(None, eos), ()))
+    sampling = sampling_from_json(generation or {})
+    return replace(read(text), eos_token_ids=next(filter(None, eos), ()), sampling=sampling)
 
 
 def read_llama(fields: Fields) -> ModelConfig:

@@ -28,7 +28,7 @@ def read(pieces: list[bytes]) -> tuple[ResponseReader, bytes]:
 
 class TestResponses:
     BODY = b"hello\r\nworld 0\r\n\r\n" * 3
-    ENCODED = b"5\r\nhello\r\nD;name=value\r\n\r\nworld 0\r\n\r\n\r\n24 \r\n" + BODY[18:] + b"\r\n0\r\n"
+    ENCODED = b"5\r\nhello\r\nD;name=value\r\n\r\nworld 0\r\n\r\n\r\n24\r\n" + BODY[18:] + b"\r\n0\r\n"
 
     @pytest.mark.parametrize("trailers", [b"\r\n", b"A: b\r\nC: d\r\n\r\n"], ids=["plain", "trailers"])
     @pytest.mark.parametrize("seed", range(40))
@@ -57,6 +57,12 @@ class TestResponses:
     def test_bytes_after_the_end_make_the_connection_useless(self):
         reader, body = read([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhim"])
         assert (body, reader.complete, reader.keep_alive) == (b"hi", True, False)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_second_response_makes_the_connection_useless(self, seed):
+        response = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+        reader, body = read(cuts(response + response.replace(b"200", b"500"), seed))
+        assert (reader.status, body, reader.complete, reader.keep_alive) == (200, b"hi", True, False)
 
     def test_a_body_of_no_stated_length_ends_with_the_connection(self):
         reader, body = read([b"HTTP/1.1 200 OK\r\n\r\nab", b"cd"])
@@ -96,6 +102,9 @@ class TestResponses:
             b"SSH-2.0-OpenSSH_9.9\r\n\r\n",
             b"HTTP/1.1 OK\r\n\r\n",
             b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
             CHUNKED + b"xyz\r\n",
             CHUNKED + b"-5\r\n",
             CHUNKED + b"f" * 5000,

@@ -89,7 +89,7 @@ class World:
                 seed=rng.randrange(3),
                 priority=priority,
                 salt=salt,
-                max_tokens=rng.randint(2, 60),
+                max_tokens=rng.choice([0, rng.randint(2, 60), rng.randint(2, 60), rng.randint(2, 60)]),
                 leader=leader,
             )
             leader = leader or (request if are_samples else None)
@@ -195,7 +195,7 @@ class World:
 
 
 def ends(request: Request, tokens: list[int]) -> bool:
-    return tokens[-1] == END and len(tokens) > request.params.min_tokens
+    return tokens[-1:] == [END] and len(tokens) > request.params.min_tokens
 
 
 def answer_alone(request: Request) -> list[int]:

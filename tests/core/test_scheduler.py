@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.params import SamplingParams
-from quire.core.plan import Plan, Sampled
+from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.policy import Dynamic, Policy, Static, WaitingRatio
 from quire.core.prefix_tree import MissKind
 from quire.core.request import Finish, Request, State
@@ -44,6 +44,21 @@ def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
     rows = [step(scheduler)["a"] for _ in range(5)]
     assert rows == [(0, 8), (8, 8), (16, 4), (20, 1), (21, 1)]
     assert not scheduler.has_work
+
+
+def test_a_request_for_no_tokens_computes_its_prompt_and_ends() -> None:
+    scheduler = make(max_tokens=8)
+    scheduler.add(ask("a", 12, max_tokens=0))
+    updates = []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        scored = {0: [TokenLogprobs((7, -1.0, 1), [])]} if any(plan.yields) else {}
+        sampled = Sampled(answer(plan).tokens, logprobs=scored)
+        updates += scheduler.commit(plan, sampled)
+    (update,) = updates
+    assert (update.tokens, update.finish) == ([], Finish.LENGTH)
+    assert update.detail.logprobs == []
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
 
 
 def test_a_long_prompt_does_not_stall_those_that_run() -> None:

@@ -173,6 +173,14 @@ def test_scores(llm: LLM) -> None:
     assert whole.logprobs[-2:] == pytest.approx(good.logprobs, abs=1e-3)
 
 
+def test_a_text_that_fills_the_context_is_scored(llm: LLM) -> None:
+    text = {"prompt_token_ids": [100 + index % 50 for index in range(llm.info.max_len)]}
+    (scored,) = llm.score([text])
+    assert len(scored.logprobs) == llm.info.max_len - 1
+    (out,) = llm.generate([text], SamplingParams(max_tokens=0))
+    assert (out.outputs[0].token_ids, out.outputs[0].text, out.outputs[0].finish_reason) == ([], "", "length")
+
+
 def test_beam_search_finds_what_greedy_does_not(llm: LLM) -> None:
     prompt = "The best thing about winter is"
     (out,) = llm.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True))

@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 
+from quire.core.params import SamplingParams
 from tests.server.openapi_schema import is_there, validate
 
 pytestmark = pytest.mark.server
@@ -42,8 +43,6 @@ class TestModels:
 
 class TestCompletions:
     def test_greedy_is_the_offline_answer(self, client, llm):
-        from quire import SamplingParams
-
         made = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
         (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0.0), use_tqdm=False)
         assert made.choices[0].text == expected.outputs[0].text
@@ -81,9 +80,34 @@ class TestCompletions:
         assert made.text.startswith(PROMPT)
         assert columns.token_logprobs[0] is None
         assert all(value <= 0 for value in columns.token_logprobs[1:])
-        assert "".join(columns.tokens[1:]) == made.text[len(columns.tokens[0]) :] or columns.tokens[0] == ""
+        assert "".join(columns.tokens) == made.text
         assert all(len(top) >= 2 for top in columns.top_logprobs[1:])
-        assert columns.text_offset == sorted(columns.text_offset)
+        ends = [*columns.text_offset[1:], len(made.text)]
+        spans = [made.text[start:end] for start, end in zip(columns.text_offset, ends, strict=True)]
+        assert spans == columns.tokens
+
+    @pytest.mark.parametrize("text", ["Grüße aus 東京, 🦙🦙 наш дом", "naïve café — ½"])
+    @pytest.mark.parametrize("max_tokens", [0, 1])
+    def test_an_evaluation_harness_scores_a_prompt(self, http, llm, text, max_tokens):
+        """As lm-eval-harness does: an echoed prompt of token ids, whose continuation is summed and compared."""
+        ids = llm.get_tokenizer().encode(text)
+        fields = {"max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+        answer = http.post("/v1/completions", json={"prompt": [ids], **fields}).json()
+        (choice,) = answer["choices"]
+        columns, num_context = choice["logprobs"], len(ids) // 2
+        assert answer["usage"]["completion_tokens"] == max_tokens
+        assert {len(column) for column in columns.values()} == {len(ids) + max_tokens}
+        (expected,) = llm.score([{"prompt_token_ids": ids}])
+        assert columns["token_logprobs"][1 : len(ids)] == pytest.approx(expected.logprobs, abs=1e-3)
+        (greedy,) = llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=0, prompt_logprobs=1))
+        for index in range(num_context, len(ids)):
+            likeliest = max(one.logprob for one in greedy.prompt_logprobs[index].values())
+            assert max(columns["top_logprobs"][index].values()) == pytest.approx(likeliest, abs=1e-3)
+            assert columns["tokens"][index] in columns["top_logprobs"][index]
+        assert choice["text"].startswith(text)
+        assert columns["text_offset"][: len(ids)] == [
+            len(llm.get_tokenizer().decode(ids[:index]).rstrip("\ufffd")) for index in range(len(ids))
+        ]
 
     def test_stop_and_its_reason(self, http):
         body = {"prompt": "1, 2, 3, 4,", "max_tokens": 40, "temperature": 0, "stop": [" 7"]}
@@ -170,11 +194,11 @@ class TestRefusals:
         [
             ("/v1/completions", {"prompt": "x", "frobnicate": 1}, ["frobnicate"]),
             ("/v1/completions", {"prompt": "x", "request_id": "a"}, ["request_id"]),
-            ("/v1/completions", {"prompt": "x", "stream_options": {"include_obfuscation": True}}, ["obfuscation"]),
+            ("/v1/completions", {"prompt": "x", "stream_options": {"frobnicate": True}}, ["frobnicate"]),
             ("/v1/completions", {"max_tokens": 1}, ["prompt", "missing"]),
             ("/v1/completions", {"prompt": "x", "temperature": -1}, ["temperature", "-1"]),
             ("/v1/completions", {"prompt": "x", "temperature": "hot"}, ["temperature"]),
-            ("/v1/completions", {"prompt": "x", "max_tokens": 0}, ["max_tokens"]),
+            ("/v1/completions", {"prompt": "x", "max_tokens": -1}, ["max_tokens"]),
             ("/v1/completions", {"prompt": "x", "max_tokens": 100_000}, ["100,000", "2,048"]),
             ("/v1/completions", {"prompt": "x", "n": 10_000}, ["n is 10000"]),
             ("/v1/completions", {"prompt": []}, ["prompt", "empty"]),

@@ -138,8 +138,8 @@ class TestRoutes:
         assert document["details"]["seed"] is None
 
     def test_a_default_answer_fits_into_what_is_left(self):
-        assert Parameters().sampling(stream=False, room=7).max_tokens == 7
-        assert Parameters().sampling(stream=False, room=2000).max_tokens == 100
+        assert Parameters().sampling({}, stream=False, room=7).max_tokens == 7
+        assert Parameters().sampling({}, stream=False, room=2000).max_tokens == 100
 
 
 class TestParameters:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from quire.errors import InvalidParams, TemplateError
+from quire.text import chat_template
 from quire.text.chat_template import ChatTemplate
+from quire.text.template_sandbox import Sandbox
 
 pytestmark = pytest.mark.cpu
 
@@ -131,3 +135,62 @@ class TestFailures:
     def test_of_messages(self, messages):
         with pytest.raises(InvalidParams, match="messages"):
             render("{{ messages }}", messages)
+
+
+class TestEnvironments:
+    """Making Jinja's environment costs several times what a rendering does, so it is made once."""
+
+    @pytest.fixture
+    def made(self, monkeypatch) -> list[Sandbox]:
+        made: list[Sandbox] = []
+
+        class Counted(Sandbox):
+            def __init__(self, *args) -> None:
+                super().__init__(*args)
+                made.append(self)
+
+        monkeypatch.setattr(chat_template, "Sandbox", Counted)
+        return made
+
+    def test_one_serves_all_renderings_that_follow_each_other(self, made):
+        template = ChatTemplate("{{ messages[0].content }}", {})
+        assert [template.render(user(text)) for text in ("a", "b", "c")] == ["a", "b", "c"]
+        assert len(made) == 1
+
+    def test_renderings_at_the_same_time_have_one_each(self, made):
+        template = ChatTemplate("{{ messages[0].content }}{{ again() if again }}", {})
+
+        def again() -> str:
+            return template.render(user("inner"), again=None)
+
+        assert template.render(user("outer "), again=again) == "outer inner"
+        assert len(made) == 2
+        assert template.render(user("more "), again=again) == "more inner"
+        assert len(made) == 2
+
+    def test_every_rendering_has_a_budget_of_its_own(self):
+        template = ChatTemplate("{{ messages[0].content * 60 }}", {}, max_chars=100)
+        assert [len(template.render(user("x"))) for _ in range(100)] == [60] * 100
+
+    def test_one_that_failed_is_not_used_again(self, made):
+        template = ChatTemplate("{{ raise_exception('no') if messages[0].content == 'x' else 'yes' }}", {})
+        for _ in range(3):
+            with pytest.raises(TemplateError, match="no"):
+                template.render(user("x"))
+            assert template.render(user("y")) == "yes"
+
+    def test_nothing_of_a_conversation_is_kept(self):
+        class Text(str):
+            pass
+
+        text = Text("a secret")
+        reference = weakref.ref(text)
+        template = ChatTemplate("{{ messages | length }}{{ [messages[0].content] | join }}", {})
+        template.render(user(text))
+        del text
+        gc.collect()
+        assert reference() is None
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]

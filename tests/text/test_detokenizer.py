@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidParams
 from quire.text.detokenizer import Detokenizer
+from quire.text.stops import StopScanner
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
@@ -125,6 +128,20 @@ def test_a_continuation_keeps_its_first_space():
 def test_padding_of_the_models_output_has_no_text():
     tokenizer = TOKENIZERS[0]
     assert run(Detokenizer(tokenizer), [[tokenizer.vocab_size + 5], tokenizer.encode("hello")]) == "hello"
+
+
+def test_a_long_piece_of_text_takes_as_many_calls_as_a_short_one():
+    def count_calls(text: str) -> int:
+        events: list[str] = []
+        scanner = StopScanner(["</s>", "Observation:", "\n\nUser:"])
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            scanner.scan(text, counts=True)
+        finally:
+            sys.setprofile(None)
+        return len(events)
+
+    assert count_calls("no <stop> in \n here " * 1000) == count_calls("no <stop> in \n here ")
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""], [1]])

@@ -22,6 +22,7 @@ from quire.quant.weight import Dense
 from quire.weights.json_config import config_from_json
 from quire.weights.random_weights import RandomWeights
 from quire.weights.survey import Survey
+from tests.text.vocabularies import byte_level
 from tests.tools.gguf_writer import tensor, write_gguf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -148,3 +149,14 @@ def tiny_gguf(path: Path, family: str = "llama", kind: GGMLType = GGMLType.F32) 
     arrays = gguf_arrays(family, tiny_weights(family))
     tensors = {name: tensor(array, kind if array.ndim == 2 else GGMLType.F32) for name, array in arrays.items()}
     return write_gguf(path, gguf_metadata(family), tensors)
+
+
+def tiny_text_gguf(path: Path, num_padded: int = 7, **more: Any) -> Path:
+    """A model that reads and writes text. Its vocabulary is padded beyond the tokenizer's; `more` is metadata."""
+    arrays, vocabulary = gguf_arrays("llama", tiny_weights("llama")), byte_level()
+    vocab_size = len(vocabulary["tokenizer.ggml.tokens"]) + num_padded
+    embedding = np.random.default_rng(0).normal(scale=0.05, size=(vocab_size, COMMON["hidden_size"]))
+    arrays["token_embd.weight"] = embedding.astype(np.float32)
+    types = {"tokenizer.ggml.token_type": np.array(vocabulary["tokenizer.ggml.token_type"], np.int32)}
+    metadata = {**gguf_metadata("llama"), **vocabulary, **types, **more}
+    return write_gguf(path, metadata, {name: tensor(array) for name, array in arrays.items()})

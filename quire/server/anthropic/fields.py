@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
+from quire.server.body import Body
 from quire.server.openai.fields import Number
 
 
-class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class TextBlock(Fields):
+class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
@@ -32,7 +30,7 @@ def as_blocks(value: Any) -> Any:
 Texts = Annotated[list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])]
 
 
-class ToolUseBlock(Fields):
+class ToolUseBlock(Body):
     """A call that the model made earlier."""
 
     type: Literal["tool_use"]
@@ -42,12 +40,12 @@ class ToolUseBlock(Fields):
     cache_control: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Fields):
+class ToolResultBlock(Body):
     """What a call came to."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = []
+    content: Texts = Field(default_factory=list)
     is_error: StrictBool | None = None
     cache_control: dict[str, Any] | None = None
 
@@ -55,12 +53,12 @@ class ToolResultBlock(Fields):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class Message(Fields):
+class Message(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])]
 
 
-class ToolFields(Fields):
+class ToolFields(Body):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -69,31 +67,31 @@ class ToolFields(Fields):
     cache_control: dict[str, Any] | None = None
 
 
-class ToolChoiceFields(Fields):
+class ToolChoiceFields(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: StrictBool | None = None
 
 
-class Disabled(Fields):
+class Disabled(Body):
     type: Literal["disabled"]
 
 
-class OutputFormat(Fields):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Fields):
+class OutputConfig(Body):
     format: OutputFormat | None = None
     effort: None = None
 
 
-class Metadata(Fields):
+class Metadata(Body):
     user_id: str | None = None
 
 
-class PromptFields(Fields):
+class PromptFields(Body):
     """What makes a prompt: of a message, and to count its tokens."""
 
     model: str | None = None
@@ -126,13 +124,14 @@ class MessagesRequest(PromptFields):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     seed: StrictInt | None = None
-    priority: StrictInt = 0
+    priority: StrictInt | None = None
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The parameters as the engine knows them; `more` are those that tools and formats ask for."""
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The parameters as the engine knows them: the model's `defaults`, what the request says, and `more`, which
+        tools and formats ask for."""
         given = {
             name: value
             for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
             if (value := getattr(self, name)) is not None
         }
-        return SamplingParams.of({**given, "stop": self.stop_sequences or (), **more})
+        return SamplingParams.of({**defaults, **given, "stop": self.stop_sequences or (), **more})

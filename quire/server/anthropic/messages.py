@@ -78,8 +78,8 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
 
 async def prepare(call: Context, body: MessagesRequest) -> Answering:
     inquiry = make_inquiry(body)
-    params = body.sampling(**inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority)
+    params = body.sampling(call.service.ready.sampling, **inquiry.demands(call.service))
+    exchange = await inquiry.open(call, params, body.priority or 0)
     return Answering(call.service, exchange, inquiry.parser(call.service), Draft(call.service.model, exchange))
 
 

@@ -100,9 +100,10 @@ class Writer:
     def finish(self, choice: Choice, document: Document) -> Document:
         """What pieces and whole messages have beside their text."""
         body, answer, start = self.body, choice.answer, choice.num_tokens
-        document["logprobs"] = (
-            chat_logprobs((answer.logprobs or ())[start:], body.top_logprobs or 0) if body.logprobs else None
-        )
+        document["logprobs"] = None
+        if body.logprobs:
+            positions, tokenizer = (answer.logprobs or ())[start:], self.call.service.tokenizer
+            document["logprobs"] = chat_logprobs(positions, body.top_logprobs or 0, tokenizer)
         has_called = self.readings[choice.index].has_calls and answer.finish_reason in ("stop", "abort")
         document["finish_reason"] = "tool_calls" if has_called else finish_reason(answer)
         if answer.finished:
@@ -110,7 +111,7 @@ class Writer:
         if body.return_token_ids:
             document["token_ids"] = answer.token_ids[start:]
         if body.prompt_logprobs is not None and not start:
-            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output)
+            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output, body.prompt_logprobs)
         choice.settle()
         return document
 
@@ -173,7 +174,7 @@ def read_inquiry(body: ChatRequest) -> Inquiry:
 
 async def open_exchange(call: Context, body: ChatRequest, inquiry: Inquiry) -> Exchange:
     demands = inquiry.demands(call.service)
-    params = sampling(body, demands)
+    params = sampling(body, call.service.ready.sampling, demands)
     await call.prepare(params)
     prompt = await inquiry.write(
         call.service,
@@ -182,10 +183,10 @@ async def open_exchange(call: Context, body: ChatRequest, inquiry: Inquiry) -> E
         extra=body.chat_template_kwargs,
     )
     kept = inquiry.kept(call.service)
-    return await call.service.open(prompt, params, call.caller, call.new_id(), body.priority, kept)
+    return await call.service.open(prompt, params, call.caller, call.new_id(), body.priority or 0, kept)
 
 
-def sampling(body: ChatRequest, demands: Mapping[str, Any]) -> SamplingParams:
+def sampling(body: ChatRequest, defaults: Mapping[str, Any], demands: Mapping[str, Any]) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParams("top_logprobs needs logprobs to be true.")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
@@ -194,4 +195,4 @@ def sampling(body: ChatRequest, demands: Mapping[str, Any]) -> SamplingParams:
         raise InvalidParams("max_tokens and max_completion_tokens differ; give max_completion_tokens alone.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling(**{"max_tokens": max_tokens, "logprobs": logprobs, **demands})
+    return body.sampling(defaults, **{"max_tokens": max_tokens, "logprobs": logprobs, **demands})

@@ -67,8 +67,8 @@ async def stream_choices(
     of: dict[Exchange, list[Choice]] = {}
     for choice in choices_of(exchanges):
         of.setdefault(choice.exchange, []).append(choice)
-    with_usage = options is not None and options.include_usage
-    always = options is not None and options.continuous_usage_stats
+    with_usage = options is not None and bool(options.include_usage)
+    always = options is not None and bool(options.continuous_usage_stats)
     async for grown in service.answer(exchanges):
         parts = []
         for exchange in grown:

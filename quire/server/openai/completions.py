@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.core.outputs import PositionLogprobs
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
@@ -15,7 +17,9 @@ from quire.server.openai.bodies import completion_logprobs, finish_reason, promp
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import CompletionRequest
 from quire.server.stream import JSON, EventStream, while_connected
+from quire.text.detokenizer import Detokenizer
 from quire.text.exchange import Exchange
+from quire.text.offsets import PromptText, TokenOffsets
 
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
@@ -29,6 +33,8 @@ class Writer:
 
     call: Context
     body: CompletionRequest
+    prompts: Mapping[Exchange, PromptText] = field(default_factory=dict)  # those that are echoed
+    offsets: dict[int, TokenOffsets] = field(default_factory=dict)  # of each choice's tokens
 
     def head(self) -> Document:
         return {
@@ -41,15 +47,14 @@ class Writer:
     def write(self, choice: Choice) -> list[Document]:
         """What has not been written of an answer; nothing while no character of it is complete."""
         body, answer, first = self.body, choice.answer, not choice.num_tokens
-        position = choice.num_chars
         text = choice.take_text()
-        prompt = self.prompt_text(choice.exchange) if first and body.echo else ""
+        prompt = self.prompts[choice.exchange].text if first and body.echo else ""
         if not (text or prompt or answer.finished or body.logprobs is not None or body.return_token_ids):
             return []
         document: Document = {
             "index": choice.index,
             "text": prompt + text,
-            "logprobs": self.logprobs(choice, position, with_prompt=bool(prompt)),
+            "logprobs": None if body.logprobs is None else self.logprobs(choice, body.logprobs),
             "finish_reason": finish_reason(answer),
             "stop_reason": answer.stop_reason,
         }
@@ -57,21 +62,35 @@ class Writer:
             document["token_ids"] = answer.token_ids[choice.num_tokens :]
             document["prompt_token_ids"] = choice.exchange.output.prompt_token_ids if first else None
         if body.prompt_logprobs is not None and first:
-            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output)
+            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output, body.prompt_logprobs)
         choice.settle()
         return [document]
 
-    def prompt_text(self, exchange: Exchange) -> str:
-        text = exchange.output.prompt
-        return text if text is not None else self.call.service.tokenizer.decode(exchange.output.prompt_token_ids)
+    def logprobs(self, choice: Choice, num_top: int) -> Document:
+        """Of the tokens that have not been written, and of an echoed prompt's before the first of them."""
+        output, answer, start = choice.exchange.output, choice.answer, choice.num_tokens
+        prompt = self.prompts.get(choice.exchange)
+        tokens = answer.token_ids[start:]
+        positions: list[PositionLogprobs | None] = list((answer.logprobs or ())[start:])
+        offsets = self.answer_offsets(choice, tokens)
+        if prompt is not None and not start:
+            scored = output.prompt_logprobs or []  # fewer than the prompt's tokens if it was aborted
+            tokens = [*output.prompt_token_ids[: len(scored)], *tokens]
+            positions = [*scored, *positions]
+            offsets = [*prompt.offsets[: len(scored)], *offsets]
+        return completion_logprobs(tokens, positions, offsets, num_top, self.call.service.tokenizer)
 
-    def logprobs(self, choice: Choice, position: int, *, with_prompt: bool) -> Document | None:
-        if self.body.logprobs is None:
-            return None
-        positions: list[Any] = list((choice.answer.logprobs or ())[choice.num_tokens :])
-        if with_prompt:
-            positions = [*(choice.exchange.output.prompt_logprobs or ()), *positions]
-        return completion_logprobs(positions, self.body.logprobs, position)
+    def answer_offsets(self, choice: Choice, tokens: list[int]) -> list[int]:
+        """Where tokens of the answer begin. A stop string is left out of the text, but its tokens are there."""
+        prompt = self.prompts.get(choice.exchange)
+        begin = len(prompt.text) if prompt is not None else 0
+        if choice.index not in self.offsets:
+            skips = choice.exchange.requests[0].params.skip_special_tokens
+            detokenizer = Detokenizer(self.call.service.tokenizer, skip_special_tokens=skips, continues=True)
+            self.offsets[choice.index] = TokenOffsets(detokenizer, begin)
+        offsets = self.offsets[choice.index].take(tokens)
+        end = begin + len(choice.answer.text)
+        return [min(offset, end) for offset in offsets] if choice.answer.finished else offsets
 
 
 @router.post("/v1/completions")
@@ -79,8 +98,8 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     """Continue one or more prompts."""
     call = context(request)
     call.check_model(body.model)
-    exchanges = await open_exchanges(call, body)
-    writer, service = Writer(call, body), call.service
+    exchanges, writer = await open_call(call, body)
+    service = call.service
     if body.stream:
         events = stream_choices(service, exchanges, writer.head(), writer.write, body.stream_options)
         return EventStream(call.guard(events), call.headers())
@@ -91,23 +110,25 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     return JSON({**writer.head(), "choices": choices, "usage": usage(exchanges)}, headers=call.headers())
 
 
-async def open_exchanges(call: Context, body: CompletionRequest) -> list[Exchange]:
-    params = sampling(body)
+async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchange], Writer]:
+    """An exchange for each prompt, and what writes their answers."""
+    params = sampling(body, call.service.ready.sampling)
     await call.prepare(params)
     exchanges = []
     for prompt in body.prompts(call.service.config.max_prompts):
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority))
-    return exchanges
+        exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority or 0))
+    prompts = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
+    return exchanges, Writer(call, body, prompts)
 
 
-def sampling(body: CompletionRequest) -> SamplingParams:
+def sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParams(f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.")
     scored = body.prompt_logprobs
-    if body.echo and scored is None:
-        scored = body.logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(scored or 0, body.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return body.sampling(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+    return body.sampling(defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)

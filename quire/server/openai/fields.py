@@ -1,43 +1,58 @@
 """What requests of OpenAI's API may say, with the fields that people know from vLLM beside them.
 
-A field that is not here is refused by name. The last ones of `SamplingFields`, from `user` on, say something about the
-request but do not change the answer; they are taken and left alone.
+A field that is not here is refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
+from quire.server.body import Body
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Ids = list[StrictInt]
 STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(Body):
+    """`include_obfuscation` would add random characters beside the answer to hide its length; quire sends none."""
 
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
-    include_obfuscation: Literal[False] = False
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+    include_obfuscation: StrictBool | None = None
 
 
-class SamplingFields(BaseModel):
+class NoEffectFields(Body):
+    """What clients say about a request that does not change its answer. It is taken and left alone."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: StrictBool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+NO_EFFECT = tuple(NoEffectFields.model_fields)
+
+
+class SamplingFields(NoEffectFields):
     """What completions and chat completions share."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
     model: str | None = None
-    n: StrictInt | None = 1
+    n: StrictInt | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     max_tokens: StrictInt | None = None
     stop: str | list[str] | None = None
-    stream: StrictBool | None = False
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     seed: StrictInt | None = None
     presence_penalty: Number | None = None
@@ -56,23 +71,16 @@ class SamplingFields(BaseModel):
     bad_words: list[str] | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
-    priority: StrictInt = 0
+    priority: StrictInt | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: StrictBool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The parameters as the engine knows them; `more` are those that differ between APIs."""
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The parameters as the engine knows them: the model's `defaults`, what the request says, and `more`, which
+        differs between APIs."""
         given: dict[str, Any] = {
             name: value
             for name in (
@@ -88,7 +96,7 @@ class SamplingFields(BaseModel):
             given["logit_bias"] = {token_id("logit_bias", key): value for key, value in self.logit_bias.items()}
         if (structured := self.structure()) is not None:
             given["structured_outputs"] = structured
-        return SamplingParams.of({**given, **more})
+        return SamplingParams.of({**defaults, **given, **more})
 
     def structure(self) -> dict[str, Any] | None:
         """The shape that the answer must have, if one is asked for."""
@@ -104,7 +112,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions"""
 
     prompt: str | list[str] | Ids | list[Ids]
-    echo: StrictBool | None = False
+    echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     best_of: StrictInt | None = None
     suffix: None = None
@@ -123,9 +131,7 @@ class CompletionRequest(SamplingFields):
         return list(prompt)
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
     value: dict[str, Any] | None = None  # how Hugging Face's client sends a schema, as a json_object
@@ -145,7 +151,7 @@ class ChatRequest(SamplingFields):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: StrictInt | None = None
-    logprobs: StrictBool | None = False
+    logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None

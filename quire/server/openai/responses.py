@@ -59,8 +59,8 @@ async def prepare(call: Context, body: ResponsesRequest, shelf: Shelf) -> Answer
         choice=choice,
         structure=body.text_format().structure(),
     )
-    params = body.sampling(**inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority)
+    params = body.sampling(call.service.ready.sampling, **inquiry.demands(call.service))
+    exchange = await inquiry.open(call, params, body.priority or 0)
     draft = Draft(new_document(call, body, tools, params))
     record = Record(draft, items, log=[] if body.background and body.stream else None)
     return Answering(

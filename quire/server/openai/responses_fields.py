@@ -5,13 +5,15 @@ Input is read into items of three kinds, whatever short form they came in; `resp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
-from quire.server.openai.fields import Number
+from quire.server.body import Body
+from quire.server.openai.fields import NoEffectFields, Number
 
 MAX_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -19,16 +21,12 @@ LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class InputText(Fields):
+class InputText(Body):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Fields):
+class OutputText(Body):
     """What an earlier response said, with what stood beside it."""
 
     type: Literal["output_text"]
@@ -47,7 +45,7 @@ def as_parts(value: Any) -> Any:
 Parts = Annotated[list[TextPart], BeforeValidator(as_parts, json_schema_input_type=str | list[TextPart])]
 
 
-class MessageItem(Fields):
+class MessageItem(Body):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
@@ -56,7 +54,7 @@ class MessageItem(Fields):
     phase: str | None = None
 
 
-class CallItem(Fields):
+class CallItem(Body):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
@@ -67,7 +65,7 @@ class CallItem(Fields):
     status: Status | None = None
 
 
-class CallOutputItem(Fields):
+class CallOutputItem(Body):
     """What a call came to."""
 
     type: Literal["function_call_output"]
@@ -89,7 +87,7 @@ def as_items(value: Any) -> Any:
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
-class TextFormat(Fields):
+class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -109,17 +107,17 @@ class TextFormat(Fields):
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
-class TextOptions(Fields):
+class TextOptions(Body):
     format: TextFormat | None = None
     verbosity: None = None
 
 
-class ResponseStreamOptions(Fields):
-    include_obfuscation: Literal[False] | None = None
+class ResponseStreamOptions(Body):
+    include_obfuscation: StrictBool | None = None  # as in StreamOptions
 
 
-class ResponsesRequest(Fields):
-    """POST /v1/responses. After OpenAI's fields come those that other routes take too, then what changes nothing."""
+class ResponsesRequest(NoEffectFields):
+    """POST /v1/responses. After OpenAI's fields come those that other routes take too."""
 
     input: Annotated[list[InputItem], BeforeValidator(as_items, json_schema_input_type=str | list[InputItem])]
     model: str | None = None
@@ -136,9 +134,9 @@ class ResponsesRequest(Fields):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     stream: StrictBool | None = None
     stream_options: ResponseStreamOptions | None = None
-    store: StrictBool | None = None
+    store: StrictBool | None = None  # has an effect here: the response can be fetched later
+    metadata: dict[str, str] | None = None  # comes back with the response
     background: StrictBool | None = None
-    metadata: dict[str, str] | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: None = None
     prompt: None = None
@@ -154,14 +152,7 @@ class ResponsesRequest(Fields):
     stop: str | list[str] | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
-    priority: StrictInt = 0
-
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    priority: StrictInt | None = None
 
     @property
     def stored(self) -> bool:
@@ -183,8 +174,9 @@ class ResponsesRequest(Fields):
         if self.top_logprobs and not self.with_logprobs:
             raise InvalidParams(f"top_logprobs needs include to hold {LOGPROBS!r}.")
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The parameters as the engine knows them; `more` are those that tools and formats ask for."""
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The parameters as the engine knows them: the model's `defaults`, what the request says, and `more`, which
+        tools and formats ask for."""
         given: dict[str, Any] = {
             name: value
             for name in (
@@ -195,4 +187,4 @@ class ResponsesRequest(Fields):
         }  # fmt: skip
         if self.with_logprobs:
             given["logprobs"] = self.top_logprobs or 0
-        return SamplingParams.of({**given, "max_tokens": self.max_output_tokens, **more})
+        return SamplingParams.of({**defaults, **given, "max_tokens": self.max_output_tokens, **more})

@@ -81,7 +81,7 @@ class Answering:
                 shelf.settle(record)
 
     def _logprobs(self, positions: Sequence[PositionLogprobs]) -> list[Document]:
-        return chat_logprobs(positions, self.num_top)["content"] if positions else []
+        return chat_logprobs(positions, self.num_top, self.service.tokenizer)["content"] if positions else []
 
 
 async def stop(record: Record) -> None:

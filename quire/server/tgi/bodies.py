@@ -102,7 +102,7 @@ class Writer:
         return {"id": token, "text": text, "logprob": one.logprob, "special": special}
 
     def _spell(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._tokenizer.token_text(token)
 
     def _summary(self, answer: CompletionOutput) -> Document:
         request = self._exchange.requests[answer.index]

@@ -4,12 +4,14 @@ answer and that quire does not have (typical_p, watermark, adapter_id).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import MAX_STOP_STRINGS, SamplingParams
 from quire.errors import InvalidField, PromptTooLong
+from quire.server.body import Body
 
 DEFAULT_NEW_TOKENS = 100
 MAX_BEST_OF = 16
@@ -20,10 +22,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[StrictInt, Field(ge=1)]
 
 
-class Grammar(BaseModel):
+class Grammar(Body):
     """The shape of the answer. The value of json_schema has a name beside its schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["json", "regex", "json_schema"]
     value: Any
@@ -39,10 +39,8 @@ class Grammar(BaseModel):
         return {"json": self.value["schema"]}
 
 
-class Parameters(BaseModel):
+class Parameters(Body):
     """How to generate, and what to report."""
-
-    model_config = ConfigDict(extra="forbid")
 
     best_of: Annotated[StrictInt, Field(ge=1, le=MAX_BEST_OF)] | None = None
     decoder_input_details: StrictBool | None = None
@@ -93,8 +91,9 @@ class Parameters(BaseModel):
         if self.decoder_input_details and stream:
             raise refusal("decoder_input_details", "a stream has no place for the prompt's tokens; leave it out")
 
-    def sampling(self, *, stream: bool, room: int) -> SamplingParams:
-        """The parameters as the engine knows them. `room`: the tokens that the context has left for an answer.
+    def sampling(self, defaults: Mapping[str, Any], *, stream: bool, room: int) -> SamplingParams:
+        """The parameters as the engine knows them: the model's `defaults`, and what the request says. `room`: the
+        tokens that the context has left for an answer.
 
         An answer of TGI's ends with the stop sequence that ended it. Unless max_new_tokens is given, an answer has 100
         tokens, or as many as there is room for.
@@ -105,27 +104,27 @@ class Parameters(BaseModel):
                 f"{room:,} tokens; lower it."
             )
         scored = stream or self.wants_details or self.num_answers > 1
-        return SamplingParams(
-            n=self.num_answers,
-            temperature=(self.temperature or 1.0) if self.samples else 0.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            max_tokens=self.max_new_tokens or min(DEFAULT_NEW_TOKENS, max(1, room)),
-            stop=self.stop or (),
-            include_stop_str_in_output=bool(self.stop),
-            seed=self.seed,
-            logprobs=(self.top_n_tokens or 0) if scored else None,
-            prompt_logprobs=0 if self.decoder_input_details else None,
-            structured_outputs=self.grammar.structure() if self.grammar else None,  # type: ignore[arg-type]
+        names = ("temperature", "top_k", "top_p", "frequency_penalty", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams.of(
+            {
+                **defaults,
+                **given,
+                **({} if self.samples else {"temperature": 0.0}),
+                "n": self.num_answers,
+                "max_tokens": self.max_new_tokens or min(DEFAULT_NEW_TOKENS, max(1, room)),
+                "stop": self.stop or (),
+                "include_stop_str_in_output": bool(self.stop),
+                "seed": self.seed,
+                "logprobs": (self.top_n_tokens or 0) if scored else None,
+                "prompt_logprobs": 0 if self.decoder_input_details else None,
+                "structured_outputs": self.grammar.structure() if self.grammar else None,
+            }
         )
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Body):
     """POST /generate and /generate_stream"""
-
-    model_config = ConfigDict(extra="forbid")
 
     inputs: str
     parameters: Parameters = Field(default_factory=Parameters)
@@ -134,7 +133,7 @@ class GenerateRequest(BaseModel):
 class AnyRequest(GenerateRequest):
     """POST /, where a field says whether to stream."""
 
-    stream: StrictBool | None = False
+    stream: StrictBool | None = None
 
 
 def refusal(name: str, reason: str) -> InvalidField:

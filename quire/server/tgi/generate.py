@@ -67,7 +67,7 @@ async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -
     tokens = await service.encode(body.inputs)
     if parameters.truncate is not None:
         tokens = tokens[-parameters.truncate :]
-    params = parameters.sampling(stream=stream, room=service.ready.max_len - len(tokens))
+    params = parameters.sampling(service.ready.sampling, stream=stream, room=service.ready.max_len - len(tokens))
     await call.prepare(params)
     prompt = {"prompt": body.inputs, "prompt_token_ids": tokens}
     return await service.open(prompt, params, call.caller, call.new_id())
