@@ -35,18 +35,20 @@ class Conversation(BaseModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    async def write(self, call: Context) -> dict[str, Any]:
-        """The prompt that a chat completion would make of it: its text, and its tokens."""
+    async def render(self, call: Context) -> str:
+        """The prompt that a chat completion would make of it."""
         if self.messages is None:
             raise InvalidField("messages is missing; it is required.", "messages")
         tools = read_tools(self.tools)
-        inquiry = Inquiry(messages=self.messages, tools=tools, choice=read_choice(None, tools, None))
-        return await inquiry.write(
-            call.service,
+        inquiry = Inquiry(
+            messages=self.messages,
+            tools=tools,
+            choice=read_choice(None, tools, None),
             template=self.chat_template,
-            open_turn=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False,
             extra=self.chat_template_kwargs,
         )
+        return await (await inquiry.prepare(call.service)).render()
 
 
 class TokenizeRequest(Conversation):
@@ -92,7 +94,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if body.inputs is not None:
         with_special = body.add_special_tokens is not False
         return JSON(await spans(call.service.tokenizer, body.inputs, add_special_tokens=with_special))
-    text = (await body.write(call))["prompt"] if body.prompt is None else body.prompt
+    text = await body.render(call) if body.prompt is None else body.prompt
     with_special = form == "prompt" if body.add_special_tokens is None else body.add_special_tokens
     tokens = await call.service.encode(text, add_special_tokens=with_special)
     names = await asyncio.to_thread(spell, call.service.tokenizer, tokens) if body.return_token_strs else None
@@ -124,4 +126,4 @@ async def apply_template(request: Request, body: Conversation) -> Response:
     """A conversation as the text that the model's chat template makes of it."""
     call = context(request)
     call.check_model(body.model)
-    return JSON({"prompt": (await body.write(call))["prompt"]})
+    return JSON({"prompt": await body.render(call)})

@@ -79,16 +79,22 @@ class Tokenizer:
         `add_special_tokens` puts the begin token in front where the model wants one; a rendered chat template already
         has it.
         """
-        _check_text(text)
-        token_ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return token_ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, on all cores."""
+        """Token ids of several texts, on all cores. Other threads run meanwhile: this call releases the GIL, the one
+        for a single text does not.
+        """
         for text in texts:
             _check_text(text)
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encoded]
+
+    def encode_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """Each token of a text: its id, and the characters of the text that it stands for, from start to stop."""
+        _check_text(text)
+        (encoded,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return [(token, *span) for token, span in zip(encoded.ids, encoded.offsets, strict=True)]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a sequence; bytes that are not UTF-8 become U+FFFD."""

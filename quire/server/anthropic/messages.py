@@ -72,15 +72,15 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
     """How many tokens a prompt has, its tools with it."""
     call = context(request)
     call.check_model(body.model)
-    prompt = await make_inquiry(body).write(call.service)
-    return JSON({"input_tokens": len(prompt["prompt_token_ids"])}, headers=headers_of(call))
+    prompt = await make_inquiry(body).prepare(call.service)
+    tokens = await call.service.encode(await prompt.render(), add_special_tokens=False)
+    return JSON({"input_tokens": len(tokens)}, headers=headers_of(call))
 
 
 async def prepare(call: Context, body: MessagesRequest) -> Answering:
-    inquiry = make_inquiry(body)
-    params = body.sampling(**inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority)
-    return Answering(call.service, exchange, inquiry.parser(call.service), Draft(call.service.model, exchange))
+    prompt = await make_inquiry(body).prepare(call.service)
+    exchange = await prompt.open(call, body.sampling(**prompt.demands()), body.priority)
+    return Answering(call.service, exchange, prompt.parser(), Draft(call.service.model, exchange))
 
 
 def headers_of(call: Context) -> dict[str, str]:

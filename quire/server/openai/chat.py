@@ -140,9 +140,9 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     """Answer a conversation."""
     call = context(request)
     call.check_model(body.model)
-    inquiry = read_inquiry(body)
-    exchange = await open_exchange(call, body, inquiry)
-    readings = [Reading(inquiry.parser(call.service)) for _ in exchange.requests]
+    prompt = await read_inquiry(body).prepare(call.service)
+    exchange = await prompt.open(call, sampling(body, prompt.demands()), body.priority)
+    readings = [Reading(prompt.parser()) for _ in exchange.requests]
     writer, service = Writer(call, body, readings), call.service
     if body.stream:
         head = writer.head("chat.completion.chunk")
@@ -168,21 +168,15 @@ async def follow(service: Service, exchange: Exchange, choices: Sequence[Choice]
 def read_inquiry(body: ChatRequest) -> Inquiry:
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools, body.parallel_tool_calls)
-    return Inquiry(messages=body.messages, tools=tools, choice=choice, structure=body.structure())
-
-
-async def open_exchange(call: Context, body: ChatRequest, inquiry: Inquiry) -> Exchange:
-    demands = inquiry.demands(call.service)
-    params = sampling(body, demands)
-    await call.prepare(params)
-    prompt = await inquiry.write(
-        call.service,
+    return Inquiry(
+        messages=body.messages,
+        tools=tools,
+        choice=choice,
+        structure=body.structure(),
         template=body.chat_template,
-        open_turn=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
         extra=body.chat_template_kwargs,
     )
-    kept = inquiry.kept(call.service)
-    return await call.service.open(prompt, params, call.caller, call.new_id(), body.priority, kept)
 
 
 def sampling(body: ChatRequest, demands: Mapping[str, Any]) -> SamplingParams:

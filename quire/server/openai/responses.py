@@ -59,14 +59,15 @@ async def prepare(call: Context, body: ResponsesRequest, shelf: Shelf) -> Answer
         choice=choice,
         structure=body.text_format().structure(),
     )
-    params = body.sampling(**inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority)
+    prompt = await inquiry.prepare(call.service)
+    params = body.sampling(**prompt.demands())
+    exchange = await prompt.open(call, params, body.priority)
     draft = Draft(new_document(call, body, tools, params))
     record = Record(draft, items, log=[] if body.background and body.stream else None)
     return Answering(
         call.service,
         exchange,
-        inquiry.parser(call.service),
+        prompt.parser(),
         record,
         shelf if body.stored else None,
         num_top=body.top_logprobs or 0,

@@ -64,9 +64,10 @@ async def answer_stream(request: Request, body: GenerateRequest) -> Response:
 async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -> Exchange:
     parameters, service = body.parameters, call.service
     parameters.check(stream=stream)
-    tokens = await service.encode(body.inputs)
-    if parameters.truncate is not None:
-        tokens = tokens[-parameters.truncate :]
+    if parameters.truncate is None:
+        tokens = await service.encode_prompt(body.inputs)
+    else:
+        tokens = (await service.encode(body.inputs))[-parameters.truncate :]
     params = parameters.sampling(stream=stream, room=service.ready.max_len - len(tokens))
     await call.prepare(params)
     prompt = {"prompt": body.inputs, "prompt_token_ids": tokens}
