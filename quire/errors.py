@@ -31,6 +31,9 @@ can cause is raised from here.
         ├── NotReady              503   the model is still being loaded, or again
         ├── DeadlineExceeded      504
         ├── BodyTooLarge          413
+        ├── HeadersTooLarge       431
+        ├── RequestTimeout        408   the client did not send all of its request in time
+        ├── TooManyConnections    503
         ├── ResponseNotFound      404   a stored response that never was, or is gone
         └── Unauthorized          401
 """
@@ -51,6 +54,7 @@ __all__ = [
     "EmptyPrompt",
     "EngineClosed",
     "EngineError",
+    "HeadersTooLarge",
     "InvalidField",
     "InvalidParams",
     "InvalidRequest",
@@ -62,10 +66,12 @@ __all__ = [
     "PromptTooLong",
     "PullError",
     "QuireError",
+    "RequestTimeout",
     "ResponseNotFound",
     "ServerError",
     "ShuttingDown",
     "TemplateError",
+    "TooManyConnections",
     "Unauthorized",
     "UnknownField",
     "UnsupportedModel",
@@ -221,6 +227,22 @@ class BodyTooLarge(ServerError):
     """The request has more bytes than the server reads."""
 
     status = 413
+
+
+class HeadersTooLarge(ServerError):
+    """The request's headers have more bytes than the server reads."""
+
+    status = 431
+
+
+class RequestTimeout(ServerError):
+    """The client took too long to send its request."""
+
+    status = 408
+
+
+class TooManyConnections(ServerError):
+    """No file descriptors are left for another connection."""
 
 
 class ResponseNotFound(ServerError):

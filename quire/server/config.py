@@ -23,6 +23,10 @@ class ServerConfig:
     drain_timeout: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.")
     stall_timeout: float = option(120.0, "Seconds without a sign of life after which the engine is started again.")
     max_body_bytes: int = option(4_194_304, "Longest request body; longer ones are refused (413).")
+    max_header_bytes: int = option(65_536, "Longest request line and headers; longer ones are refused (431).")
+    read_timeout: float = option(
+        60.0, "Seconds a client has to send a request's headers, and again for its body (408)."
+    )
     max_prompts: int = option(128, "Prompts in one request.")
     allow_request_templates: bool = option(False, "Let requests bring a chat template of their own.")
     log_requests: bool = option(True, "Write a line for every request, as JSON, on standard error.")
@@ -33,10 +37,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidParams(f"port is {self.port}; give a number from 0 to 65535.")
-        for name in ("max_queue_requests", "max_queue_tokens", "max_body_bytes", "max_prompts"):
+        for name in ("max_queue_requests", "max_queue_tokens", "max_body_bytes", "max_header_bytes", "max_prompts"):
             if getattr(self, name) < 1:
                 raise InvalidParams(f"{name} is {getattr(self, name)}; give a whole number of at least 1.")
-        for name in ("request_timeout", "drain_timeout", "stall_timeout"):
+        for name in ("request_timeout", "drain_timeout", "stall_timeout", "read_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidParams(f"{name} is {getattr(self, name)}; give a number of seconds above 0.")
         if (self.tls_cert is None) != (self.tls_key is None):
