@@ -41,7 +41,8 @@ can cause is raised from here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BadGrammar",
@@ -79,6 +80,36 @@ __all__ = [
 ]
 
 
+MAX_SHOWN = 100  # characters of a value in a message
+
+
+def show(value: object) -> str:
+    """A value as JSON writes it, for a message."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def kind(value: object) -> str:
+    """What JSON calls a value of this type, for a message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "an object"
+        case list() | tuple():
+            return "an array"
+    return f"a {type(value).__name__}"
+
+
 class QuireError(Exception):
     """The root: `except QuireError` catches whatever quire raises on purpose."""
 
@@ -90,17 +121,17 @@ class InvalidRequest(QuireError):
 
     status = 400
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the parameter or field that is wrong, where it is a single one
+
 
 class InvalidParams(InvalidRequest, ValueError):
     """A parameter's value is outside what it may be."""
 
 
 class InvalidField(InvalidRequest):
-    """A field of an HTTP request that cannot be read as what it should be; `param` is its name."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+    """A field of an HTTP request that cannot be read as what it should be."""
 
 
 class UnknownField(InvalidRequest, TypeError):

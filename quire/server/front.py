@@ -14,6 +14,7 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge, NotReady, QuireError, RequestTimeout, Unauthorized
@@ -37,13 +38,23 @@ class Front:
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: Keys, metrics: Metrics) -> None:
         self.app = app
         self.config = config
+        self._entry: ASGIApp = self._serve
+        if config.cors_origins:
+            self._entry = CORSMiddleware(
+                self._serve,
+                allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
         self.keys = keys
         self.metrics = metrics
         self.service: Service | None = None  # None while the model is being loaded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+        await (self._entry if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = Visit(scope, send, self.config.log_requests, self.metrics)
         try:
             scope["quire"] = self._admit(scope, visit)

@@ -16,12 +16,14 @@ from quire.server.stream import JSON, while_connected
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
     """This process answers."""
     return JSON({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """New requests would be taken and computed now."""

@@ -9,12 +9,13 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt
+from pydantic import StrictBool, StrictInt
 from starlette.responses import Response
 
 from quire.errors import InvalidField
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.fields import Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
 from quire.text.tokenizer import Tokenizer
@@ -23,10 +24,8 @@ from quire.text.tools import read_choice, read_tools
 router = APIRouter()
 
 
-class Conversation(BaseModel):
+class Conversation(Fields):
     """What a chat template is given."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -71,9 +70,7 @@ class TokenizeRequest(Conversation):
         return forms[0]
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
+class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: list[StrictInt]
 

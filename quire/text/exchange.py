@@ -16,7 +16,7 @@ from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, Requ
 from quire.core.params import SamplingParams
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
-from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
 from quire.text.detokenizer import Detokenizer
 from quire.text.grammar import Grammars
 from quire.text.length_bound import LengthBound
@@ -114,7 +114,7 @@ class Exchange:
             return
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
-        answer.error = detail.message or None
+        answer.error, answer.refused = detail.message or None, detail.refused
         if answer.index == 0:  # other samples may have computed the prompt as well
             for scored in detail.prompt_logprobs or ():
                 assert self.output.prompt_logprobs is not None
@@ -222,7 +222,7 @@ class Intake:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
-            raise InvalidParams(f"A prompt is a string or a dict with 'prompt_token_ids', not {type(prompt).__name__}.")
+            raise InvalidParams(f"A prompt is a string or an object with prompt_token_ids, not {kind(prompt)}.")
         UnknownField.check("A prompt", prompt, ("prompt", "prompt_token_ids"))
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -244,14 +244,15 @@ class Intake:
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLong(
                 f"The prompt has {len(tokens):,} tokens and max_tokens is {params.max_tokens:,}, together more than "
-                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it None."
+                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it out.",
+                "max_tokens",
             )
 
     def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise InvalidParams(
-                    f"{name} holds {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}."
+                    f"{name} holds {show(token)}; token ids are whole numbers from 0 to {self.vocab_size - 1}.", name
                 )
 
     def _choose_seed(self, params: SamplingParams, number: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, kind
 from quire.text.directory import read_directory
 from quire.text.end_tokens import known_end_ids
 from quire.text.gguf_vocab import build_backend, read_vocabulary
@@ -123,7 +123,7 @@ def _id_of(backend: Backend, token: str | None) -> int | None:
 
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
-        raise InvalidParams(f"A text to tokenize is {type(text).__name__}; give a str.")
+        raise InvalidParams(f"A text to tokenize is {kind(text)}; give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
+from quire.server.fields import Fields
 from quire.server.openai.fields import Number
-
-
-class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class TextBlock(Fields):
@@ -47,7 +44,7 @@ class ToolResultBlock(Fields):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = []
+    content: Texts = Field(default_factory=list)
     is_error: StrictBool | None = None
     cache_control: dict[str, Any] | None = None
 

@@ -181,9 +181,11 @@ def read_inquiry(body: ChatRequest) -> Inquiry:
 
 def sampling(body: ChatRequest, demands: Mapping[str, Any]) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidParams("top_logprobs needs logprobs to be true.")
+        raise InvalidParams("top_logprobs needs logprobs to be true.", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidParams(f"top_logprobs is {body.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+        raise InvalidParams(
+            f"top_logprobs is {body.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "top_logprobs"
+        )
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidParams("max_tokens and max_completion_tokens differ; give max_completion_tokens alone.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -94,18 +94,23 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 async def open_exchanges(call: Context, body: CompletionRequest) -> list[Exchange]:
     params = sampling(body)
     await call.prepare(params)
+    prompts, gate = body.prompts(call.service.config.max_prompts), call.service.gate
+    gate.check(len(prompts) * params.n, 0)
     exchanges = []
-    for prompt in body.prompts(call.service.config.max_prompts):
+    for prompt in prompts:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority))
+    gate.check(len(prompts) * params.n, sum(len(exchange.output.prompt_token_ids) for exchange in exchanges))
     return exchanges
 
 
 def sampling(body: CompletionRequest) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
-        raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+        raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParams(f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.")
+        raise InvalidParams(
+            f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.", "best_of"
+        )
     scored = body.prompt_logprobs
     if body.echo and scored is None:
         scored = body.logprobs

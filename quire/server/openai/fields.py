@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
+from quire.server.fields import Fields
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Ids = list[StrictInt]
 STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class StreamOptions(Fields):
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
     include_obfuscation: Literal[False] = False
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Fields):
     """What completions and chat completions share."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
     n: StrictInt | None = 1
@@ -115,17 +112,15 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise InvalidParams("prompt is an empty list; give at least one prompt.")
+            raise InvalidParams("prompt is an empty list; give at least one prompt.", "prompt")
         if isinstance(prompt[0], int):
             return [prompt]
         if len(prompt) > most:
-            raise InvalidParams(f"prompt holds {len(prompt)} prompts; give at most {most} in one request.")
+            raise InvalidParams(f"prompt holds {len(prompt)} prompts; give at most {most} in one request.", "prompt")
         return list(prompt)
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
     value: dict[str, Any] | None = None  # how Hugging Face's client sends a schema, as a json_object
@@ -136,7 +131,10 @@ class ResponseFormat(BaseModel):
         if self.type == "json_object":
             return {"json_object": True} if self.value is None else {"json": self.value}
         if not self.json_schema or "schema" not in self.json_schema:
-            raise InvalidParams("response_format.json_schema.schema is missing; give the schema there.")
+            raise InvalidParams(
+                "response_format.json_schema.schema is missing; give the schema there.",
+                "response_format.json_schema.schema",
+            )
         return {"json": self.json_schema["schema"]}
 
 
@@ -166,5 +164,5 @@ class ChatRequest(SamplingFields):
 
 def token_id(name: str, key: str) -> int:
     if not key.isdecimal():
-        raise InvalidParams(f"{name} has the key {key!r}; keys are token ids.")
+        raise InvalidParams(f"{name} has the key {show(key)}; keys are token ids.", name)
     return int(key)

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
+from quire.server.fields import Fields
 from quire.server.openai.fields import Number
 
 MAX_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
 
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class InputText(Fields):
@@ -102,7 +99,7 @@ class TextFormat(Fields):
         if self.type == "json_object":
             return {"json_object": True}
         if self.schema_ is None or self.name is None:
-            raise InvalidParams("text.format needs a name and a schema when its type is json_schema.")
+            raise InvalidParams("text.format needs a name and a schema when its type is json_schema.", "text.format")
         return {"json": self.schema_}
 
     def document(self) -> dict[str, Any]:
@@ -177,11 +174,15 @@ class ResponsesRequest(Fields):
     def check(self) -> None:
         """Fields that do not go together."""
         if self.background and not self.stored:
-            raise InvalidParams("background needs store: a response that is not stored could never be fetched.")
+            raise InvalidParams(
+                "background needs store: a response that is not stored could never be fetched.", "background"
+            )
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise InvalidParams(f"top_logprobs is {self.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+            raise InvalidParams(
+                f"top_logprobs is {self.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "top_logprobs"
+            )
         if self.top_logprobs and not self.with_logprobs:
-            raise InvalidParams(f"top_logprobs needs include to hold {LOGPROBS!r}.")
+            raise InvalidParams(f"top_logprobs needs include to hold {show(LOGPROBS)}.", "top_logprobs")
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The parameters as the engine knows them; `more` are those that tools and formats ask for."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
 from quire.server.context import context
 from quire.server.openai.responses_running import stop
 from quire.server.openai.responses_store import ResponseStore, Shelf
@@ -63,7 +63,7 @@ async def list_input_items(
     if after is not None:
         place = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise InvalidParams(f"after is {after!r}, which is no item of this response.")
+            raise InvalidParams(f"after is {show(after)}, which is no item of this response.", "after")
         items = items[place + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}

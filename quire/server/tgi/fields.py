@@ -6,24 +6,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import MAX_STOP_STRINGS, SamplingParams
 from quire.errors import InvalidField, PromptTooLong
+from quire.server.fields import Fields
 
 DEFAULT_NEW_TOKENS = 100
 MAX_BEST_OF = 16
 MAX_TOP_TOKENS = 20
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 
 
-class Grammar(BaseModel):
+class Grammar(Fields):
     """The shape of the answer. The value of json_schema has a name beside its schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["json", "regex", "json_schema"]
     value: Any
@@ -39,10 +38,8 @@ class Grammar(BaseModel):
         return {"json": self.value["schema"]}
 
 
-class Parameters(BaseModel):
+class Parameters(Fields):
     """How to generate, and what to report."""
-
-    model_config = ConfigDict(extra="forbid")
 
     best_of: Annotated[StrictInt, Field(ge=1, le=MAX_BEST_OF)] | None = None
     decoder_input_details: StrictBool | None = None
@@ -122,10 +119,8 @@ class Parameters(BaseModel):
         )
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Fields):
     """POST /generate and /generate_stream"""
-
-    model_config = ConfigDict(extra="forbid")
 
     inputs: str
     parameters: Parameters = Field(default_factory=Parameters)
