@@ -15,6 +15,7 @@ from starlette.responses import Response
 from quire.errors import InvalidField
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import PromptText, Tokens, TokenSpan, answers
 from quire.server.fields import Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
@@ -82,7 +83,7 @@ FORMS: dict[str, frozenset[str]] = {
 }
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers(Tokens | list[TokenSpan]))
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The tokens of a text or a conversation."""
     call = context(request)
@@ -109,7 +110,7 @@ def spell(tokenizer: Tokenizer, tokens: list[int]) -> list[str | None]:
     return [tokenizer.id_to_token(token) for token in tokens]
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answers(PromptText))
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of tokens, special ones included."""
     call = context(request)
@@ -118,7 +119,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return JSON({"prompt": text})
 
 
-@router.post("/apply-template")
+@router.post("/apply-template", responses=answers(PromptText))
 async def apply_template(request: Request, body: Conversation) -> Response:
     """A conversation as the text that the model's chat template makes of it."""
     call = context(request)

@@ -15,6 +15,7 @@ from quire.server.anthropic.fields import CountRequest, MessagesRequest
 from quire.server.anthropic.inquiries import make_inquiry
 from quire.server.context import Context, context
 from quire.server.conversation import narrate
+from quire.server.documents import AnthropicError, AnthropicMessage, TokenCount, answers
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
 from quire.text.exchange import Exchange
@@ -55,7 +56,7 @@ class Answering:
                 pass
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=answers(AnthropicMessage, error=AnthropicError, stream=True))
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
     call = context(request)
@@ -67,7 +68,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     return JSON(answering.draft.document, headers=headers_of(call))
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=answers(TokenCount, error=AnthropicError))
 async def count_tokens(request: Request, body: CountRequest) -> Response:
     """How many tokens a prompt has, its tools with it."""
     call = context(request)

@@ -13,6 +13,7 @@ from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import ChatCompletion, answers
 from quire.server.openai.bodies import chat_logprobs, finish_reason, prompt_logprobs, usage
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import ChatRequest
@@ -135,7 +136,7 @@ def piece(events: Sequence[Event]) -> Document:
     return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, stream=True))
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     call = context(request)

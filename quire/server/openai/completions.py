@@ -11,6 +11,7 @@ from starlette.responses import Response
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
+from quire.server.documents import Completion, answers
 from quire.server.openai.bodies import completion_logprobs, finish_reason, prompt_logprobs, usage
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import CompletionRequest
@@ -74,7 +75,7 @@ class Writer:
         return completion_logprobs(positions, self.body.logprobs, position)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, stream=True))
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
     call = context(request)

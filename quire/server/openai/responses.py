@@ -11,6 +11,7 @@ from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import ResponseDocument, answers
 from quire.server.openai.responses_draft import Draft
 from quire.server.openai.responses_fields import ResponsesRequest
 from quire.server.openai.responses_items import as_document, as_messages, new_id
@@ -25,7 +26,7 @@ Document = dict[str, Any]
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=answers(ResponseDocument, stream=True))
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation, or go on with one."""
     call = context(request)

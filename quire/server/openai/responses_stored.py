@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidParams, show
 from quire.server.context import context
+from quire.server.documents import DeletedResponse, ItemList, ResponseDocument, answers
 from quire.server.openai.responses_running import stop
 from quire.server.openai.responses_store import ResponseStore, Shelf
 from quire.server.stream import JSON, EventStream
@@ -16,7 +17,7 @@ from quire.server.stream import JSON, EventStream
 router = APIRouter()
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument, stream=True))
 async def fetch_response(
     request: Request, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
 ) -> Response:
@@ -29,7 +30,7 @@ async def fetch_response(
     return EventStream(record.follow(0 if starting_after is None else starting_after + 1))
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseDocument))
 async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that runs in the background; one that has ended stays as it is."""
     record = shelf_of(request).find(response_id)
@@ -39,7 +40,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return JSON(record.draft.document)
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a response; if it still runs in the background, it ends."""
     shelf = shelf_of(request)
@@ -48,7 +49,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return JSON({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList))
 async def list_input_items(
     request: Request,
     response_id: str,

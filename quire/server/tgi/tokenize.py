@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.context import context
+from quire.server.documents import TemplatedTokens, TGIError, answers
 from quire.server.openai.chat import read_inquiry
 from quire.server.openai.fields import ChatRequest
 from quire.server.stream import JSON
@@ -20,7 +21,7 @@ from quire.text.tokenizer import Tokenizer
 router = APIRouter()
 
 
-@router.post("/chat_tokenize")
+@router.post("/chat_tokenize", responses=answers(TemplatedTokens, error=TGIError))
 async def chat_tokenize(request: Request, body: ChatRequest) -> Response:
     """The body of a chat completion as the text and the tokens that the model would see."""
     call = context(request)
