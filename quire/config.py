@@ -1,7 +1,7 @@
 """EngineConfig: what an engine is built with. The command line's flags are generated from its fields.
 
 Only the assembler (`engine/engine.py`) and the entry points read it; everything below is handed plain values. This is
-also the only reader of environment variables: see `cache_dir` and `onednn_max_isa`.
+also the only reader of environment variables: see `cache_dir`, `onednn_max_isa` and `api_key`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,18 @@ def onednn_max_isa() -> str | None:
     return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or None
 
 
-def option(default: Any, text: str) -> Any:
-    """A field that becomes a command line flag with `text` as its help."""
-    return field(default=default, metadata={"help": text})
+def api_key() -> str | None:
+    """The key that clients of a server must send: $QUIRE_API_KEY. A command line shows in the list of processes."""
+    return os.environ.get("QUIRE_API_KEY") or None
+
+
+def option(default: Any, text: str, metavar: str | None = None) -> Any:
+    """A field that becomes a command line flag with `text` as its help.
+
+    `metavar` is what the help calls the value: N for a whole number, X for another one and the last word of the field's
+    name for a text, if not given.
+    """
+    return field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +85,11 @@ class EngineConfig:
     )
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
-    kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.")
+    kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.", "GIB")
     swap_memory: float | None = option(
-        None, "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set."
+        None,
+        "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set.",
+        "GIB",
     )
     prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests that begin the same way.")
     batching: Literal["continuous", "static", "dynamic", "ratio"] = option(
@@ -90,9 +101,11 @@ class EngineConfig:
     batch_size: int | None = option(
         None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
     )
-    batch_wait: float | None = option(None, "Dynamic batching: seconds to wait for a batch to fill; 0.05 if not set.")
+    batch_wait: float | None = option(
+        None, "Dynamic batching: seconds to wait for a batch to fill; 0.05 if not set.", "SECONDS"
+    )
     waiting_served_ratio: float | None = option(
-        None, "Batching by ratio: waiting requests for each running one at which they join; 0.3 if not set."
+        None, "Batching by ratio: waiting requests for each running one at which they join; 0.3 if not set.", "RATIO"
     )
     max_waiting_tokens: int | None = option(
         None,
@@ -103,6 +116,7 @@ class EngineConfig:
         "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
         "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target. If not set, a "
         "server's is 25 on a GPU and 50 on a CPU, and offline there is none.",
+        "MS",
     )
     threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")

@@ -31,6 +31,9 @@ can cause is raised from here.
         ├── NotReady              503   the model is still being loaded, or again
         ├── DeadlineExceeded      504
         ├── BodyTooLarge          413
+        ├── HeadersTooLarge       431
+        ├── RequestTimeout        408   the client did not send all of its request in time
+        ├── TooManyConnections    503
         ├── ResponseNotFound      404   a stored response that never was, or is gone
         └── Unauthorized          401
 """
@@ -38,7 +41,8 @@ can cause is raised from here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BadGrammar",
@@ -51,6 +55,7 @@ __all__ = [
     "EmptyPrompt",
     "EngineClosed",
     "EngineError",
+    "HeadersTooLarge",
     "InvalidField",
     "InvalidParams",
     "InvalidRequest",
@@ -62,15 +67,47 @@ __all__ = [
     "PromptTooLong",
     "PullError",
     "QuireError",
+    "RequestTimeout",
     "ResponseNotFound",
     "ServerError",
     "ShuttingDown",
     "TemplateError",
+    "TooManyConnections",
     "Unauthorized",
     "UnknownField",
     "UnsupportedModel",
     "WeightMismatch",
 ]
+
+
+MAX_SHOWN = 100  # characters of a value in a message
+
+
+def show(value: object) -> str:
+    """A value as JSON writes it, for a message."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def kind(value: object) -> str:
+    """What JSON calls a value of this type, for a message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "an object"
+        case list() | tuple():
+            return "an array"
+    return f"a {type(value).__name__}"
 
 
 class QuireError(Exception):
@@ -84,17 +121,17 @@ class InvalidRequest(QuireError):
 
     status = 400
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the parameter or field that is wrong, where it is a single one
+
 
 class InvalidParams(InvalidRequest, ValueError):
     """A parameter's value is outside what it may be."""
 
 
 class InvalidField(InvalidRequest):
-    """A field of an HTTP request that cannot be read as what it should be; `param` is its name."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+    """A field of an HTTP request that cannot be read as what it should be."""
 
 
 class UnknownField(InvalidRequest, TypeError):
@@ -221,6 +258,22 @@ class BodyTooLarge(ServerError):
     """The request has more bytes than the server reads."""
 
     status = 413
+
+
+class HeadersTooLarge(ServerError):
+    """The request's headers have more bytes than the server reads."""
+
+    status = 431
+
+
+class RequestTimeout(ServerError):
+    """The client took too long to send its request."""
+
+    status = 408
+
+
+class TooManyConnections(ServerError):
+    """No file descriptors are left for another connection."""
 
 
 class ResponseNotFound(ServerError):

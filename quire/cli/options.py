@@ -39,6 +39,8 @@ def add_fields(parser: argparse.ArgumentParser, title: str, config: type, *, wit
             continue
         text = field.metadata["help"].replace("%", "%%")
         shape = _shape(hints[field.name], text, field.default)
+        if "type" in shape:
+            shape["metavar"] = field.metadata["metavar"] or _metavar(field.name, shape["type"])
         group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **shape)
 
 
@@ -50,8 +52,12 @@ def _shape(hint: Any, text: str, default: Any) -> dict[str, Any]:
         return {"choices": get_args(hint), "help": f"{text} Default: %(default)s."}
     if get_origin(hint) is UnionType:
         (kind,) = (one for one in get_args(hint) if one is not NoneType)
-        return {"type": kind, "metavar": "N", "help": text}
-    return {"type": hint, "metavar": "N", "help": f"{text} Default: %(default)s."}
+        return {"type": kind, "help": text}
+    return {"type": hint, "help": f"{text} Default: %(default)s."}
+
+
+def _metavar(name: str, kind: type) -> str:
+    return {int: "N", float: "X"}.get(kind) or name.rpartition("_")[2].upper()
 
 
 def engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:

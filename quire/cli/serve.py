@@ -6,6 +6,7 @@ import argparse
 from dataclasses import fields
 
 from quire.cli.options import add_engine_options, add_fields, engine_config, say
+from quire.config import api_key
 from quire.progress import bar
 from quire.weights.store import resolve
 
@@ -21,7 +22,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve a model over HTTP."""
     from quire.server.config import ServerConfig
 
-    config = ServerConfig(**{field.name: getattr(arguments, field.name) for field in fields(ServerConfig)})
+    given = {field.name: getattr(arguments, field.name) for field in fields(ServerConfig)}
+    if arguments.api_key is None and arguments.api_key_file is None:
+        given["api_key"] = api_key()
+    config = ServerConfig(**given)
     engine = engine_config(arguments)
     with bar("fetching") as report:
         files = resolve(engine.model, progress=lambda what, done, total: report(done, total))

@@ -32,6 +32,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or the stop string that ended it
     error: str | None = None  # what went wrong, when finish_reason is "error"
+    refused: bool = False  # with an error: the request's own parameters caused it
 
     @property
     def finished(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.core.structured import StructuredOutputs as StructuredOutputs
-from quire.errors import InvalidParams, UnknownField
+from quire.errors import InvalidParams, UnknownField, show
 
 MAX_N = 256
 MAX_LOGPROBS = 1_000
@@ -86,10 +86,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._whole(name, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParams(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it.")
+            raise InvalidParams(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it.", "min_tokens"
+            )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False.")
+                raise InvalidParams(f"{name} is {show(getattr(self, name))}; give true or false.", name)
         self._freeze("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         self._freeze("bad_words", _strings("bad_words", self.bad_words, None))
         self._freeze("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -123,6 +125,12 @@ class SamplingParams:
         return bool(restricts or penalizes or self.logit_bias or self.min_tokens)
 
     @property
+    def restrictions(self) -> list[str]:
+        """The parameters that ban tokens."""
+        names = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+        return [name for name in names if getattr(self, name)]
+
+    @property
     def takes_best(self) -> bool:
         """Whether the next token is simply the one with the largest logit, and nothing more is asked about it."""
         return self.greedy and not self.changes_logits and self.logprobs is None
@@ -139,29 +147,29 @@ class SamplingParams:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or value < least or (most is not None and value > most):
             limit = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise InvalidParams(f"{name} is {value!r}; give a whole number {limit}.")
+            raise InvalidParams(f"{name} is {show(value)}; give a whole number {limit}.", name)
 
     def _number(self, name: str, least: float, most: float, *, open_below: bool = False) -> None:
         value = getattr(self, name)
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not good or value > most or value < least or (open_below and value == least):
             limit = f"above {least:g} and at most {most:g}" if open_below else f"from {least:g} to {most:g}"
-            raise InvalidParams(f"{name} is {value!r}; give a number {limit}.")
+            raise InvalidParams(f"{name} is {show(value)}; give a number {limit}.", name)
 
 
 def _strings(name: str, value: str | Sequence[str], most: int | None) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
-        raise InvalidParams(f"{name} holds {texts!r}; give texts, none of them empty.")
+        raise InvalidParams(f"{name} holds {show(texts)}; give texts, none of them empty.", name)
     if most is not None and len(texts) > most:
-        raise InvalidParams(f"{name} holds {len(texts)} texts; give at most {most}.")
+        raise InvalidParams(f"{name} holds {len(texts)} texts; give at most {most}.", name)
     return texts
 
 
 def _token_ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
     ids = tuple(value)
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= MAX_COUNT for token in ids):
-        raise InvalidParams(f"{name} holds {ids!r}; give token ids, whole numbers from 0.")
+        raise InvalidParams(f"{name} holds {show(ids)}; give token ids, whole numbers from 0.", name)
     return ids
 
 
@@ -169,5 +177,5 @@ def _bias(value: Mapping[int, float]) -> dict[int, float]:
     _token_ids("logit_bias", list(value))
     bias = {token: float(number) for token, number in value.items()}
     if not all(math.isfinite(number) and abs(number) <= 100 for number in bias.values()):
-        raise InvalidParams(f"logit_bias holds {bias!r}; give numbers from -100 to 100.")
+        raise InvalidParams(f"logit_bias holds {show(bias)}; give numbers from -100 to 100.", "logit_bias")
     return bias

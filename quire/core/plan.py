@@ -87,6 +87,7 @@ class Detail:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int | None = None  # with the last update: prompt tokens that were found in the cache
     message: str = ""  # why, when the request ended with an error
+    refused: bool = False  # with an error: the request's own parameters caused it
 
 
 @dataclass(slots=True)

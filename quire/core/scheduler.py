@@ -101,7 +101,7 @@ class Scheduler:
         else:
             self._enqueue(request)
 
-    def abort(self, request_id: str, finish: Finish = Finish.ABORT, message: str = "") -> Update | None:
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: Detail | None = None) -> Update | None:
         """End a request now. None if it is not there (any more): it has had its final update."""
         request = self.requests.get(request_id)
         if request is None:
@@ -110,7 +110,9 @@ class Scheduler:
             request.leader.forks.remove(request)
         self._end(request)
         self._drop_finished()
-        return Update(request.id, [], finish, Detail(num_cached=request.num_cached, message=message))
+        detail = detail or Detail()
+        detail.num_cached = request.num_cached
+        return Update(request.id, [], finish, detail)
 
     @property
     def num_waiting(self) -> int:

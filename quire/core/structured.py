@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from json import dumps, loads
 from typing import Any
 
-from quire.errors import BadGrammar, InvalidParams, UnknownField
+from quire.errors import BadGrammar, InvalidParams, UnknownField, kind, show
 
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
@@ -47,7 +47,10 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParams(f"structured_outputs.{name} is {getattr(self, name)!r}; give True or False.")
+                raise InvalidParams(
+                    f"structured_outputs.{name} is {show(getattr(self, name))}; give true or false.",
+                    f"structured_outputs.{name}",
+                )
         given = [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
         if len(given) != 1:
             raise InvalidParams(
@@ -70,7 +73,7 @@ class StructuredOutputs:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise InvalidParams(f"structured_outputs is {type(value).__name__}; give a dict or StructuredOutputs.")
+            raise InvalidParams(f"structured_outputs is {kind(value)}; give an object.", "structured_outputs")
         UnknownField.check("structured_outputs", map(str, value), [field.name for field in fields(cls)])
         return cls(**value)
 
@@ -105,7 +108,9 @@ def _schema_text(value: object) -> str:
     if parsed is True:
         return "{}"
     if not isinstance(parsed, dict):
-        raise BadGrammar(f"structured_outputs.json is {_shorten(text)}; a schema is a JSON object.")
+        raise BadGrammar(
+            f"structured_outputs.json is {_shorten(text)}; a schema is a JSON object.", "structured_outputs.json"
+        )
     if (depth := _depth(parsed)) > MAX_SCHEMA_DEPTH:
         raise _too_deep(f"{depth} levels deep")
     return text
@@ -113,7 +118,10 @@ def _schema_text(value: object) -> str:
 
 def _write(value: object) -> str:
     if not isinstance(value, Mapping):
-        raise BadGrammar(f"structured_outputs.json is {value!r}; give a schema, its JSON text, or True.")
+        raise BadGrammar(
+            f"structured_outputs.json is {show(value)}; give a schema, its JSON text, or true.",
+            "structured_outputs.json",
+        )
     try:
         return dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -126,7 +134,7 @@ def _parse(text: str) -> object:
     try:
         return loads(text)
     except ValueError as error:
-        raise BadGrammar(f"structured_outputs.json is not JSON: {error}.") from None
+        raise BadGrammar(f"structured_outputs.json is not JSON: {error}.", "structured_outputs.json") from None
     except RecursionError:
         raise _too_deep("deeper than can be read") from None
 
@@ -140,9 +148,14 @@ def _too_deep(how_deep: str) -> BadGrammar:
 
 def _choices(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InvalidParams(f"structured_outputs.choice is {type(value).__name__}; give a list of texts.")
+        raise InvalidParams(
+            f"structured_outputs.choice is {kind(value)}; give a list of texts.", "structured_outputs.choice"
+        )
     if not 1 <= len(value) <= MAX_CHOICES:
-        raise BadGrammar(f"structured_outputs.choice has {len(value):,} texts; give from 1 to {MAX_CHOICES:,}.")
+        raise BadGrammar(
+            f"structured_outputs.choice has {len(value):,} texts; give from 1 to {MAX_CHOICES:,}.",
+            "structured_outputs.choice",
+        )
     num_bytes = sum(_check_text("choice", text, MAX_GRAMMAR_BYTES) for text in value)
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise BadGrammar(
@@ -154,13 +167,22 @@ def _choices(value: object) -> tuple[str, ...]:
 def _check_text(name: str, text: object, max_bytes: int) -> int:
     """How many bytes a text has, if that is not too many."""
     if not isinstance(text, str) or not text:
-        raise InvalidParams(f"structured_outputs.{name} holds {text!r}; give a text that is not empty.")
+        raise InvalidParams(
+            f"structured_outputs.{name} holds {show(text)}; give a text that is not empty.",
+            f"structured_outputs.{name}",
+        )
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise BadGrammar(f"structured_outputs.{name} has half a character at index {error.start}; remove it.") from None
+        raise BadGrammar(
+            f"structured_outputs.{name} has half a character at index {error.start}; remove it.",
+            f"structured_outputs.{name}",
+        ) from None
     if num_bytes > max_bytes:
-        raise BadGrammar(f"structured_outputs.{name} has {num_bytes:,} bytes; {max_bytes:,} are allowed. Shorten it.")
+        raise BadGrammar(
+            f"structured_outputs.{name} has {num_bytes:,} bytes; {max_bytes:,} are allowed. Shorten it.",
+            f"structured_outputs.{name}",
+        )
     return num_bytes
 
 

@@ -49,7 +49,7 @@ from quire.engine.memory import (
 )
 from quire.engine.precompile import Precompilation
 from quire.engine.runner import ModelRunner, Runner, RunningStep
-from quire.engine.sampler import NO_TOKEN_LEFT
+from quire.engine.sampler import explain_no_token
 from quire.engine.trial import Trial, read_libraries
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
@@ -224,8 +224,7 @@ class Engine:
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
         ends = []
         for request in (plan.requests[row] for row in sampled.failed):
-            reason = request.constraint.error if request.constraint is not None else ""
-            ends.append(self.scheduler.abort(request.id, Finish.ERROR, reason or NO_TOKEN_LEFT))
+            ends.append(self.scheduler.abort(request.id, Finish.ERROR, explain_no_token(request)))
         return [update for update in ends if update is not None]
 
 

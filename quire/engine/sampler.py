@@ -17,15 +17,25 @@ import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
-from quire.core.plan import TokenLogprobs
+from quire.core.plan import Detail, TokenLogprobs
+from quire.core.request import Request
 from quire.engine.logits import Position, change
 from quire.kernels import Kernels
 
-NO_TOKEN_LEFT = (
-    "No token could be chosen: the model's logits are not numbers, or structured_outputs, allowed_token_ids, bad_words "
-    "and min_tokens together ban every one. Loosen the restrictions, or check the model's file."
-)
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
+
+
+def explain_no_token(request: Request) -> Detail:
+    """Why no token could be chosen: what the request restricts leaves none, or the model computes no numbers."""
+    if request.constraint is not None and request.constraint.error:
+        return Detail(message=request.constraint.error, refused=True)
+    if names := request.params.restrictions:
+        return Detail(
+            message=f"{' and '.join(names)} {'together leave' if len(names) > 1 else 'leaves'} no token that could "
+            "come next. Loosen the restrictions.",
+            refused=True,
+        )
+    return Detail(message="No token could be chosen: the model's logits are not numbers. Check the model's file.")
 
 
 def sample(

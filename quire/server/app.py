@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
 
 from quire import __version__
-from quire.errors import InvalidField, InvalidRequest, QuireError
+from quire.errors import QuireError
 from quire.server import health, tokens
 from quire.server.anthropic import messages
 from quire.server.body_check import check_text
 from quire.server.config import ServerConfig
+from quire.server.fields import explain
 from quire.server.front import Front
 from quire.server.keys import Keys
 from quire.server.metrics import Metrics
@@ -50,12 +48,8 @@ def build_app(config: ServerConfig, keys: Keys, metrics: Metrics) -> Front:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(ClientGone, answer_nobody)
     app.add_exception_handler(Exception, answer_failure)
-    wrapped: ASGIApp = app
-    if config.cors_origins:
-        origins = [origin.strip() for origin in config.cors_origins.split(",")]
-        wrapped = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.responses = ResponseStore()
-    app.state.front = Front(wrapped, config, keys, metrics)
+    app.state.front = Front(app, config, keys, metrics)
     front: Front = app.state.front
     return front
 
@@ -68,14 +62,28 @@ async def answer_problem(request: Request, error: Exception) -> Response:
 
 async def answer_bad_fields(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return await answer_problem(request, explain(error.errors()[0]))
+    return await answer_problem(request, explain(error.errors(), error.body))
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     problem = QuireError(f"{request.method} {request.url.path}: {error.detail}.")
     problem.status = error.status_code
-    return await answer_problem(request, problem)
+    answer = await answer_problem(request, problem)
+    if error.status_code == 405:
+        answer.headers["allow"] = ", ".join(sorted(allowed_methods(request)))
+    return answer
+
+
+def allowed_methods(request: Request) -> set[str]:
+    """The methods of all routes of a path: each method has a route of its own."""
+    routes = (route for router in ROUTERS for route in router.routes if isinstance(route, Route))
+    return {
+        method
+        for route in routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 async def answer_failure(request: Request, error: Exception) -> Response:
@@ -85,18 +93,3 @@ async def answer_failure(request: Request, error: Exception) -> Response:
 
 async def answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
-
-
-def explain(error: dict[str, Any]) -> InvalidRequest:
-    """A pydantic error in one sentence that names the field."""
-    place = [str(part) for part in error["loc"] if part != "body"]
-    name = ".".join(place) or "the body"
-    if error["type"] == "extra_forbidden":
-        return InvalidField(f"{name}: quire does not know this field, so it would have no effect; leave it out.", name)
-    if error["type"] == "json_invalid":
-        return InvalidField(f"The body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}.", "body")
-    if not place and error["type"] != "missing":
-        return InvalidField("The body is not a JSON object; send one, with `Content-Type: application/json`.", "body")
-    if error["type"] == "missing":
-        return InvalidField(f"{name} is missing; it is required.", name)
-    return InvalidField(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}.", name)

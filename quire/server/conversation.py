@@ -1,5 +1,7 @@
-"""Inquiry: a conversation, the tools on offer and the shape that the answer must have, on their way to an exchange; and
-`narrate`, the answer on its way back, as text and calls. What an API calls all this is its routes' own affair.
+"""Chat as every API of the server has it, before an API's own names and documents.
+
+Inquiry is a conversation, the tools on offer and the shape that the answer must have. ChatPrompt makes an exchange of
+it. `narrate` reads the answer as text and calls.
 """
 
 from __future__ import annotations
@@ -7,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from quire.core.params import SamplingParams
@@ -15,13 +16,11 @@ from quire.errors import InvalidParams
 from quire.server.context import Context
 from quire.server.openai.choices import check
 from quire.server.service import Service
-from quire.text.chat_template import ChatTemplate
+from quire.server.templates import Template
 from quire.text.exchange import Exchange
-from quire.text.tool_dialect import Dialect, choose_dialect
 from quire.text.tool_events import Event, TextPiece
-from quire.text.tool_formats import special_markers
+from quire.text.tool_formats import ToolFormat, special_markers
 from quire.text.tool_grammar import call_grammar
-from quire.text.tool_messages import prepare_messages
 from quire.text.tool_parser import ToolParser
 from quire.text.tools import NO_TOOLS, Tool, ToolChoice
 
@@ -33,6 +32,8 @@ class Inquiry:
     tools      what the prompt shows, and the choice among them
     structure  what the answer must look like, where it is not a call
     prefill    how the answer begins; the model goes on from there
+    template   the request's own chat template; None takes the model's
+    add_generation_prompt, extra   what else the template is given
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,65 +41,63 @@ class Inquiry:
     choice: ToolChoice = NO_TOOLS
     structure: Mapping[str, Any] | None = None
     prefill: str = ""
+    template: str | None = None
+    add_generation_prompt: bool = True
+    extra: Mapping[str, Any] | None = None
 
-    def demands(self, service: Service) -> dict[str, Any]:
+    async def prepare(self, service: Service) -> ChatPrompt:
+        return ChatPrompt(self, service, await service.templates.find(self.template))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """An inquiry together with the template that writes it."""
+
+    inquiry: Inquiry
+    service: Service
+    template: Template
+
+    @property
+    def format(self) -> ToolFormat:
+        return self.template.dialect.format
+
+    def demands(self) -> dict[str, Any]:
         """The sampling parameters that follow from tools and structure."""
-        if self.choice.mode == "none":
-            return {"structured_outputs": self.structure} if self.structure is not None else {}
-        if self.structure is not None and not self.choice.is_forced:
+        structure, choice = self.inquiry.structure, self.inquiry.choice
+        if choice.mode == "none":
+            return {"structured_outputs": structure} if structure is not None else {}
+        if structure is not None and not choice.is_forced:
             raise InvalidParams(
                 "The answer is to be JSON and may be a call of a tool as well; ask for one of the two: set tool_choice "
                 "so that there must be a call, or none, or leave the format out."
             )
-        format = dialect_of(service.chat_template()).format
-        special = special_markers(format, service.tokenizer)
-        grammar = call_grammar(format, self.choice, special)
+        grammar = call_grammar(self.format, choice, special_markers(self.format, self.service.tokenizer))
         return {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
 
-    def kept(self, service: Service) -> frozenset[int]:
+    def kept(self) -> frozenset[int]:
         """Special tokens that mark calls: the parser has to see them."""
-        if self.choice.mode == "none":
+        if self.inquiry.choice.mode == "none":
             return frozenset()
-        return frozenset(special_markers(dialect_of(service.chat_template()).format, service.tokenizer).values())
+        return frozenset(special_markers(self.format, self.service.tokenizer).values())
 
-    async def write(
-        self,
-        service: Service,
-        *,
-        template: str | None = None,
-        open_turn: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The prompt: its text, and its tokens. The rest is for those who know their template."""
-        shown = self.tools if self.choice.mode != "none" else ()
-        messages = [known_role(message) for message in self.messages]
-        prepared = prepare_messages(messages, shown, dialect_of(service.chat_template()))
-        text = await service.render(
-            prepared.messages, tools=prepared.tools, template=template, open_turn=open_turn, extra=extra
+    async def render(self) -> str:
+        """The prompt as text."""
+        inquiry = self.inquiry
+        shown = inquiry.tools if inquiry.choice.mode != "none" else ()
+        text = await self.template.render(
+            inquiry.messages, shown, add_generation_prompt=inquiry.add_generation_prompt, extra=inquiry.extra
         )
-        text += self.prefill
-        return {"prompt": text, "prompt_token_ids": await service.encode(text, add_special_tokens=False)}
+        return text + inquiry.prefill
 
     async def open(self, call: Context, params: SamplingParams, priority: int = 0) -> Exchange:
         await call.prepare(params)
-        prompt = await self.write(call.service)
-        return await call.service.open(prompt, params, call.caller, call.new_id(), priority, self.kept(call.service))
+        text = await self.render()
+        tokens = await self.service.encode_prompt(text, add_special_tokens=False)
+        prompt = {"prompt": text, "prompt_token_ids": tokens}
+        return await self.service.open(prompt, params, call.caller, call.new_id(), priority, self.kept())
 
-    def parser(self, service: Service) -> ToolParser | None:
-        if self.choice.mode == "none":
-            return None
-        return ToolParser(dialect_of(service.chat_template()).format, self.choice)
-
-
-def known_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates know no developers: what one says counts as the system's."""
-    is_developers = isinstance(message, Mapping) and message.get("role") == "developer"
-    return {**message, "role": "system"} if is_developers else message
-
-
-@lru_cache(maxsize=2)
-def dialect_of(template: ChatTemplate) -> Dialect:
-    return choose_dialect(template)
+    def parser(self) -> ToolParser | None:
+        return None if self.inquiry.choice.mode == "none" else ToolParser(self.format, self.inquiry.choice)
 
 
 async def narrate(service: Service, exchange: Exchange, parser: ToolParser | None) -> AsyncGenerator[list[Event], None]:

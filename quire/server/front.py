@@ -5,6 +5,7 @@ Plain ASGI, outermost of all. It makes the Context that routes find in the scope
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -13,15 +14,17 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import BodyTooLarge, NotReady, QuireError, Unauthorized
+from quire.errors import BodyTooLarge, NotReady, QuireError, RequestTimeout, Unauthorized
 from quire.server.config import ServerConfig
 from quire.server.context import Context
 from quire.server.keys import Caller, Keys
 from quire.server.metrics import Metrics
 from quire.server.problems import respond
 from quire.server.service import Service
+from quire.server.stream import ClientGone
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # no key needed, nor a model
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -35,19 +38,30 @@ class Front:
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: Keys, metrics: Metrics) -> None:
         self.app = app
         self.config = config
+        self._entry: ASGIApp = self._serve
+        if config.cors_origins:
+            self._entry = CORSMiddleware(
+                self._serve,
+                allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
         self.keys = keys
         self.metrics = metrics
         self.service: Service | None = None  # None while the model is being loaded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+        await (self._entry if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = Visit(scope, send, self.config.log_requests, self.metrics)
-        body = Body(receive, visit.headers, self.config.max_body_bytes)
         try:
             scope["quire"] = self._admit(scope, visit)
-            body.check_length()
-            await self.app(scope, body.receive, visit.send)
+            body = await read_body(receive, visit.headers, self.config.max_body_bytes, self.config.read_timeout)
+            await self.app(scope, replay(body, receive), visit.send)
+        except ClientGone:
+            pass
         except QuireError as error:
             if visit.status is None:
                 await respond(error, scope, receive, visit.send)
@@ -115,28 +129,40 @@ class Visit:
             log.info("%s", json.dumps(line))
 
 
-class Body:
-    """Counts a request's bytes while they are read."""
+async def read_body(receive: Receive, headers: dict[bytes, bytes], max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. It is not read if its announced length is already too large."""
+    announced = headers.get(b"content-length", b"0")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > max_bytes:
+                    raise too_large(max_bytes)
+    except TimeoutError:
+        raise RequestTimeout(f"The request's body did not arrive within {timeout_s:g} s.") from None
+    return bytes(body)
 
-    def __init__(self, receive: Receive, headers: dict[bytes, bytes], most: int) -> None:
-        self._receive = receive
-        self._announced = headers.get(b"content-length", b"0")
-        self._most = most
-        self._num_bytes = 0
 
-    def check_length(self) -> None:
-        if self._announced.isdigit() and int(self._announced) > self._most:
-            raise self._too_large()
+def too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The request's body has more than {max_bytes:,} bytes, the most this server reads. Send less, or start "
+        "it with a larger --max-body-bytes."
+    )
 
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._most:
-            raise self._too_large()
-        return message
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"The request's body has more than {self._most:,} bytes, the most this server reads. Send less, or start "
-            "it with a larger --max-body-bytes."
-        )
+def replay(body: bytes, receive: Receive) -> Receive:
+    """What the application receives: the body in one message, then what the connection has to say."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_next() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_next

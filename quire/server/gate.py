@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quire.errors import Overloaded, ShuttingDown
+from quire.errors import InvalidParams, Overloaded, ShuttingDown
 
 MIN_RETRY_S, MAX_RETRY_S = 1, 600
 MEMORY_S = 30.0
@@ -53,13 +53,18 @@ class Gate:
         """Refuse requests with so many prompt tokens in all, if there is no room for them."""
         if self.draining:
             raise ShuttingDown("The server is shutting down and takes no new requests; ask another one.")
-        if self.num_requests and self.num_requests + num_requests > self.max_requests:
+        if num_requests > self.max_requests or num_tokens > self.max_tokens:
+            raise InvalidParams(
+                f"One call asks for {num_requests:,} answers to {num_tokens:,} prompt tokens in all, but the server "
+                f"takes at most {self.max_requests:,} answers and {self.max_tokens:,} prompt tokens. Split it."
+            )
+        if self.num_requests + num_requests > self.max_requests:
             raise Overloaded(
                 f"The queue is full: {self.num_requests:,} requests are in it or running, and at most "
                 f"{self.max_requests:,} may be. Try again in {self.retry_after_s()} s.",
                 self.retry_after_s(),
             )
-        if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:
+        if self.num_tokens + num_tokens > self.max_tokens:
             raise Overloaded(
                 f"The queue is full: it holds {self.num_tokens:,} prompt tokens, and at most {self.max_tokens:,} "
                 f"may wait. Try again in {self.retry_after_s()} s.",

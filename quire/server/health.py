@@ -9,6 +9,7 @@ from starlette.responses import Response
 from quire.core.params import SamplingParams
 from quire.errors import NotReady
 from quire.server.context import context
+from quire.server.documents import Status, answers, only_text
 from quire.server.front import Front
 from quire.server.openai.choices import check
 from quire.server.stream import JSON, while_connected
@@ -16,13 +17,15 @@ from quire.server.stream import JSON, while_connected
 router = APIRouter()
 
 
-@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/health", responses=answers(Status))
 async def health() -> Response:
     """This process answers."""
     return JSON({"status": "ok"})
 
 
-@router.get("/ready")
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", responses=answers(Status))
 async def ready(request: Request) -> Response:
     """New requests would be taken and computed now."""
     front: Front = request.app.state.front
@@ -36,7 +39,7 @@ async def ready(request: Request) -> Response:
     return JSON({"status": "ready", "model": service.model})
 
 
-@router.get("/health/generate")
+@router.get("/health/generate", responses=answers(Status))
 async def generate(request: Request) -> Response:
     """A token was produced just now, by way of the whole engine."""
     call = context(request)
@@ -47,7 +50,7 @@ async def generate(request: Request) -> Response:
     return JSON({"status": "ok", "token_ids": exchange.output.outputs[0].token_ids})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=only_text("text/plain"))
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     return Response(context(request).service.metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -19,6 +19,7 @@ from quire.engine.supervisor import Supervised, Watch
 from quire.errors import EngineError, InvalidParams
 from quire.server.app import build_app
 from quire.server.config import ServerConfig
+from quire.server.connection import ConnectionLimits, ListenerConfig, RefusalLog, max_connections, raise_file_limit
 from quire.server.front import Front
 from quire.server.keys import read_keys
 from quire.server.metrics import Metrics
@@ -58,7 +59,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._take_signal)
         with bind(self.config.host, self.config.port) as listening:
-            listener = Listener(self._uvicorn())
+            listener = Listener(self._listener_config())
             serving = asyncio.create_task(listener.serve([listening]))
             client = Supervised(
                 self.engine, self.path, stall_s=self.config.stall_timeout,
@@ -127,11 +128,15 @@ class Server:
     def _restarted(self, reason: str) -> None:
         self.metrics.restarted()
 
-    def _uvicorn(self) -> uvicorn.Config:
-        return uvicorn.Config(
+    def _listener_config(self) -> ListenerConfig:
+        most = max_connections(raise_file_limit())
+        limits = ConnectionLimits(
+            self.config.max_header_bytes, self.config.read_timeout, most, refusals=RefusalLog(most)
+        )
+        return ListenerConfig(
             self.front,
+            limits,
             loop="none",
-            http="httptools",
             ws="none",
             lifespan="off",
             log_config=None,

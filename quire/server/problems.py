@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from quire.errors import InvalidRequest, ModelNotFound, Overloaded, QuireError, Unauthorized
+from quire.errors import InvalidRequest, ModelNotFound, Overloaded, QuireError, RequestTimeout, Unauthorized
 from quire.server.stream import JSON
 
 KINDS = {
@@ -58,6 +58,8 @@ def headers_of(error: QuireError) -> dict[str, str]:
         return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, RequestTimeout):
+        return {"connection": "close"}
     return {}
 
 

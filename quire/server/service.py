@@ -7,29 +7,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.structured import StructuredOutputs
 from quire.engine.messages import Ready, Stepped
 from quire.engine.supervisor import Supervised
-from quire.errors import DeadlineExceeded, InvalidParams, TemplateError
+from quire.errors import DeadlineExceeded
 from quire.server.config import ServerConfig
 from quire.server.gate import Gate
 from quire.server.keys import Caller
 from quire.server.metrics import Metrics
-from quire.text.chat_template import ChatTemplate
+from quire.server.templates import ChatTemplates, Result, run_in
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar_worker import GrammarChecker
+from quire.text.length_bound import find_length_bound
 from quire.text.offsets import PromptText, locate_prompt
 from quire.text.tokenizer import Tokenizer
 
-Result = TypeVar("Result")
-
-OWN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})  # of a chat template
 LONG_CHARS = 8192  # what takes longer than a step to encode is encoded in a thread
 
 
@@ -61,16 +58,22 @@ class Service:
             ready.eos_token_ids,
             engine.seed,
             by_priority=engine.order == "priority",
+            length_bound=find_length_bound(tokenizer.backend),
         )
-        self._template: ChatTemplate | None = None
+        self.templates = ChatTemplates(self.model, tokenizer, allow_request_templates=config.allow_request_templates)
         self._threads = ThreadPoolExecutor(2, "quire-text")
         self._grammars: GrammarChecker | None = None  # made when the first grammar comes
         self._computed_tokens = 0
 
     # ── words in ──────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt. One that cannot fit the context is refused before it is encoded."""
+        self._intake.check_length(text)
+        return await self.encode(text, add_special_tokens=add_special_tokens)
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def locate_prompt(self, exchange: Exchange) -> PromptText:
         """The text of an exchange's prompt, and where its tokens begin in it."""
@@ -78,35 +81,9 @@ class Service:
         size = len(token_ids) if text is None else len(text)
         return await self._aside(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        open_turn: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """A conversation as its chat template writes it."""
-        if template is not None and not self.config.allow_request_templates:
-            raise InvalidParams(
-                "chat_template: this server uses the model's own template; it was not started with "
-                "--allow-request-templates."
-            )
-        if taken := OWN_VARIABLES & set(extra or ()):
-            raise InvalidParams(f"chat_template_kwargs.{min(taken)}: this has a field of its own; leave it out here.")
-        chosen = ChatTemplate(template, self.tokenizer.special_tokens) if template is not None else self.chat_template()
-        size = sum(len(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
-        return await self._aside(
-            size, lambda: chosen.render(messages, tools=tools, add_generation_prompt=open_turn, **(extra or {}))
-        )
-
-    def chat_template(self) -> ChatTemplate:
-        if self._template is None:
-            if self.tokenizer.chat_template is None:
-                raise TemplateError(f"{self.model} has no chat template; use completions instead.")
-            self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
-        return self._template
+    async def _aside(self, size: int, work: Callable[[], Result]) -> Result:
+        """Work on a short text is done at once, on a long one in a thread, so that no stream stands still meanwhile."""
+        return work() if size < LONG_CHARS else await run_in(self._threads, work)
 
     async def open(
         self,
@@ -122,7 +99,7 @@ class Service:
         Whether there is room is asked here too, as long as a refusal can still have a status of its own.
         """
         if isinstance(prompt, str):
-            prompt = {"prompt": prompt, "prompt_token_ids": await self.encode(prompt)}
+            prompt = {"prompt": prompt, "prompt_token_ids": await self.encode_prompt(prompt)}
         exchange = self._intake.open(
             prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, kept=kept
         )
@@ -138,14 +115,9 @@ class Service:
     async def close(self) -> None:
         """Let go of threads and processes. Requests are the client's affair."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.templates.close()
         if self._grammars is not None:
             await self._grammars.close()
-
-    async def _aside(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        """Do short work at once, and long work in a thread, so that no stream stands still meanwhile."""
-        if num_chars < LONG_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # ── answers out ───────────────────────────────────────────────────────────────────────────────────────────────
 

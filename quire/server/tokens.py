@@ -13,9 +13,10 @@ from pydantic import StrictBool, StrictInt
 from starlette.responses import Response
 
 from quire.errors import InvalidField
-from quire.server.body import Body
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import PromptText, Tokens, TokenSpan, answers
+from quire.server.fields import Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
 from quire.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from quire.text.tools import read_choice, read_tools
 router = APIRouter()
 
 
-class Conversation(Body):
+class Conversation(Fields):
     """What a chat template is given."""
 
     model: str | None = None
@@ -34,18 +35,20 @@ class Conversation(Body):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    async def write(self, call: Context) -> dict[str, Any]:
-        """The prompt that a chat completion would make of it: its text, and its tokens."""
+    async def render(self, call: Context) -> str:
+        """The prompt that a chat completion would make of it."""
         if self.messages is None:
             raise InvalidField("messages is missing; it is required.", "messages")
         tools = read_tools(self.tools)
-        inquiry = Inquiry(messages=self.messages, tools=tools, choice=read_choice(None, tools, None))
-        return await inquiry.write(
-            call.service,
+        inquiry = Inquiry(
+            messages=self.messages,
+            tools=tools,
+            choice=read_choice(None, tools, None),
             template=self.chat_template,
-            open_turn=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False,
             extra=self.chat_template_kwargs,
         )
+        return await (await inquiry.prepare(call.service)).render()
 
 
 class TokenizeRequest(Conversation):
@@ -68,7 +71,7 @@ class TokenizeRequest(Conversation):
         return forms[0]
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: list[StrictInt]
 
@@ -80,7 +83,7 @@ FORMS: dict[str, frozenset[str]] = {
 }
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers(Tokens | list[TokenSpan]))
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The tokens of a text or a conversation."""
     call = context(request)
@@ -89,7 +92,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if body.inputs is not None:
         with_special = body.add_special_tokens is not False
         return JSON(await spans(call.service.tokenizer, body.inputs, add_special_tokens=with_special))
-    text = (await body.write(call))["prompt"] if body.prompt is None else body.prompt
+    text = await body.render(call) if body.prompt is None else body.prompt
     with_special = form == "prompt" if body.add_special_tokens is None else body.add_special_tokens
     tokens = await call.service.encode(text, add_special_tokens=with_special)
     names = await asyncio.to_thread(spell, call.service.tokenizer, tokens) if body.return_token_strs else None
@@ -107,7 +110,7 @@ def spell(tokenizer: Tokenizer, tokens: list[int]) -> list[str | None]:
     return [tokenizer.id_to_token(token) for token in tokens]
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answers(PromptText))
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of tokens, special ones included."""
     call = context(request)
@@ -116,9 +119,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return JSON({"prompt": text})
 
 
-@router.post("/apply-template")
+@router.post("/apply-template", responses=answers(PromptText))
 async def apply_template(request: Request, body: Conversation) -> Response:
     """A conversation as the text that the model's chat template makes of it."""
     call = context(request)
     call.check_model(body.model)
-    return JSON({"prompt": (await body.write(call))["prompt"]})
+    return JSON({"prompt": await body.render(call)})

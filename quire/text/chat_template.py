@@ -13,7 +13,7 @@ from typing import Any, cast
 import jinja2
 from jinja2 import nodes
 
-from quire.errors import InvalidParams, TemplateError
+from quire.errors import InvalidParams, TemplateError, kind, show
 from quire.text.template_budget import BoundExceeded, Budget
 from quire.text.template_sandbox import Refused, Sandbox
 
@@ -129,13 +129,17 @@ class ChatTemplate:
 def check_messages(messages: object) -> None:
     """Refuse what no template could take."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise InvalidParams("messages must be a list with at least one message in it.")
+        raise InvalidParams("messages must be a list with at least one message in it.", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidParams(f"messages[{index}] is {type(message).__name__}; a message is an object with a role.")
+            raise InvalidParams(
+                f"messages[{index}] is {kind(message)}; a message is an object with a role.", f"messages[{index}]"
+            )
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise InvalidParams(f"messages[{index}].role is {role!r}; give a role such as 'user'.")
+            raise InvalidParams(
+                f"messages[{index}].role is {show(role)}; give a role such as 'user'.", f"messages[{index}].role"
+            )
         _check_content(message, f"messages[{index}].content")
 
 
@@ -144,10 +148,12 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, Sequence):
-        raise InvalidParams(f"{where} is {type(content).__name__}; give text or a list of text parts.")
+        raise InvalidParams(f"{where} is {kind(content)}; give text or a list of text parts.", where)
     for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidParams(f'{where}[{index}] is not a text part; give {{"type": "text", "text": ...}}.')
+            raise InvalidParams(
+                f'{where}[{index}] is not a text part; give {{"type": "text", "text": ...}}.', f"{where}[{index}]"
+            )
 
 
 def _takes_parts(tree: nodes.Template) -> bool:

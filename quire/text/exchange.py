@@ -16,9 +16,10 @@ from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, Requ
 from quire.core.params import SamplingParams
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
-from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
 from quire.text.detokenizer import Detokenizer
 from quire.text.grammar import Grammars
+from quire.text.length_bound import LengthBound
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -113,7 +114,7 @@ class Exchange:
             return
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
-        answer.error = detail.message or None
+        answer.error, answer.refused = detail.message or None, detail.refused
         if answer.index == 0:  # other samples may have computed the prompt as well
             for scored in detail.prompt_logprobs or ():
                 assert self.output.prompt_logprobs is not None
@@ -142,6 +143,7 @@ class Intake:
     seed: int | None = None
     by_priority: bool = False  # whether the scheduler heeds priorities
     grammars: Grammars | None = None  # makes constraints; without it the engine's process does
+    length_bound: LengthBound | None = None  # refuses texts that are far too long before they are encoded
     num_opened: int = 0
     end_token_ids: frozenset[int] = field(init=False)
 
@@ -204,12 +206,23 @@ class Intake:
             for prompt in prompts
         ]
 
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit the context, whatever its tokens are."""
+        if self.length_bound is None or len(text) < self.max_len:
+            return
+        least = self.length_bound.min_tokens(text)
+        if least >= self.max_len:
+            raise PromptTooLong(
+                f"The prompt has {len(text):,} characters, which are at least {least:,} tokens, but prompt and answer "
+                f"together may have {self.max_len:,}. Shorten the prompt or raise max_len."
+            )
+
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, where it has one, and its tokens."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
-            raise InvalidParams(f"A prompt is a string or a dict with 'prompt_token_ids', not {type(prompt).__name__}.")
+            raise InvalidParams(f"A prompt is a string or an object with prompt_token_ids, not {kind(prompt)}.")
         UnknownField.check("A prompt", prompt, ("prompt", "prompt_token_ids"))
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -218,7 +231,6 @@ class Intake:
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
             raise EmptyPrompt("The prompt is empty; give at least one token of text.")
-        self._check_ids("prompt_token_ids", tokens)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
@@ -228,17 +240,19 @@ class Intake:
                 f"The prompt has {len(tokens):,} tokens, but prompt and answer together may have {self.max_len:,}. "
                 "Shorten the prompt or raise max_len."
             )
+        self._check_ids("prompt_token_ids", tokens)
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLong(
                 f"The prompt has {len(tokens):,} tokens and max_tokens is {params.max_tokens:,}, together more than "
-                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it None."
+                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it out.",
+                "max_tokens",
             )
 
     def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise InvalidParams(
-                    f"{name} holds {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}."
+                    f"{name} holds {show(token)}; token ids are whole numbers from 0 to {self.vocab_size - 1}.", name
                 )
 
     def _choose_seed(self, params: SamplingParams, number: int) -> int:

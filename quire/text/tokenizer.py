@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, kind
 from quire.text.directory import read_directory
 from quire.text.end_tokens import known_end_ids
 from quire.text.gguf_vocab import build_backend, read_vocabulary
@@ -79,12 +79,12 @@ class Tokenizer:
         `add_special_tokens` puts the begin token in front where the model wants one; a rendered chat template already
         has it.
         """
-        _check_text(text)
-        token_ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return token_ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, on all cores."""
+        """Token ids of several texts, on all cores. Other threads run meanwhile: this call releases the GIL, the one
+        for a single text does not.
+        """
         for text in texts:
             _check_text(text)
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -107,6 +107,12 @@ class Tokenizer:
             offsets.append(start)
             end = max(end, stop)
         return encoding.ids, offsets
+
+    def encode_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """Each token of a text: its id, and the characters of the text that it stands for, from start to stop."""
+        _check_text(text)
+        (encoded,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return [(token, *span) for token, span in zip(encoded.ids, encoded.offsets, strict=True)]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a sequence; bytes that are not UTF-8 become U+FFFD."""
@@ -143,7 +149,7 @@ def _id_of(backend: Backend, token: str | None) -> int | None:
 
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
-        raise InvalidParams(f"A text to tokenize is {type(text).__name__}; give a str.")
+        raise InvalidParams(f"A text to tokenize is {kind(text)}; give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
 from quire.text.chat_template import check_messages
 from quire.text.tool_dialect import Dialect
 from quire.text.tool_events import ToolCall
@@ -70,19 +70,24 @@ def _read_calls(message: Mapping[str, Any], where: str) -> list[ToolCall]:
     if not calls:
         return []
     if message["role"] != "assistant" or not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidParams(f"{where}.tool_calls must be a list, in a message of the assistant's.")
+        raise InvalidParams(
+            f"{where}.tool_calls must be a list, in a message of the assistant's.", f"{where}.tool_calls"
+        )
     return [_read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
 def _read_call(call: object, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidParams(f"{where} is no call; give an object with an id and a function.")
+        raise InvalidParams(f"{where} is no call; give an object with an id and a function.", where)
     name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id")
     if not isinstance(name, str) or not name:
-        raise InvalidParams(f"{where}.function.name is {name!r}; give the name of the function that was called.")
+        raise InvalidParams(
+            f"{where}.function.name is {show(name)}; give the name of the function that was called.",
+            f"{where}.function.name",
+        )
     if not isinstance(call_id, str) or not call_id:
-        raise InvalidParams(f"{where}.id is {call_id!r}; give the id that the call came with.")
+        raise InvalidParams(f"{where}.id is {show(call_id)}; give the id that the call came with.", f"{where}.id")
     return ToolCall(call_id, name, _arguments_text(arguments, f"{where}.function.arguments"))
 
 
@@ -93,7 +98,7 @@ def _arguments_text(arguments: object, where: str) -> str:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         pass
-    raise InvalidParams(f"{where} is not the JSON text of an object; send it as it came, or leave the call out.")
+    raise InvalidParams(f"{where} is not the JSON text of an object; send it as it came, or leave the call out.", where)
 
 
 def _speak_of_calls(

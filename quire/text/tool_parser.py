@@ -13,7 +13,8 @@ What becomes of each character:
 - Those around them, from the opening to the closing, are the call's and are not given out. White space in front of a
   call, and behind the last one, counts as the call's too. A closing that is missing is not missed.
 - All others are given out as text, unchanged and in order. So are calls that never begin: broken ones, ones of tools
-  that may not be called, ones that the answer ends in before their arguments open.
+  that may not be called, ones that the answer ends in before their arguments open. Where the choice forces a call there
+  is no text beside calls, so what the answer ends in is a call cut short, and is left out.
 
 Arguments that stop being JSON, or that the answer ends in, end their call as not complete: what was given out stays,
 and what follows is text. Where only one call is wanted the answer ends with it: `finished` is set, and whatever follows
@@ -41,6 +42,7 @@ class ToolParser:
         self._format = format
         self._names = frozenset(tool.name for tool in choice.tools if choice.mode != "none")
         self._parallel = choice.parallel
+        self._is_forced = choice.is_forced
         self._id_source = id_source
         self._outbox = Outbox()
         self._cursor = Cursor()
@@ -98,7 +100,7 @@ class ToolParser:
         """Behind a call, look at what is held as at any text. Otherwise its first character is text for certain."""
         cursor = self._cursor
         first = cursor.end_of_space(cursor.settled)
-        if cursor.at_end and (self._in_call or (self._follows_call and first == len(cursor.text))):
+        if cursor.at_end and (self._in_call or self._is_forced or (self._follows_call and first == len(cursor.text))):
             cursor.settle(len(cursor.text))
         elif self._in_call:
             cursor.position = cursor.settled

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.errors import InvalidParams, UnknownField
+from quire.errors import InvalidParams, UnknownField, kind, show
 
 MAX_TOOLS = 128
 
@@ -68,11 +68,13 @@ def make_tool(
 ) -> Tool:
     """A checked tool. `where` is its path in the request, for errors. Without parameters it takes none."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidParams(f"{where}.name is {name!r}; give 1 to 64 letters, digits, underscores or dashes.")
+        raise InvalidParams(
+            f"{where}.name is {show(name)}; give 1 to 64 letters, digits, underscores or dashes.", f"{where}.name"
+        )
     if description is not None and not isinstance(description, str):
-        raise InvalidParams(f"{where}.description is {type(description).__name__}; give text.")
+        raise InvalidParams(f"{where}.description is {kind(description)}; give text.", f"{where}.description")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidParams(f"{where}.strict is {strict!r}; give true or false.")
+        raise InvalidParams(f"{where}.strict is {show(strict)}; give true or false.", f"{where}.strict")
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     _check_schema(f"{where}.{schema_field}", schema)
     assert isinstance(schema, Mapping)
@@ -87,14 +89,14 @@ def read_tools(value: object, where: str = "tools", *, strict: bool = False) -> 
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidParams(f"{where} is {type(value).__name__}; give a list of tools.")
+        raise InvalidParams(f"{where} is {kind(value)}; give a list of tools.", where)
     return gather_tools([_read_tool(entry, f"{where}[{index}]", strict) for index, entry in enumerate(value)], where)
 
 
 def gather_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
     """Tools of one request: not too many, and no name twice."""
     if len(tools) > MAX_TOOLS:
-        raise InvalidParams(f"{where} holds {len(tools)} tools; give at most {MAX_TOOLS}.")
+        raise InvalidParams(f"{where} holds {len(tools)} tools; give at most {MAX_TOOLS}.", where)
     first: dict[str, int] = {}
     for index, tool in enumerate(tools):
         if first.setdefault(tool.name, index) != index:
@@ -121,8 +123,10 @@ def read_choice(
         case "required" if tools:
             return ToolChoice(mode="required", tools=tuple(tools), parallel=several)
         case "required":
-            raise InvalidParams(f"{where} is 'required', but the request has no tools; give some.")
-    raise InvalidParams(f"{where} is {value!r}; give 'none', 'auto', 'required' or an object that names a function.")
+            raise InvalidParams(f"{where} is 'required', but the request has no tools; give some.", where)
+    raise InvalidParams(
+        f"{where} is {show(value)}; give 'none', 'auto', 'required' or an object that names a function.", where
+    )
 
 
 def name_choice(name: object, where: str, tools: Sequence[Tool]) -> ToolChoice:
@@ -132,14 +136,17 @@ def name_choice(name: object, where: str, tools: Sequence[Tool]) -> ToolChoice:
 
 def _read_tool(entry: object, where: str, strict: bool) -> Tool:
     if not isinstance(entry, Mapping):
-        raise InvalidParams(f"{where} is {type(entry).__name__}; a tool is an object with a type.")
+        raise InvalidParams(f"{where} is {kind(entry)}; a tool is an object with a type.", where)
     if entry.get("type") != "function":
-        raise InvalidParams(f"{where}.type is {entry.get('type')!r}; functions are the only tools here: 'function'.")
+        raise InvalidParams(
+            f"{where}.type is {show(entry.get('type'))}; functions are the only tools here: 'function'.",
+            f"{where}.type",
+        )
     if "function" in entry:
         UnknownField.check(where, entry, ("type", "function"))
         function, where = entry["function"], f"{where}.function"
         if not isinstance(function, Mapping):
-            raise InvalidParams(f"{where} is {type(function).__name__}; give an object with a name and parameters.")
+            raise InvalidParams(f"{where} is {kind(function)}; give an object with a name and parameters.", where)
     else:
         function = {key: item for key, item in entry.items() if key != "type"}
     UnknownField.check(where, function, _FUNCTION_FIELDS)
@@ -149,14 +156,18 @@ def _read_tool(entry: object, where: str, strict: bool) -> Tool:
 
 def _check_schema(where: str, schema: object) -> None:
     if not isinstance(schema, Mapping):
-        raise InvalidParams(f"{where} is {type(schema).__name__}; give a JSON schema, as an object.")
+        raise InvalidParams(f"{where} is {kind(schema)}; give a JSON schema, as an object.", where)
     if schema.get("type") != "object":
-        raise InvalidParams(f"{where}.type is {schema.get('type')!r}; arguments are an object: give 'object'.")
+        raise InvalidParams(
+            f"{where}.type is {show(schema.get('type'))}; arguments are an object: give 'object'.", f"{where}.type"
+        )
     if not isinstance(schema.get("properties", {}), Mapping):
-        raise InvalidParams(f"{where}.properties is {type(schema['properties']).__name__}; give an object of schemas.")
+        raise InvalidParams(
+            f"{where}.properties is {kind(schema['properties'])}; give an object of schemas.", f"{where}.properties"
+        )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise InvalidParams(f"{where}.required is {required!r}; give a list of names.")
+        raise InvalidParams(f"{where}.required is {show(required)}; give a list of names.", f"{where}.required")
     try:
         json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -171,7 +182,9 @@ def _read_object_choice(value: Mapping[str, Any], tools: Sequence[Tool], several
             return name_choice(*_named_in(value, where), tools)
         case "allowed_tools":
             return _read_allowed(value, tools, several, where)
-    raise InvalidParams(f"{where}.type is {value.get('type')!r}; give 'function' or 'allowed_tools'.")
+    raise InvalidParams(
+        f"{where}.type is {show(value.get('type'))}; give 'function' or 'allowed_tools'.", f"{where}.type"
+    )
 
 
 def _read_allowed(value: Mapping[str, Any], tools: Sequence[Tool], several: bool, where: str) -> ToolChoice:
@@ -179,13 +192,15 @@ def _read_allowed(value: Mapping[str, Any], tools: Sequence[Tool], several: bool
         UnknownField.check(where, value, ("type", "allowed_tools"))
         value, where = value["allowed_tools"], f"{where}.allowed_tools"
         if not isinstance(value, Mapping):
-            raise InvalidParams(f"{where} is {type(value).__name__}; give an object with a mode and tools.")
+            raise InvalidParams(f"{where} is {kind(value)}; give an object with a mode and tools.", where)
     UnknownField.check(where, value, ("type", "mode", "tools"))
     mode, entries = value.get("mode"), value.get("tools")
     if mode not in ("auto", "required"):
-        raise InvalidParams(f"{where}.mode is {mode!r}; give 'auto' or 'required'.")
+        raise InvalidParams(f"{where}.mode is {show(mode)}; give 'auto' or 'required'.", f"{where}.mode")
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise InvalidParams(f"{where}.tools is {entries!r}; give a list that names at least one function.")
+        raise InvalidParams(
+            f"{where}.tools is {show(entries)}; give a list that names at least one function.", f"{where}.tools"
+        )
     found = [_find(*_named_in(entry, f"{where}.tools[{index}]"), tools) for index, entry in enumerate(entries)]
     names = {tool.name for tool in found}
     return ToolChoice(mode=mode, tools=tuple(tool for tool in tools if tool.name in names), parallel=several)
@@ -194,14 +209,16 @@ def _read_allowed(value: Mapping[str, Any], tools: Sequence[Tool], several: bool
 def _named_in(value: object, where: str) -> tuple[object, str]:
     """The name in an object that means a function, and that name's path."""
     if not isinstance(value, Mapping) or value.get("type") != "function":
-        raise InvalidParams(f'{where} is {value!r}; give {{"type": "function", ...}} with the name of a tool.')
+        raise InvalidParams(
+            f'{where} is {show(value)}; give {{"type": "function", ...}} with the name of a tool.', where
+        )
     if "function" not in value:
         UnknownField.check(where, value, ("type", "name"))
         return value.get("name"), f"{where}.name"
     UnknownField.check(where, value, ("type", "function"))
     function = value["function"]
     if not isinstance(function, Mapping):
-        raise InvalidParams(f"{where}.function is {type(function).__name__}; give an object with a name.")
+        raise InvalidParams(f"{where}.function is {kind(function)}; give an object with a name.", f"{where}.function")
     UnknownField.check(f"{where}.function", function, ("name",))
     return function.get("name"), f"{where}.function.name"
 
@@ -210,4 +227,6 @@ def _find(name: object, where: str, tools: Sequence[Tool]) -> Tool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise InvalidParams(f"{where} is {name!r}, which none of the {len(tools)} tools has for a name; name one of them.")
+    raise InvalidParams(
+        f"{where} is {show(name)}, which none of the {len(tools)} tools has for a name; name one of them.", where
+    )

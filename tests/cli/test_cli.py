@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.running import Running
+
 pytestmark = pytest.mark.model
 
 QUIRE = str(Path(sys.executable).parent / "quire")
@@ -55,7 +57,7 @@ def test_generate_reads_the_prompt_from_a_pipe_and_can_use_the_template(default_
     [
         (["generate", "nonsense-model", "-p", "hi"], 1, "smollm2:135m"),
         (["generate", "-p", "hi", "--temperature", "-1"], 2, "temperature is -1"),
-        (["generate", "-p", "hi", "--temperature", "nan"], 2, "temperature is nan"),
+        (["generate", "-p", "hi", "--temperature", "nan"], 2, "temperature is NaN"),
         (["generate", "-p", "hi", "-n", "0"], 2, "n is 0"),
         (["generate", "-p", "", *SMALL], 2, "prompt is empty"),
         (["generate", "-p", "hi", "--max-tokens", "100000", *SMALL], 2, "Lower max_tokens"),
@@ -211,3 +213,20 @@ def test_a_reader_that_leaves_is_no_error(default_model) -> None:
     assert len(done.stdout) == 3
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_help_names_what_an_option_takes() -> None:
+    said = quire("serve", "--help", COLUMNS="200").stdout
+    for flag in ("--host HOST", "--port PORT", "--api-key-file FILE", "--request-timeout SECONDS", "--kv-memory GIB",
+                 "--max-len N", "--max-body-bytes BYTES", "--cors-origins ORIGIN,..."):  # fmt: skip
+        assert flag in said
+    assert "$QUIRE_API_KEY" in said
+
+
+@pytest.mark.server
+def test_the_api_key_may_come_from_the_environment(default_model, monkeypatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "key-from-environment")
+    with Running("--max-len", "64", "--kv-memory", "0.1") as running, running.client() as http:
+        assert http.get("/v1/models").status_code == 401
+        headers = {"authorization": "Bearer key-from-environment"}
+        assert http.get("/v1/models", headers=headers).status_code == 200

@@ -109,7 +109,7 @@ def test_a_mapping_will_do_and_its_unknown_keys_are_named() -> None:
     assert params.structured_outputs == StructuredOutputs(choice=("a", "b"))
     with pytest.raises(UnknownField, match="'chioce': did you mean 'choice'"):
         SamplingParams(structured_outputs={"chioce": ["a"]})  # type: ignore[arg-type]
-    with pytest.raises(InvalidParams, match="give a dict"):
+    with pytest.raises(InvalidParams, match="give an object"):
         SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
 
 

@@ -17,7 +17,6 @@ from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
 from quire.engine.logits import forbid_at_once, forbid_others
 from quire.engine.messages import Order, Submit, decode_for_engine, encode
-from quire.engine.sampler import NO_TOKEN_LEFT
 from quire.text.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
@@ -174,13 +173,14 @@ def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason(temperatu
     updates = run_to_end(engine(), [contradictory, failing, good])
     assert updates[good.id].finish is Finish.STOP
     for one, message in (
-        (contradictory, NO_TOKEN_LEFT),
+        (contradictory, "structured_outputs and allowed_token_ids together leave no token"),
         (failing, "The schema or grammar could not be followed any further: "),
     ):
         detail = updates[one.id].detail
         assert updates[one.id].finish is Finish.ERROR
         assert detail is not None
         assert detail.message.startswith(message)
+        assert detail.refused
 
 
 def test_a_mask_forbids_what_has_no_bit() -> None:

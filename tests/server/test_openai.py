@@ -207,7 +207,7 @@ class TestRefusals:
             ("/v1/completions", {"prompt": "x", "stop": ["a"] * 100}, ["stop", "100", "64"]),
             ("/v1/completions", {"prompt": "x", "suffix": "y"}, ["suffix"]),
             ("/v1/completions", {"prompt": "x", "best_of": 3}, ["best_of"]),
-            ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, ["logit_bias", "'a'"]),
+            ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, ["logit_bias", '"a"']),
             ("/v1/completions", {"prompt": "x", "priority": 3}, ["priority"]),
             ("/v1/chat/completions", {"messages": []}, ["messages"]),
             ("/v1/chat/completions", {"messages": [{"content": "x"}]}, ["role"]),

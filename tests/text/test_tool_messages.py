@@ -131,7 +131,7 @@ class TestPlain:
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls[0] is no call"),
         (
             {"role": "assistant", "tool_calls": [{**call("f", "{}"), "id": None}]},
-            "messages[1].tool_calls[0].id is None",
+            "messages[1].tool_calls[0].id is null",
         ),
         ({"role": "assistant", "tool_calls": [call(3, "{}")]}, "messages[1].tool_calls[0].function.name is 3"),
         (

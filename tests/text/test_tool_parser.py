@@ -9,7 +9,7 @@ import pytest
 from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, TextPiece, ToolCall, collect, make_call_id
 from quire.text.tool_formats import FORMATS, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, write_calls
 from quire.text.tool_parser import ToolParser
-from quire.text.tools import NO_TOOLS, ToolChoice
+from quire.text.tools import NO_TOOLS, ToolChoice, read_choice
 from tests.text.tool_answers import AUTO, GET, ONE, TOOLS, brief, parse, stream
 
 pytestmark = pytest.mark.core
@@ -202,3 +202,13 @@ def test_ids():
     assert first.id not in [event.id for event in other if isinstance(event, CallBegins)]
     drawn = ToolParser(HERMES, AUTO).push(text), ToolParser(HERMES, AUTO).push(text)
     assert drawn[0][0] != drawn[1][0], "without a source, ids are drawn at random"
+
+
+@pytest.mark.parametrize(
+    "cut", ["<tool_", "<tool_call>", '<tool_call>\n{"name": "get_', '<tool_call>\n{"name": "get", "arg']
+)
+def test_a_forced_call_that_is_cut_short_is_no_text(cut):
+    forced = ToolParser(HERMES, read_choice("required", TOOLS))
+    assert collect(forced.push(cut) + forced.finish()).content == ""
+    free = ToolParser(HERMES, read_choice("auto", TOOLS))
+    assert collect(free.push(cut) + free.finish()).content == cut

@@ -45,26 +45,26 @@ class TestReadTools:
     @pytest.mark.parametrize(
         ("tools", "message"),
         [
-            ("f", "tools is str"),
-            ([1], "tools[0] is int"),
-            ([{"type": "web_search"}], "tools[0].type is 'web_search'"),
-            ([{}], "tools[0].type is None"),
-            ([{"type": "function", "function": 1}], "tools[0].function is int"),
-            ([entry("a b")], "tools[0].function.name is 'a b'"),
-            ([entry("")], "tools[0].function.name is ''"),
+            ("f", "tools is a string"),
+            ([1], "tools[0] is a number"),
+            ([{"type": "web_search"}], 'tools[0].type is "web_search"'),
+            ([{}], "tools[0].type is null"),
+            ([{"type": "function", "function": 1}], "tools[0].function is a number"),
+            ([entry("a b")], 'tools[0].function.name is "a b"'),
+            ([entry("")], 'tools[0].function.name is ""'),
             ([entry("x" * 65)], "1 to 64 letters"),
-            ([entry("f\n")], "tools[0].function.name is 'f\\n'"),
+            ([entry("f\n")], 'tools[0].function.name is "f\\n"'),
             ([entry(7)], "tools[0].function.name is 7"),
-            ([entry(None)], "tools[0].function.name is None"),
-            ([{"type": "function", "description": "d"}], "tools[0].name is None"),
-            ([entry(description=3)], "tools[0].function.description is int"),
-            ([entry(strict="yes")], "tools[0].function.strict is 'yes'"),
-            ([entry(parameters=[])], "tools[0].function.parameters is list"),
-            ([entry(parameters={})], "tools[0].function.parameters.type is None"),
-            ([entry(parameters={"type": "array"})], "tools[0].function.parameters.type is 'array'"),
+            ([entry(None)], "tools[0].function.name is null"),
+            ([{"type": "function", "description": "d"}], "tools[0].name is null"),
+            ([entry(description=3)], "tools[0].function.description is a number"),
+            ([entry(strict="yes")], 'tools[0].function.strict is "yes"'),
+            ([entry(parameters=[])], "tools[0].function.parameters is an array"),
+            ([entry(parameters={})], "tools[0].function.parameters.type is null"),
+            ([entry(parameters={"type": "array"})], 'tools[0].function.parameters.type is "array"'),
             (
                 [entry(parameters={"type": "object", "properties": []})],
-                "tools[0].function.parameters.properties is list",
+                "tools[0].function.parameters.properties is an array",
             ),
             ([entry(parameters={"type": "object", "required": 5})], "tools[0].function.parameters.required is 5"),
             ([entry(parameters={"type": "object", "required": [[]]})], "tools[0].function.parameters.required is [[]]"),
@@ -87,7 +87,7 @@ class TestReadTools:
             read_tools([{**entry(), "name": "f"}])
 
     def test_other_apis_name_the_schema_otherwise(self):
-        with pytest.raises(InvalidParams, match=re.escape("tools[3].input_schema.type is 'string'")):
+        with pytest.raises(InvalidParams, match=re.escape('tools[3].input_schema.type is "string"')):
             make_tool("tools[3]", name="f", parameters={"type": "string"}, schema_field="input_schema")
 
 
@@ -134,22 +134,22 @@ class TestReadChoice:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            ("any", "tool_choice is 'any'"),
+            ("any", 'tool_choice is "any"'),
             (3, "tool_choice is 3"),
-            ({}, "tool_choice.type is None"),
-            ({"type": "custom"}, "tool_choice.type is 'custom'"),
-            (entry("nope"), "tool_choice.function.name is 'nope', which none of the 3 tools has"),
-            ({"type": "function"}, "tool_choice.name is None"),
-            ({"type": "function", "function": "get"}, "tool_choice.function is str"),
+            ({}, "tool_choice.type is null"),
+            ({"type": "custom"}, 'tool_choice.type is "custom"'),
+            (entry("nope"), 'tool_choice.function.name is "nope", which none of the 3 tools has'),
+            ({"type": "function"}, "tool_choice.name is null"),
+            ({"type": "function", "function": "get"}, "tool_choice.function is a string"),
             ({"type": "function", "function": {"name": "get", "x": 1}}, "tool_choice.function has no field 'x'"),
-            ({"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice.mode is 'none'"),
+            ({"type": "allowed_tools", "mode": "none", "tools": []}, 'tool_choice.mode is "none"'),
             ({"type": "allowed_tools", "mode": "auto", "tools": []}, "tool_choice.tools is []"),
-            ({"type": "allowed_tools", "allowed_tools": 1}, "tool_choice.allowed_tools is int"),
+            ({"type": "allowed_tools", "allowed_tools": 1}, "tool_choice.allowed_tools is a number"),
             (
                 {"type": "allowed_tools", "mode": "auto", "tools": [entry("x")]},
-                "tool_choice.tools[0].function.name is 'x'",
+                'tool_choice.tools[0].function.name is "x"',
             ),
-            ({"type": "allowed_tools", "mode": "auto", "tools": ["get"]}, "tool_choice.tools[0] is 'get'"),
+            ({"type": "allowed_tools", "mode": "auto", "tools": ["get"]}, 'tool_choice.tools[0] is "get"'),
         ],
     )
     def test_refusals_name_the_field(self, value, message):

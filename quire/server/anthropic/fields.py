@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.server.body import Body
+from quire.server.fields import Fields
 from quire.server.openai.fields import Number
 
 
-class TextBlock(Body):
+class TextBlock(Fields):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ def as_blocks(value: Any) -> Any:
 Texts = Annotated[list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Fields):
     """A call that the model made earlier."""
 
     type: Literal["tool_use"]
@@ -40,7 +40,7 @@ class ToolUseBlock(Body):
     cache_control: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Fields):
     """What a call came to."""
 
     type: Literal["tool_result"]
@@ -53,12 +53,12 @@ class ToolResultBlock(Body):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class Message(Body):
+class Message(Fields):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])]
 
 
-class ToolFields(Body):
+class ToolFields(Fields):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -67,31 +67,31 @@ class ToolFields(Body):
     cache_control: dict[str, Any] | None = None
 
 
-class ToolChoiceFields(Body):
+class ToolChoiceFields(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: StrictBool | None = None
 
 
-class Disabled(Body):
+class Disabled(Fields):
     type: Literal["disabled"]
 
 
-class OutputFormat(Body):
+class OutputFormat(Fields):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(Fields):
     format: OutputFormat | None = None
     effort: None = None
 
 
-class Metadata(Body):
+class Metadata(Fields):
     user_id: str | None = None
 
 
-class PromptFields(Body):
+class PromptFields(Fields):
     """What makes a prompt: of a message, and to count its tokens."""
 
     model: str | None = None

@@ -15,6 +15,7 @@ from quire.server.anthropic.fields import CountRequest, MessagesRequest
 from quire.server.anthropic.inquiries import make_inquiry
 from quire.server.context import Context, context
 from quire.server.conversation import narrate
+from quire.server.documents import AnthropicError, AnthropicMessage, TokenCount, answers
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
 from quire.text.exchange import Exchange
@@ -55,7 +56,7 @@ class Answering:
                 pass
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=answers(AnthropicMessage, error=AnthropicError, stream=True))
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
     call = context(request)
@@ -67,20 +68,21 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     return JSON(answering.draft.document, headers=headers_of(call))
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=answers(TokenCount, error=AnthropicError))
 async def count_tokens(request: Request, body: CountRequest) -> Response:
     """How many tokens a prompt has, its tools with it."""
     call = context(request)
     call.check_model(body.model)
-    prompt = await make_inquiry(body).write(call.service)
-    return JSON({"input_tokens": len(prompt["prompt_token_ids"])}, headers=headers_of(call))
+    prompt = await make_inquiry(body).prepare(call.service)
+    tokens = await call.service.encode(await prompt.render(), add_special_tokens=False)
+    return JSON({"input_tokens": len(tokens)}, headers=headers_of(call))
 
 
 async def prepare(call: Context, body: MessagesRequest) -> Answering:
-    inquiry = make_inquiry(body)
-    params = body.sampling(call.service.ready.sampling, **inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority or 0)
-    return Answering(call.service, exchange, inquiry.parser(call.service), Draft(call.service.model, exchange))
+    prompt = await make_inquiry(body).prepare(call.service)
+    params = body.sampling(call.service.ready.sampling, **prompt.demands())
+    exchange = await prompt.open(call, params, body.priority or 0)
+    return Answering(call.service, exchange, prompt.parser(), Draft(call.service.model, exchange))
 
 
 def headers_of(call: Context) -> dict[str, str]:

@@ -13,6 +13,7 @@ from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import ChatCompletion, answers
 from quire.server.openai.bodies import chat_logprobs, finish_reason, prompt_logprobs, usage
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import ChatRequest
@@ -136,14 +137,15 @@ def piece(events: Sequence[Event]) -> Document:
     return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, stream=True))
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     call = context(request)
     call.check_model(body.model)
-    inquiry = read_inquiry(body)
-    exchange = await open_exchange(call, body, inquiry)
-    readings = [Reading(inquiry.parser(call.service)) for _ in exchange.requests]
+    prompt = await read_inquiry(body).prepare(call.service)
+    params = sampling(body, call.service.ready.sampling, prompt.demands())
+    exchange = await prompt.open(call, params, body.priority or 0)
+    readings = [Reading(prompt.parser()) for _ in exchange.requests]
     writer, service = Writer(call, body, readings), call.service
     if body.stream:
         head = writer.head("chat.completion.chunk")
@@ -169,28 +171,24 @@ async def follow(service: Service, exchange: Exchange, choices: Sequence[Choice]
 def read_inquiry(body: ChatRequest) -> Inquiry:
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools, body.parallel_tool_calls)
-    return Inquiry(messages=body.messages, tools=tools, choice=choice, structure=body.structure())
-
-
-async def open_exchange(call: Context, body: ChatRequest, inquiry: Inquiry) -> Exchange:
-    demands = inquiry.demands(call.service)
-    params = sampling(body, call.service.ready.sampling, demands)
-    await call.prepare(params)
-    prompt = await inquiry.write(
-        call.service,
+    return Inquiry(
+        messages=body.messages,
+        tools=tools,
+        choice=choice,
+        structure=body.structure(),
         template=body.chat_template,
-        open_turn=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
         extra=body.chat_template_kwargs,
     )
-    kept = inquiry.kept(call.service)
-    return await call.service.open(prompt, params, call.caller, call.new_id(), body.priority or 0, kept)
 
 
 def sampling(body: ChatRequest, defaults: Mapping[str, Any], demands: Mapping[str, Any]) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidParams("top_logprobs needs logprobs to be true.")
+        raise InvalidParams("top_logprobs needs logprobs to be true.", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidParams(f"top_logprobs is {body.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+        raise InvalidParams(
+            f"top_logprobs is {body.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "top_logprobs"
+        )
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidParams("max_tokens and max_completion_tokens differ; give max_completion_tokens alone.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.core.outputs import CompletionOutput
-from quire.errors import EngineError
+from quire.errors import EngineError, InvalidParams
 from quire.server.openai.bodies import usage
 from quire.server.openai.fields import StreamOptions
 from quire.server.service import Service
@@ -53,7 +53,8 @@ def check(exchange: Exchange) -> None:
     """An answer that failed ends the call with its error."""
     for answer in exchange.output.outputs:
         if answer.finish_reason == "error":
-            raise EngineError(answer.error or "The engine failed on this request.")
+            message = answer.error or "The engine failed on this request."
+            raise InvalidParams(message) if answer.refused else EngineError(message)
 
 
 async def stream_choices(

@@ -13,6 +13,7 @@ from quire.core.outputs import PositionLogprobs
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
+from quire.server.documents import Completion, answers
 from quire.server.openai.bodies import completion_logprobs, finish_reason, prompt_logprobs, usage
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import CompletionRequest
@@ -93,7 +94,7 @@ class Writer:
         return [min(offset, end) for offset in offsets] if choice.answer.finished else offsets
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, stream=True))
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
     call = context(request)
@@ -114,19 +115,24 @@ async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchan
     """An exchange for each prompt, and what writes their answers."""
     params = sampling(body, call.service.ready.sampling)
     await call.prepare(params)
+    prompts, gate = body.prompts(call.service.config.max_prompts), call.service.gate
+    gate.check(len(prompts) * params.n, 0)
     exchanges = []
-    for prompt in body.prompts(call.service.config.max_prompts):
+    for prompt in prompts:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority or 0))
-    prompts = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
-    return exchanges, Writer(call, body, prompts)
+    gate.check(len(prompts) * params.n, sum(len(exchange.output.prompt_token_ids) for exchange in exchanges))
+    located = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
+    return exchanges, Writer(call, body, located)
 
 
 def sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
-        raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+        raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParams(f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.")
+        raise InvalidParams(
+            f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.", "best_of"
+        )
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         scored = max(scored or 0, body.logprobs)

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.errors import InvalidParams
-from quire.server.body import Body
+from quire.errors import InvalidParams, show
+from quire.server.fields import Fields
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Ids = list[StrictInt]
 STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class StreamOptions(Body):
+class StreamOptions(Fields):
     """`include_obfuscation` would add random characters beside the answer to hide its length; quire sends none."""
 
     include_usage: StrictBool | None = None
@@ -27,7 +27,7 @@ class StreamOptions(Body):
     include_obfuscation: StrictBool | None = None
 
 
-class NoEffectFields(Body):
+class NoEffectFields(Fields):
     """What clients say about a request that does not change its answer. It is taken and left alone."""
 
     user: str | None = None
@@ -123,15 +123,15 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise InvalidParams("prompt is an empty list; give at least one prompt.")
+            raise InvalidParams("prompt is an empty list; give at least one prompt.", "prompt")
         if isinstance(prompt[0], int):
             return [prompt]
         if len(prompt) > most:
-            raise InvalidParams(f"prompt holds {len(prompt)} prompts; give at most {most} in one request.")
+            raise InvalidParams(f"prompt holds {len(prompt)} prompts; give at most {most} in one request.", "prompt")
         return list(prompt)
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
     value: dict[str, Any] | None = None  # how Hugging Face's client sends a schema, as a json_object
@@ -142,7 +142,10 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             return {"json_object": True} if self.value is None else {"json": self.value}
         if not self.json_schema or "schema" not in self.json_schema:
-            raise InvalidParams("response_format.json_schema.schema is missing; give the schema there.")
+            raise InvalidParams(
+                "response_format.json_schema.schema is missing; give the schema there.",
+                "response_format.json_schema.schema",
+            )
         return {"json": self.json_schema["schema"]}
 
 
@@ -172,5 +175,5 @@ class ChatRequest(SamplingFields):
 
 def token_id(name: str, key: str) -> int:
     if not key.isdecimal():
-        raise InvalidParams(f"{name} has the key {key!r}; keys are token ids.")
+        raise InvalidParams(f"{name} has the key {show(key)}; keys are token ids.", name)
     return int(key)

@@ -8,18 +8,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.context import Context, context
+from quire.server.documents import ModelCard, ModelList, answers
 from quire.server.stream import JSON
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """The models that can be asked."""
     return JSON({"object": "list", "data": [card(context(request))]})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", responses=answers(ModelCard))
 async def show_model(request: Request, model: str) -> Response:
     """One model."""
     call = context(request)

@@ -11,6 +11,7 @@ from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
+from quire.server.documents import ResponseDocument, answers
 from quire.server.openai.responses_draft import Draft
 from quire.server.openai.responses_fields import ResponsesRequest
 from quire.server.openai.responses_items import as_document, as_messages, new_id
@@ -25,7 +26,7 @@ Document = dict[str, Any]
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=answers(ResponseDocument, stream=True))
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation, or go on with one."""
     call = context(request)
@@ -59,14 +60,15 @@ async def prepare(call: Context, body: ResponsesRequest, shelf: Shelf) -> Answer
         choice=choice,
         structure=body.text_format().structure(),
     )
-    params = body.sampling(call.service.ready.sampling, **inquiry.demands(call.service))
-    exchange = await inquiry.open(call, params, body.priority or 0)
+    prompt = await inquiry.prepare(call.service)
+    params = body.sampling(call.service.ready.sampling, **prompt.demands())
+    exchange = await prompt.open(call, params, body.priority or 0)
     draft = Draft(new_document(call, body, tools, params))
     record = Record(draft, items, log=[] if body.background and body.stream else None)
     return Answering(
         call.service,
         exchange,
-        inquiry.parser(call.service),
+        prompt.parser(),
         record,
         shelf if body.stored else None,
         num_top=body.top_logprobs or 0,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.errors import InvalidParams
-from quire.server.body import Body
+from quire.errors import InvalidParams, show
+from quire.server.fields import Fields
 from quire.server.openai.fields import NoEffectFields, Number
 
 MAX_LOGPROBS = 20
@@ -21,12 +21,12 @@ LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputText(Body):
+class InputText(Fields):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Body):
+class OutputText(Fields):
     """What an earlier response said, with what stood beside it."""
 
     type: Literal["output_text"]
@@ -45,7 +45,7 @@ def as_parts(value: Any) -> Any:
 Parts = Annotated[list[TextPart], BeforeValidator(as_parts, json_schema_input_type=str | list[TextPart])]
 
 
-class MessageItem(Body):
+class MessageItem(Fields):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
@@ -54,7 +54,7 @@ class MessageItem(Body):
     phase: str | None = None
 
 
-class CallItem(Body):
+class CallItem(Fields):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
@@ -65,7 +65,7 @@ class CallItem(Body):
     status: Status | None = None
 
 
-class CallOutputItem(Body):
+class CallOutputItem(Fields):
     """What a call came to."""
 
     type: Literal["function_call_output"]
@@ -87,7 +87,7 @@ def as_items(value: Any) -> Any:
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
-class TextFormat(Body):
+class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -100,19 +100,19 @@ class TextFormat(Body):
         if self.type == "json_object":
             return {"json_object": True}
         if self.schema_ is None or self.name is None:
-            raise InvalidParams("text.format needs a name and a schema when its type is json_schema.")
+            raise InvalidParams("text.format needs a name and a schema when its type is json_schema.", "text.format")
         return {"json": self.schema_}
 
     def document(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
-class TextOptions(Body):
+class TextOptions(Fields):
     format: TextFormat | None = None
     verbosity: None = None
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(Fields):
     include_obfuscation: StrictBool | None = None  # as in StreamOptions
 
 
@@ -168,11 +168,15 @@ class ResponsesRequest(NoEffectFields):
     def check(self) -> None:
         """Fields that do not go together."""
         if self.background and not self.stored:
-            raise InvalidParams("background needs store: a response that is not stored could never be fetched.")
+            raise InvalidParams(
+                "background needs store: a response that is not stored could never be fetched.", "background"
+            )
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise InvalidParams(f"top_logprobs is {self.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.")
+            raise InvalidParams(
+                f"top_logprobs is {self.top_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "top_logprobs"
+            )
         if self.top_logprobs and not self.with_logprobs:
-            raise InvalidParams(f"top_logprobs needs include to hold {LOGPROBS!r}.")
+            raise InvalidParams(f"top_logprobs needs include to hold {show(LOGPROBS)}.", "top_logprobs")
 
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The parameters as the engine knows them: the model's `defaults`, what the request says, and `more`, which

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
 from quire.server.context import context
+from quire.server.documents import DeletedResponse, ItemList, ResponseDocument, answers
 from quire.server.openai.responses_running import stop
 from quire.server.openai.responses_store import ResponseStore, Shelf
 from quire.server.stream import JSON, EventStream
@@ -16,7 +17,7 @@ from quire.server.stream import JSON, EventStream
 router = APIRouter()
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument, stream=True))
 async def fetch_response(
     request: Request, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
 ) -> Response:
@@ -29,7 +30,7 @@ async def fetch_response(
     return EventStream(record.follow(0 if starting_after is None else starting_after + 1))
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseDocument))
 async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that runs in the background; one that has ended stays as it is."""
     record = shelf_of(request).find(response_id)
@@ -39,7 +40,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return JSON(record.draft.document)
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a response; if it still runs in the background, it ends."""
     shelf = shelf_of(request)
@@ -48,7 +49,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return JSON({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList))
 async def list_input_items(
     request: Request,
     response_id: str,
@@ -63,7 +64,7 @@ async def list_input_items(
     if after is not None:
         place = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise InvalidParams(f"after is {after!r}, which is no item of this response.")
+            raise InvalidParams(f"after is {show(after)}, which is no item of this response.", "after")
         items = items[place + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}

@@ -11,18 +11,18 @@ from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import MAX_STOP_STRINGS, SamplingParams
 from quire.errors import InvalidField, PromptTooLong
-from quire.server.body import Body
+from quire.server.fields import Fields
 
 DEFAULT_NEW_TOKENS = 100
 MAX_BEST_OF = 16
 MAX_TOP_TOKENS = 20
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 
 
-class Grammar(Body):
+class Grammar(Fields):
     """The shape of the answer. The value of json_schema has a name beside its schema."""
 
     type: Literal["json", "regex", "json_schema"]
@@ -39,7 +39,7 @@ class Grammar(Body):
         return {"json": self.value["schema"]}
 
 
-class Parameters(Body):
+class Parameters(Fields):
     """How to generate, and what to report."""
 
     best_of: Annotated[StrictInt, Field(ge=1, le=MAX_BEST_OF)] | None = None
@@ -123,7 +123,7 @@ class Parameters(Body):
         )
 
 
-class GenerateRequest(Body):
+class GenerateRequest(Fields):
     """POST /generate and /generate_stream"""
 
     inputs: str

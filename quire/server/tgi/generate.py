@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.errors import QuireError
 from quire.server.context import Context, context
+from quire.server.documents import GeneratedText, TGIError, answers, only_text
 from quire.server.openai.choices import check
 from quire.server.stream import JSON, EventStream, event, while_connected
 from quire.server.tgi.bodies import Writer, best_of
@@ -20,19 +21,19 @@ from quire.text.exchange import Exchange
 router = APIRouter()
 
 
-@router.post("/generate")
+@router.post("/generate", responses=answers(GeneratedText, error=TGIError))
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Continue a text."""
     return await answer_whole(request, body, in_list=False)
 
 
-@router.post("/generate_stream")
+@router.post("/generate_stream", response_class=Response, responses=only_text("text/event-stream", error=TGIError))
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Continue a text, an event for each token."""
     return await answer_stream(request, body)
 
 
-@router.post("/")
+@router.post("/", responses=answers(list[GeneratedText], error=TGIError, stream=True))
 async def generate_either(request: Request, body: AnyRequest) -> Response:
     """Continue a text: at once, in a list of one, or an event for each token."""
     if body.stream:
@@ -64,9 +65,10 @@ async def answer_stream(request: Request, body: GenerateRequest) -> Response:
 async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -> Exchange:
     parameters, service = body.parameters, call.service
     parameters.check(stream=stream)
-    tokens = await service.encode(body.inputs)
-    if parameters.truncate is not None:
-        tokens = tokens[-parameters.truncate :]
+    if parameters.truncate is None:
+        tokens = await service.encode_prompt(body.inputs)
+    else:
+        tokens = (await service.encode(body.inputs))[-parameters.truncate :]
     params = parameters.sampling(service.ready.sampling, stream=stream, room=service.ready.max_len - len(tokens))
     await call.prepare(params)
     prompt = {"prompt": body.inputs, "prompt_token_ids": tokens}

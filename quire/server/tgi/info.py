@@ -8,13 +8,14 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.params import MAX_STOP_STRINGS
 from quire.server.context import context
+from quire.server.documents import ServerInfo, TGIError, TGIInfo, answers
 from quire.server.stream import JSON
 from quire.server.tgi.fields import MAX_BEST_OF
 
 router = APIRouter()
 
 
-@router.get("/info")
+@router.get("/info", responses=answers(TGIInfo, error=TGIError))
 async def info(request: Request) -> Response:
     """The model and the limits, under TGI's names. What quire has no such thing as is null."""
     service = context(request).service
@@ -38,7 +39,7 @@ async def info(request: Request) -> Response:
     )
 
 
-@router.get("/")
+@router.get("/", responses=answers(ServerInfo, error=TGIError))
 async def root(request: Request) -> Response:
     """Whom one has reached."""
     service = context(request).service

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.context import context
+from quire.server.documents import TemplatedTokens, TGIError, answers
 from quire.server.openai.chat import read_inquiry
 from quire.server.openai.fields import ChatRequest
 from quire.server.stream import JSON
@@ -20,18 +21,12 @@ from quire.text.tokenizer import Tokenizer
 router = APIRouter()
 
 
-@router.post("/chat_tokenize")
+@router.post("/chat_tokenize", responses=answers(TemplatedTokens, error=TGIError))
 async def chat_tokenize(request: Request, body: ChatRequest) -> Response:
     """The body of a chat completion as the text and the tokens that the model would see."""
     call = context(request)
     call.check_model(body.model)
-    prompt = await read_inquiry(body).write(
-        call.service,
-        template=body.chat_template,
-        open_turn=body.add_generation_prompt is not False,
-        extra=body.chat_template_kwargs,
-    )
-    text = prompt["prompt"]
+    text = await (await read_inquiry(body).prepare(call.service)).render()
     tokens = await spans(call.service.tokenizer, text, add_special_tokens=False)
     return JSON({"tokenize_response": tokens, "templated_text": text})
 
@@ -40,10 +35,9 @@ async def spans(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = T
     """Each token with the characters of the text that it stands for; none for one that was put in front."""
 
     def work() -> list[dict[str, Any]]:
-        encoded = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
         return [
             {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-            for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True)
+            for token, start, stop in tokenizer.encode_offsets(text, add_special_tokens)
         ]
 
     return await asyncio.to_thread(work)
