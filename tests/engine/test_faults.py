@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from quire.engine import process
 from quire.engine.client import Threaded
 from quire.engine.engine import Engine
 from quire.engine.faults import is_out_of_memory, kernels_tried, told_clearly
+from quire.engine.messages import Adding, Order, Refused
 from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from tests.tools.tiny import TinyEngine
@@ -259,3 +261,91 @@ def threaded(engine: Engine) -> Threaded:
     client._thread = threading.Thread(target=client._run, args=(engine,), daemon=True)
     client._thread.start()
     return client
+
+
+# ── in planning ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, name: str, error: BaseException) -> None:
+    """One of the scheduler's methods fails when it has done half of its work, and works again from then on."""
+    scheduler, original, errors = engine.scheduler, getattr(engine.scheduler, name), [error]
+
+    def failing(*args: Any) -> Any:
+        result = original(*args)
+        if errors:
+            raise errors.pop()
+        return result
+
+    monkeypatch.setattr(scheduler, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_admit", "_publish_chunks", "_details", "_advance"])
+def test_an_error_in_planning_ends_one_request_and_the_others_are_served(name, monkeypatch) -> None:
+    engine = engine_with()
+    engine.info.device = "cpu"  # type: ignore[misc]
+    for each in "abc":
+        engine.add(request(each))
+    failing_once(monkeypatch, engine, name, RuntimeError("a bug"))
+    updates = run(engine)
+    assert sorted(ends(updates).values()) == [Finish.ERROR, Finish.LENGTH, Finish.LENGTH]
+    (ended,) = (update for update in updates if update.finish is Finish.ERROR)
+    assert ended.detail is not None
+    assert ended.detail.message == "The engine failed on this request: a bug"
+    assert sum(len(update.tokens) for update in updates if update.id != ended.id) == 8
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+
+
+def test_plans_in_flight_are_dropped_when_planning_fails(gpu, monkeypatch) -> None:
+    """And what they computed is computed again: the tokens are the same."""
+    expected = run_alone("a")
+    engine = engine_with(depth=1)
+    engine.add(request("a"))
+    engine.step()
+    engine._launch()
+    engine.add(request("b"))
+    engine.runner.depth = 2  # type: ignore[misc]
+    failing_once(monkeypatch, engine, "_admit", RuntimeError("a bug"))
+    failed = engine.step()
+    engine.runner.depth = 1  # type: ignore[misc]
+    updates = [*failed, *run(engine)]
+    assert ends(updates) == {"a": Finish.LENGTH, "b": Finish.ERROR}
+    assert [token for update in updates if update.id == "a" for token in update.tokens] == expected[1:]
+
+
+def run_alone(name: str) -> list[int]:
+    engine = engine_with()
+    engine.add(request(name))
+    return [token for update in run(engine) for token in update.tokens]
+
+
+@pytest.mark.parametrize("name", ["_admit", "_advance"])
+def test_ctrl_c_in_planning_leaves_the_pool_whole(name, monkeypatch) -> None:
+    engine = engine_with()
+    for each in "ab":
+        engine.add(request(each))
+    failing_once(monkeypatch, engine, name, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    for each in "ab":
+        engine.abort(each)
+    assert not engine.has_work
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+    engine.add(request("c"))
+    assert ends(run(engine)) == {"c": Finish.LENGTH}
+
+
+def test_an_order_that_cannot_be_added_is_refused_and_the_process_goes_on(monkeypatch) -> None:
+    sent: list[Any] = []
+    link = SimpleNamespace(send=sent.append, closed=False)
+    engine = engine_with()
+    loop = process.EngineLoop(engine, link, Path("none"))  # type: ignore[arg-type]
+    good, bad, other = (Order.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
+    loop._submit([good])
+    failing_once(monkeypatch, engine, "_enqueue", RuntimeError("a bug"))
+    loop._submit([bad, other])
+    assert sent == [
+        Adding(["good"]),
+        Adding(["bad", "other"]),
+        Refused(["bad", "other"], "EngineError", "The engine failed on this request: a bug"),
+    ]
+    assert ends(run(engine)) == {"good": Finish.LENGTH}
