@@ -20,7 +20,7 @@ from traceback import walk_tb
 
 from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
-from quire.core.params import MAX_PRIORITY
+from quire.core.params import check_priority
 from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
@@ -588,10 +588,7 @@ class Scheduler:
             raise EmptyPrompt("The prompt has no tokens; give at least one.")
         if request.id in self.requests:
             raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
-        if not isinstance(request.priority, int) or abs(request.priority) > MAX_PRIORITY:
-            raise InvalidParams(
-                f"priority is {request.priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}."
-            )
+        check_priority(request.priority)
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step)
         if needed > self.kv.pool.num_blocks:
             raise PromptTooLong(

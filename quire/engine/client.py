@@ -12,14 +12,15 @@ import gc
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
-from quire.core.request import Request
+from quire.core.request import Finish, Request
 from quire.engine.precompile import precompile
 from quire.errors import DeviceLost, EngineClosed, EngineError
 from quire.kernels import isa
@@ -64,7 +65,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class InProcess:
-    """The engine in the caller's thread: it moves when `step` is called."""
+    """The engine in the thread of its one caller: it moves when `step` is called."""
 
     def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
         self._engine: Engine | None = start_engine(config, path, progress)
@@ -90,6 +91,90 @@ class InProcess:
 
     def close(self) -> None:
         self._engine = None
+
+
+Inbox = deque[Update]  # what a caller has not taken yet
+
+
+class Shared:
+    """The engine in its callers' threads: it moves when one of them waits for updates.
+
+    Each caller has an inbox. A caller that finds its own empty runs a step, and puts everybody's updates into their
+    inboxes. So several callers share one engine, by turns in one thread or from several threads.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
+        self._client = InProcess(config, path, progress)
+        self.info = self._client.info
+        self._lock = threading.Lock()  # around all that is done with the engine
+        self._inboxes: dict[str, Inbox] = {}  # of the requests that have not ended
+        self._aborts: deque[str] = deque()  # requests that the next holder of the lock aborts
+
+    @property
+    def engine(self) -> Engine:
+        return self._client.engine
+
+    def submit(self, request: Request, inbox: Inbox) -> None:
+        """Have a request computed; its updates come to the inbox."""
+        with self._lock:
+            self._client.add(request)
+            self._inboxes[request.id] = inbox
+
+    def receive(self, inbox: Inbox) -> list[Update]:
+        """What has arrived, after a step if nothing has. The step may bring nothing either."""
+        with self._lock:
+            self._abort_due()
+            if not inbox:
+                self._step()
+            self._abort_due()
+            updates = list(inbox)
+            inbox.clear()
+        return updates
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; no more updates of them arrive.
+
+        The garbage collector may call this in the middle of a step, to close a generator: the caller that runs the
+        step aborts them then.
+        """
+        self._aborts.extend(request_ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abort_due()
+            finally:
+                self._lock.release()
+
+    def health(self) -> bool:
+        return self._client.health()
+
+    def close(self) -> None:
+        with self._lock:
+            self._client.close()
+
+    def _step(self) -> None:
+        try:
+            for update in self._client.step():
+                inbox = self._inboxes.pop(update.id, None) if update.finish else self._inboxes.get(update.id)
+                if inbox is not None:
+                    inbox.append(update)
+        except Exception:
+            raise
+        except BaseException:
+            self._end_all()
+            raise
+
+    def _end_all(self) -> None:
+        """After Ctrl-C in a step: some of its updates are lost, so no answer can go on."""
+        inboxes, self._inboxes = self._inboxes, {}
+        for request_id, inbox in inboxes.items():
+            self._client.abort(request_id)
+            inbox.append(Update(request_id, [], Finish.ABORT))
+
+    def _abort_due(self) -> None:
+        while self._aborts:
+            request_id = self._aborts.popleft()
+            if self._inboxes.pop(request_id, None) is not None and self.health():
+                self._client.abort(request_id)
 
 
 class Mailbox:
