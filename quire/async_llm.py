@@ -9,6 +9,7 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
+from quire.errors import InvalidParams
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
@@ -47,9 +48,13 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the growing output. Leaving the iteration ends the request and frees its blocks."""
+        if request_id in self._open:
+            raise InvalidParams(f"A request with the id {request_id!r} is running already; choose another id.")
         exchange = self._intake.open(prompt, sampling_params or SamplingParams(), request_id, priority=priority)
+        while exchange.output.request_id in self._open:  # somebody chose a number as an id
+            exchange = self._intake.open(prompt, sampling_params or SamplingParams(), priority=priority)
         updates = self._client.submit(exchange.requests)
-        mine = self._open.setdefault(exchange.output.request_id, exchange) is exchange
+        self._open[exchange.output.request_id] = exchange
         try:
             async for bundle in updates:
                 for update in bundle:
@@ -59,8 +64,7 @@ class AsyncLLM:
                 if exchange.finished:
                     return
         finally:
-            if mine:
-                del self._open[exchange.output.request_id]
+            del self._open[exchange.output.request_id]
             await updates.aclose()  # type: ignore[attr-defined]
 
     async def abort(self, request_id: str) -> None:

@@ -22,7 +22,7 @@ from quire.engine.client import Threaded
 from quire.engine.engine import Engine
 from quire.engine.faults import is_out_of_memory, kernels_tried, told_clearly
 from quire.engine.messages import Adding, Order, Refused
-from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
+from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from tests.tools.tiny import TinyEngine
 
@@ -258,9 +258,55 @@ def threaded(engine: Engine) -> Threaded:
     """A client around an engine that is there already."""
     client = Threaded.__new__(Threaded)
     client._work, client._mailboxes, client._engine = queue.SimpleQueue(), {}, engine
-    client._thread = threading.Thread(target=client._run, args=(engine,), daemon=True)
+    client._work_lock, client._ended = threading.Lock(), None
+    client._thread = threading.Thread(target=client._run, daemon=True)
     client._thread.start()
     return client
+
+
+def test_a_submit_while_the_thread_dies_is_told(gpu) -> None:
+    """It is put into the queue when the engine has failed already and the thread has not ended yet."""
+    gpu.lost = True
+    engine = engine_with(at_launch={1: torch.AcceleratorError(LOST)})
+    client, late = threaded(engine), list[asyncio.Task[None]]()
+
+    async def ask(name: str) -> None:
+        async for _ in client.submit([request(name)]):
+            raise AssertionError("no update was expected")
+
+    async def main() -> list[object]:
+        loop, fail = asyncio.get_running_loop(), engine._fail
+
+        async def submit_late() -> None:
+            late.append(asyncio.create_task(ask("late")))
+            while client._work.empty():
+                await asyncio.sleep(0)
+
+        def fail_slowly(*args: Any) -> list[Update]:
+            asyncio.run_coroutine_threadsafe(submit_late(), loop).result(30)
+            return fail(*args)
+
+        engine._fail = fail_slowly  # type: ignore[method-assign]
+        first = asyncio.create_task(ask("first"))
+        done = await asyncio.wait_for(asyncio.gather(first, return_exceptions=True), 60)
+        return [*done, *await asyncio.wait_for(asyncio.gather(*late, return_exceptions=True), 60)]
+
+    assert [type(error) for error in asyncio.run(main())] == [DeviceLost, DeviceLost]
+
+
+def test_an_engine_s_thread_that_fails_says_why(monkeypatch) -> None:
+    engine = engine_with()
+    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+    client = threaded(engine)
+
+    async def ask() -> None:
+        async for _ in client.submit([request("a")]):
+            raise AssertionError("no update was expected")
+
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^The engine failed: a bug"):
+            asyncio.run(asyncio.wait_for(ask(), 60))
+    assert not client.health()
 
 
 # ── in planning ───────────────────────────────────────────────────────────────────────────────────────────────────
