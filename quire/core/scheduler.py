@@ -317,9 +317,12 @@ class Scheduler:
         Returns whether somebody had to make room.
         """
         add_row, hungry = self._add_row, []
+        draft_blocks: int | None = None
         for request in self.running:
             known = len(request.tokens) + request.num_expected
             start = request.num_planned
+            if request.drafts:
+                draft_blocks = self._cut_drafts(request, known, draft_blocks)
             need = known + len(request.drafts) - start
             if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
                 continue
@@ -332,6 +335,20 @@ class Scheduler:
             else:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
+
+    def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
+        """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
+
+        Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
+        """
+        size, num_groups = self.kv.block_size, len(self.kv.windows)
+        if free is None:
+            promised = sum(self.kv.missing(each, self.max_tokens_per_step) + num_groups for each in self.running)
+            free = max(0, self.kv.pool.num_free - promised)
+        num_blocks = ceil_div(known, size)
+        room = min(request.max_len - known - 1, (num_blocks + free // num_groups) * size - known)
+        del request.drafts[max(0, room) :]
+        return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
 
     def _publish_chunks(self, plan: Plan) -> None:
         """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit."""
