@@ -9,6 +9,7 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
+from quire.errors import InvalidParams
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
@@ -50,11 +51,14 @@ class AsyncLLM:
 
         Without sampling_params the model's own defaults apply.
         """
-        exchange = self._intake.open(
-            prompt, sampling_params or self.get_default_sampling_params(), request_id, priority=priority
-        )
+        if request_id in self._open:
+            raise InvalidParams(f"A request with the id {request_id!r} is running already; choose another id.")
+        params = sampling_params or self.get_default_sampling_params()
+        exchange = self._intake.open(prompt, params, request_id, priority=priority)
+        while exchange.output.request_id in self._open:  # somebody chose a number as an id
+            exchange = self._intake.open(prompt, params, priority=priority)
         updates = self._client.submit(exchange.requests)
-        mine = self._open.setdefault(exchange.output.request_id, exchange) is exchange
+        self._open[exchange.output.request_id] = exchange
         try:
             async for bundle in updates:
                 for update in bundle:
@@ -64,8 +68,7 @@ class AsyncLLM:
                 if exchange.finished:
                     return
         finally:
-            if mine:
-                del self._open[exchange.output.request_id]
+            del self._open[exchange.output.request_id]
             await updates.aclose()  # type: ignore[attr-defined]
 
     async def abort(self, request_id: str) -> None:

@@ -4,12 +4,15 @@
     for out in llm.generate(["What is AI?"], SamplingParams(max_tokens=100)):
         print(out.outputs[0].text)
 
-For asyncio there is `AsyncLLM`; both stand on the same intake and the same engine.
+For asyncio there is `AsyncLLM`; both stand on the same intake and the same engine. Several streams may be open at once,
+and several threads may use one LLM: they share the engine's batch. Ctrl-C in a step ends all that is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -18,11 +21,12 @@ from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput, Score
 from quire.core.params import SamplingParams
-from quire.engine.client import InProcess, no_garbage_collection
+from quire.core.policy import PRIORITY_PLACES
+from quire.engine.client import Inbox, Shared, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
 from quire.text.detokenizer import Detokenizer
-from quire.text.exchange import Exchange, Intake, Prompt
+from quire.text.exchange import Exchange, Intake, Prompt, packed
 from quire.text.grammar import Grammars
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -45,7 +49,7 @@ class LLM:
             files = resolve(self.config.model, progress=lambda what, done, total: report(done, total))
         with no_garbage_collection(), bar("loading") as report:
             self._tokenizer = load_tokenizer(files.path)
-            self._client = InProcess(self.config, files.path, report)
+            self._client = Shared(self.config, files.path, report)
         self._chat_template: ChatTemplate | None = None
         self.info = self._client.info
         facts = self.info.config
@@ -58,6 +62,9 @@ class LLM:
             by_priority=self.config.order == "priority",
         )
         self._intake.grammars = Grammars(self._tokenizer, facts.vocab_size, self._intake.end_token_ids)
+        self._intake_lock = threading.Lock()  # grammars are compiled one at a time
+        # Requests in the engine, of one call: those that run, and as many that can join as soon as one ends.
+        self._max_open = 2 * max(self.info.max_requests, self.config.batch_size or 0)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -71,23 +78,30 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}.
 
-        Without sampling_params the model's own defaults apply, here and wherever else they may be left out.
+        Without sampling_params the model's own defaults apply, here and wherever else they may be left out. All prompts
+        are checked before the first one is computed; the requests for them are made as the engine gets to them.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
         priorities = spread("priority", 0 if priority is None else priority, len(many))
-        exchanges = [
-            self._intake.open(prompt, one, priority=level)
-            for prompt, one, level in zip(self._intake.encode_texts(many), params, priorities, strict=True)
-        ]
+        encoded = self._check(many, params, priorities)
+        numbers = list(itertools.islice(self._intake.numbers, len(many)))
+        outputs: dict[str, RequestOutput] = {}
+
+        def opened() -> Iterator[Exchange]:
+            for index in sorted(range(len(many)), key=lambda index: index + PRIORITY_PLACES * priorities[index]):
+                text, tokens = self._intake.encode(encoded[index])
+                with self._intake_lock:
+                    made = self._intake.make(text, tokens, params[index], numbers[index], priority=priorities[index])
+                yield made
+
         with bar("generating", unit="requests", enabled=use_tqdm and len(many) > 1) as report:
-            num_done = 0
             report(0, len(many))
-            for exchange in self._run(exchanges):
+            for exchange in self._run(opened()):
                 if exchange.finished:
-                    num_done += 1
-                    report(num_done, len(many))
-        return [exchange.output for exchange in exchanges]
+                    outputs[exchange.output.request_id] = exchange.output
+                    report(len(outputs), len(many))
+        return [outputs[str(number)] for number in numbers]
 
     def chat(
         self,
@@ -102,15 +116,16 @@ class LLM:
         """Answer conversations: one (a list of messages) or several (a list of those)."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Messages]", [messages] if one else messages)
-        prompts = [
-            self.render(conversation, tools=tools, template=chat_template, open_turn=add_generation_prompt)
-            for conversation in conversations
-        ]
+        prompts = []
+        for conversation in conversations:
+            prompt = self.render(conversation, tools=tools, template=chat_template, open_turn=add_generation_prompt)
+            prompts.append(packed(prompt["prompt"], prompt["prompt_token_ids"]))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
-        exchange = self._intake.open(prompt, sampling_params or self.get_default_sampling_params())
+        with self._intake_lock:
+            exchange = self._intake.open(prompt, sampling_params or self.get_default_sampling_params())
         for grown in self._run([exchange]):
             yield grown.snapshot()
 
@@ -121,7 +136,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         open_turn: bool = True,
-    ) -> Prompt:
+    ) -> Mapping[str, Any]:
         """A conversation as the prompt that the model's chat template makes of it."""
         source = template or self._tokenizer.chat_template
         if source is None:
@@ -183,31 +198,42 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, exchanges: Sequence[Exchange]) -> Iterator[Exchange]:
+    def _check(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[Prompt]:
+        """Refuse what could not be served; the prompts with their tokens."""
+        with self._intake_lock:
+            for one in {id(one): one for one in params}.values():
+                self._intake.check_params(one)
+        encoded = self._intake.encode_texts(prompts)
+        for prompt, one, priority in zip(encoded, params, priorities, strict=True):
+            self._intake.check_prompt(self._intake.encode(prompt)[1], one, priority)
+        return encoded
+
+    def _run(self, exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
         """Drive the engine until the exchanges have ended, yielding each whenever it has grown.
 
         Whatever ends this early (an error, Ctrl-C, a caller that stops listening), no request stays behind.
         """
-        owners = {request.id: exchange for exchange in exchanges for request in exchange.requests}
+        inbox, waiting = Inbox(), iter(exchanges)
+        owners: dict[str, Exchange] = {}  # of requests that have not ended
         try:
-            for exchange in exchanges:
-                for request in exchange.requests:
-                    self._client.add(request)
-            num_open = sum(not exchange.finished for exchange in exchanges)
-            while num_open:
-                for update in self._client.step():
-                    exchange = owners[update.id]
-                    was_open = not exchange.finished
-                    if exchange.take(update):
-                        self._client.abort(update.id)
-                    num_open -= was_open and exchange.finished
-                    if was_open:
-                        yield exchange
+            while True:
+                while len(owners) < self._max_open and (exchange := next(waiting, None)) is not None:
+                    for request in exchange.requests:
+                        owners[request.id] = exchange
+                        self._client.submit(request, inbox)
+                if not owners:
+                    return
+                for update in self._client.receive(inbox):
+                    if (grown := owners.get(update.id)) is None:
+                        continue  # a stop string has ended it
+                    has_stopped = grown.take(update)
+                    if has_stopped:
+                        self._client.abort([update.id])
+                    if has_stopped or update.finish:
+                        del owners[update.id]
+                    yield grown
         finally:
-            if self._client.health():
-                for exchange in exchanges:
-                    for request_id in exchange.open_ids:
-                        self._client.abort(request_id)
+            self._client.abort(owners)
 
 
 def spread(name: str, value: Any, length: int) -> list[Any]:

@@ -24,11 +24,17 @@ class KVCache:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.prefix_cache = prefix_cache
-        self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(block_size, self.windows, max_evicted=2 * num_blocks)
+        self.has_windows = any(window is not None for window in self.windows)
         self.step = 0  # the scheduler's, to date evictions with
         self.filling: set[int] = set()  # published by the plan being made, which is also the one that computes them
-        self.has_windows = any(window is not None for window in self.windows)
+        self.pool = BlockPool(num_blocks)
+        self.tree = self._empty_tree()
+
+    def reset(self) -> None:
+        """All blocks are free and nothing is published. No request may hold a block any more."""
+        self.filling.clear()
+        self.pool = BlockPool(self.pool.num_blocks)
+        self.tree = self._empty_tree()
 
     def peak(self, length: int, max_count: int) -> int:
         return peak_blocks(length, max_count, self.block_size, self.windows)
@@ -171,6 +177,9 @@ class KVCache:
         request.capacity = request.num_computed = request.num_planned = 0
         request.publish_at = NEVER
         self._move_to(request, None)
+
+    def _empty_tree(self) -> PrefixTree:
+        return PrefixTree(self.block_size, self.windows, max_evicted=2 * self.pool.num_blocks)
 
     def _start(self, request: Request, tables: list[list[int | None]], num_tokens: int) -> None:
         request.tables = tables

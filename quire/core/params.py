@@ -17,6 +17,13 @@ MAX_N = 256
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 64
 MAX_PRIORITY = 100
+
+
+def check_priority(priority: object) -> None:
+    if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
+
+
 MAX_COUNT = 2**31 - 1  # of tokens: no context is as long, and every integer on the way can hold it
 
 

@@ -110,6 +110,15 @@ class Request:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    def reset(self) -> None:
+        """Back to a request that waits with its tokens and holds nothing of the cache."""
+        self.state = State.WAITING
+        self.num_computed = self.num_planned = self.num_expected = self.capacity = self.num_in_flight = 0
+        self.tables, self.node, self.publish_at, self.stowed = [], None, NEVER, None
+        self.release_due = False
+        self.drafts.clear()
+        self.forks.clear()
+
     def holds_any(self, blocks: set[int]) -> bool:
         return any(block in blocks for table in self.tables for block in table)
 

@@ -3,6 +3,9 @@
 It knows blocks and token counts, no tensors and no model: `schedule()` gives a Plan, somebody runs it, `commit()` turns
 the result into Updates. Plans may be committed one step late, as long as they are committed in order; until then the
 requests of a plan keep their blocks.
+
+An operation that an exception interrupts leaves queues and blocks half changed. The next operation then starts from
+`reset`: the requests and their tokens are kept, all else is built anew. `recover` also ends the request at fault.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from traceback import walk_tb
 
 from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
-from quire.core.params import MAX_PRIORITY
+from quire.core.params import check_priority
 from quire.core.plan import Detail, Plan, Sampled, Update
 from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
@@ -82,17 +86,19 @@ class Scheduler:
         self._turns = Turns()
         self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
         self._blocked: Blocked | None = None
+        self._updates: list[Update] = []  # of the operation under way
+        self._is_changing = False  # an operation is under way, or was interrupted
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
         """Take a request in, or refuse one that could never be served."""
         self._check(request)
+        self._begin()
         request.place = self._turns.place(request.tenant, request.num_prompt)
         request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
         self._num_arrived += 1
-        self.requests[request.id] = request
         leader = request.leader
         is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output
         if leader and is_led and leader.num_computed < leader.num_prompt - 1:
@@ -100,16 +106,20 @@ class Scheduler:
             leader.forks.append(request)
         else:
             self._enqueue(request)
+        self.requests[request.id] = request
+        self._is_changing = False
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: Detail | None = None) -> Update | None:
         """End a request now. None if it is not there (any more): it has had its final update."""
         request = self.requests.get(request_id)
         if request is None:
             return None
+        self._begin()
         if request.state is State.HELD and request.leader is not None:
             request.leader.forks.remove(request)
         self._end(request)
         self._drop_finished()
+        self._is_changing = False
         detail = detail or Detail()
         detail.num_cached = request.num_cached
         return Update(request.id, [], finish, detail)
@@ -126,6 +136,7 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
         """The next step, or None when there is nothing to compute yet."""
+        self._begin()
         self.counters.steps += 1
         self.kv.begin_plan(self.counters.steps)
         plan = Plan(self.counters.steps)
@@ -136,17 +147,19 @@ class Scheduler:
             self._admit(plan, room - (plan.num_tokens - len(plan)), now_s)
         if not plan.requests:
             assert not plan.swap_in, "who is brought back has tokens to compute"
+            self._is_changing = False
             return None  # what is to go to the host goes with the next plan
         plan.swap_out.extend(self.swap.hand_over())
         self.counters.computed_tokens += plan.num_tokens
         self._in_flight.append(plan)
+        self._is_changing = False
         return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
         """Take in a step's tokens, in the order the plans were made."""
         assert self._in_flight[0] is plan, "plans are committed in order"
-        self._in_flight.popleft()
-        updates: list[Update] = []
+        self._begin()
+        updates = self._updates
         details = self._details(plan, sampled)
         num_finished = self.counters.finished
         columns = zip(plan.requests, plan.starts, plan.counts, plan.yields, sampled.tokens, strict=True)
@@ -160,19 +173,25 @@ class Scheduler:
                 known += tokens
                 if len(known) >= request.max_len or not request.stop_ids.isdisjoint(tokens):
                     finish = self._cut_off(request, tokens)
+                    if finish:
+                        ended = details.setdefault(row, Detail())
+                        ended.num_cached = request.num_cached
+                        if ended.logprobs:
+                            del ended.logprobs[len(tokens) :]
+                detail = details.get(row) if details else None
+                if tokens or detail:
+                    updates.append(Update(request.id, tokens, finish, detail))
+                    if detail and detail.prompt_logprobs:
+                        request.num_scored += len(detail.prompt_logprobs)
                 self._advance(request, start + count)
                 if finish:
-                    detail = details.setdefault(row, Detail())
-                    detail.num_cached = request.num_cached
-                    if detail.logprobs:
-                        del detail.logprobs[len(tokens) :]
                     self._end(request)
-                if tokens or row in details:
-                    updates.append(Update(request.id, tokens, finish, details.get(row) if details else None))
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
         if self.counters.finished > num_finished:
             self._drop_finished()
+        self._in_flight.popleft()
+        self._is_changing = False
         return updates
 
     def fail(self, plan: Plan, message: str) -> list[Update]:
@@ -181,6 +200,7 @@ class Scheduler:
         Requests that were to be copied to the host are computed again. A plan that was not even begun must be failed
         before another one is made.
         """
+        self._begin()
         self._in_flight.remove(plan)
         for request, num_yields in zip(plan.requests, plan.yields, strict=True):
             request.num_in_flight -= 1
@@ -188,6 +208,10 @@ class Scheduler:
         readers, blocks = self._trace(plan)
         self.kv.unpublish(blocks)
         lost = [request for request in [*plan.requests, *readers] if not request.finished]
+        self._updates += [
+            Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
+            for request in lost
+        ]
         for request in lost:
             self._end(request)
         for request in plan.requests:
@@ -195,9 +219,68 @@ class Scheduler:
                 self._give_back(request)
         self.swap.distrust({slot for _, slot in plan.swap_out}, self.requests.values())
         self._drop_finished()
+        self._is_changing = False
+        return self._updates
+
+    def recover(self, error: Exception, message: str) -> list[Update]:
+        """Go on after an error in one of the operations: start anew, less the request at fault.
+
+        That is the request that was being worked on, or the newest if none was: so the queue gets shorter with every
+        error. A request whose constraint is ahead of its tokens, because a plan was lost, ends too.
+        """
+        updates, self._updates = self._updates, []
+        told = {update.id for update in updates if update.finish}
+        ended = {request.id for request in [*self._find_fault(error), *self._find_ahead()]} | told
+        for request in [request for request in self.requests.values() if request.id in ended]:
+            request.state = State.FINISHED
+            self.counters.finished += 1
+            if request.id not in told:
+                detail = Detail(num_cached=request.num_cached, message=message)
+                updates.append(Update(request.id, [], Finish.ERROR, detail))
+        self.reset()
+        return updates
+
+    def reset(self) -> None:
+        """Build queues and blocks anew: every request waits, and computes its tokens again. No plan is in flight."""
+        self._is_changing = True
+        self._in_flight.clear()
+        self._blocked = None
+        self.kv.reset()
+        self.swap.reset()
+        self.requests = {name: request for name, request in self.requests.items() if not request.finished}
+        self.running, self._waiting = [], []
+        self._num_waiting = self._waiting_tokens = 0
+        for request in self.requests.values():
+            request.num_preemptions += request.state in (State.RUNNING, State.LEAVING)
+            request.reset()
+            self._enqueue(request)
+        self._is_changing = False
+
+    def _begin(self) -> None:
+        """Of an operation. If the last one was interrupted, nothing but the requests can be relied on."""
+        if self._is_changing:
+            self.reset()
+        self._is_changing = True
+        self._updates = []
+
+    def _find_fault(self, error: Exception) -> list[Request]:
+        """The request that the innermost function was working on, else the newest one, if there is any."""
+        found = None
+        for frame, _ in walk_tb(error.__traceback__):
+            request = frame.f_locals.get("request")
+            if isinstance(request, Request) and request.state is not State.NEW:
+                found = request
+        if found is not None:
+            return [found]
+        return sorted(self.requests.values(), key=lambda each: each.rank[1])[-1:]
+
+    def _find_ahead(self) -> list[Request]:
+        """Requests whose constraint was told of a token in a plan that is not committed."""
         return [
-            Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
-            for request in lost
+            request
+            for plan in self._in_flight
+            for request, num_yields in zip(plan.requests, plan.yields, strict=True)
+            if num_yields and request.num_in_flight and request.constraint is not None
         ]
 
     def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
@@ -239,9 +322,12 @@ class Scheduler:
         Returns whether somebody had to make room.
         """
         add_row, hungry = self._add_row, []
+        draft_blocks: int | None = None
         for request in self.running:
             known = len(request.tokens) + request.num_expected
             start = request.num_planned
+            if request.drafts:
+                draft_blocks = self._cut_drafts(request, known, draft_blocks)
             need = known + len(request.drafts) - start
             if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
                 continue
@@ -254,6 +340,20 @@ class Scheduler:
             else:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
+
+    def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
+        """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
+
+        Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
+        """
+        size, num_groups = self.kv.block_size, len(self.kv.windows)
+        if free is None:
+            promised = sum(self.kv.missing(each, self.max_tokens_per_step) + num_groups for each in self.running)
+            free = max(0, self.kv.pool.num_free - promised)
+        num_blocks = ceil_div(known, size)
+        room = min(request.max_len - known - 1, (num_blocks + free // num_groups) * size - known)
+        del request.drafts[max(0, room) :]
+        return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
 
     def _publish_chunks(self, plan: Plan) -> None:
         """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit."""
@@ -426,7 +526,6 @@ class Scheduler:
         for row, prompt_logprobs in sampled.prompt_logprobs.items():
             request = plan.requests[row]
             fresh = prompt_logprobs[max(0, request.num_scored - plan.starts[row]) :]  # recomputed ones were reported
-            request.num_scored += len(fresh)
             details.setdefault(row, Detail()).prompt_logprobs = fresh
         return details
 
@@ -514,10 +613,7 @@ class Scheduler:
             raise EmptyPrompt("The prompt has no tokens; give at least one.")
         if request.id in self.requests:
             raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
-        if not isinstance(request.priority, int) or abs(request.priority) > MAX_PRIORITY:
-            raise InvalidParams(
-                f"priority is {request.priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}."
-            )
+        check_priority(request.priority)
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step)
         if needed > self.kv.pool.num_blocks:
             raise PromptTooLong(

@@ -84,6 +84,11 @@ class Swap:
             self._outgoing = [pair for pair in self._outgoing if pair[1] not in dropped]
         self.free(request)
 
+    def reset(self) -> None:
+        """All slots are free."""
+        self._freed = list(range(self._num_touched))
+        self._outgoing = []
+
     def distrust(self, slots: set[int], requests: Iterable[Request]) -> None:
         """What these slots hold is not known: who relies on one computes its tokens again."""
         for request in requests:

@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import logging
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
-from quire.core.request import Request
+from quire.core.request import Finish, Request
 from quire.engine.precompile import precompile
-from quire.errors import DeviceLost, EngineClosed, EngineError
+from quire.errors import DeviceLost, EngineClosed, EngineError, QuireError
 from quire.kernels import isa
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine, EngineInfo
 
 Progress = Callable[[int, int], None]
+
+log = logging.getLogger("quire.engine")
 
 
 def start_engine(config: EngineConfig, path: Path, progress: Progress | None = None) -> Engine:
@@ -64,7 +68,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class InProcess:
-    """The engine in the caller's thread: it moves when `step` is called."""
+    """The engine in the thread of its one caller: it moves when `step` is called."""
 
     def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
         self._engine: Engine | None = start_engine(config, path, progress)
@@ -90,6 +94,90 @@ class InProcess:
 
     def close(self) -> None:
         self._engine = None
+
+
+Inbox = deque[Update]  # what a caller has not taken yet
+
+
+class Shared:
+    """The engine in its callers' threads: it moves when one of them waits for updates.
+
+    Each caller has an inbox. A caller that finds its own empty runs a step, and puts everybody's updates into their
+    inboxes. So several callers share one engine, by turns in one thread or from several threads.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
+        self._client = InProcess(config, path, progress)
+        self.info = self._client.info
+        self._lock = threading.Lock()  # around all that is done with the engine
+        self._inboxes: dict[str, Inbox] = {}  # of the requests that have not ended
+        self._aborts: deque[str] = deque()  # requests that the next holder of the lock aborts
+
+    @property
+    def engine(self) -> Engine:
+        return self._client.engine
+
+    def submit(self, request: Request, inbox: Inbox) -> None:
+        """Have a request computed; its updates come to the inbox."""
+        with self._lock:
+            self._client.add(request)
+            self._inboxes[request.id] = inbox
+
+    def receive(self, inbox: Inbox) -> list[Update]:
+        """What has arrived, after a step if nothing has. The step may bring nothing either."""
+        with self._lock:
+            self._abort_due()
+            if not inbox:
+                self._step()
+            self._abort_due()
+            updates = list(inbox)
+            inbox.clear()
+        return updates
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; no more updates of them arrive.
+
+        The garbage collector may call this in the middle of a step, to close a generator: the caller that runs the
+        step aborts them then.
+        """
+        self._aborts.extend(request_ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abort_due()
+            finally:
+                self._lock.release()
+
+    def health(self) -> bool:
+        return self._client.health()
+
+    def close(self) -> None:
+        with self._lock:
+            self._client.close()
+
+    def _step(self) -> None:
+        try:
+            for update in self._client.step():
+                inbox = self._inboxes.pop(update.id, None) if update.finish else self._inboxes.get(update.id)
+                if inbox is not None:
+                    inbox.append(update)
+        except Exception:
+            raise
+        except BaseException:
+            self._end_all()
+            raise
+
+    def _end_all(self) -> None:
+        """After Ctrl-C in a step: some of its updates are lost, so no answer can go on."""
+        inboxes, self._inboxes = self._inboxes, {}
+        for request_id, inbox in inboxes.items():
+            self._client.abort(request_id)
+            inbox.append(Update(request_id, [], Finish.ABORT))
+
+    def _abort_due(self) -> None:
+        while self._aborts:
+            request_id = self._aborts.popleft()
+            if self._inboxes.pop(request_id, None) is not None and self.health():
+                self._client.abort(request_id)
 
 
 class Mailbox:
@@ -120,17 +208,20 @@ class Threaded:
         engine = start_engine(config, path, progress)
         self.info: EngineInfo = engine.info
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work_lock = threading.Lock()  # work is put into the queue only as long as somebody takes it out
         self._mailboxes: dict[str, Mailbox] = {}  # belongs to the thread
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="quire-engine", daemon=True)
+        self._ended: QuireError | None = None  # why the thread takes no more work
         self._engine = engine
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
         """Run requests that belong together; yields their updates as steps produce them, until all have ended."""
-        if not self.health():
-            raise EngineClosed("This engine has been closed; make a new one.")
         mailbox = Mailbox(asyncio.get_running_loop())
-        self._work.put(lambda: self._accept(requests, mailbox))
+        with self._work_lock:
+            if self._ended is not None:
+                raise self._ended
+            self._work.put(lambda: self._accept(requests, mailbox))
         open_ids = {request.id for request in requests}
         try:
             while open_ids:
@@ -138,33 +229,43 @@ class Threaded:
                 open_ids -= {update.id for update in updates if update.finish}
                 yield updates
         finally:
-            for request_id in open_ids:
-                self.abort(request_id)
+            if open_ids:
+                self._work.put(lambda: self._leave(open_ids, mailbox))
 
     def abort(self, request_id: str) -> None:
         self._work.put(lambda: self._cancel(request_id))
 
     def health(self) -> bool:
-        return self._thread.is_alive()
+        return self._ended is None
 
     def close(self) -> None:
         """Stop after the step that runs now. Requests still open end with EngineClosed."""
         self._work.put(None)
         self._thread.join()
 
-    def _run(self, engine: Engine) -> None:
-        reason: EngineError = EngineClosed("The engine was closed before the request ended.")
+    def _run(self) -> None:
+        reason: QuireError = EngineClosed("This engine has been closed; make a new one.")
         try:
-            can_prepare = True
-            while self._take_work(wait=not engine.has_work and not can_prepare):
-                if engine.has_work:
-                    self._deliver(engine.step())
-                can_prepare = engine.has_work or engine.idle()
+            self._serve(self._engine)
         except DeviceLost as error:
             reason = error
-        finally:
-            for mailbox in set(self._mailboxes.values()):
-                mailbox.put(reason)
+        except Exception as error:
+            log.error("the engine's thread failed", exc_info=error)
+            reason = EngineError(f"The engine failed: {error}")
+        with self._work_lock:
+            self._ended = reason
+        while not self._work.empty():
+            if (work := self._work.get()) is not None:
+                work()  # which is refused
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.put(reason)
+
+    def _serve(self, engine: Engine) -> None:
+        can_prepare = True
+        while self._take_work(wait=not engine.has_work and not can_prepare):
+            if engine.has_work:
+                self._deliver(engine.step())
+            can_prepare = engine.has_work or engine.idle()
 
     def _take_work(self, *, wait: bool) -> bool:
         """Do what callers have asked for; False when they asked to stop."""
@@ -179,6 +280,9 @@ class Threaded:
             wait = False
 
     def _accept(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
+        if self._ended is not None:
+            mailbox.put(self._ended)
+            return
         added: list[Request] = []
         try:
             for request in requests:
@@ -191,8 +295,15 @@ class Threaded:
                 del self._mailboxes[request.id]
             mailbox.put(error)
 
+    def _leave(self, request_ids: Iterable[str], mailbox: Mailbox) -> None:
+        """Nobody reads this mailbox any more. A request that was refused for its id leaves the other one alone."""
+        for request_id in request_ids:
+            if self._ended is None and self._mailboxes.get(request_id) is mailbox:
+                del self._mailboxes[request_id]
+                self._engine.abort(request_id)
+
     def _cancel(self, request_id: str) -> None:
-        if update := self._engine.abort(request_id):
+        if self._ended is None and (update := self._engine.abort(request_id)):
             self._deliver([update])
 
     def _deliver(self, updates: Sequence[Update]) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,7 @@ from quire.engine.precompile import Precompilation
 from quire.engine.runner import ModelRunner, Runner, RunningStep
 from quire.engine.sampler import explain_no_token
 from quire.engine.trial import Trial, read_libraries
+from quire.errors import DeviceLost
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
@@ -138,6 +140,18 @@ class Engine:
         the next one is planned as late as possible, so that requests which arrive meanwhile join it; until then there
         is no update.
         """
+        try:
+            return self._step()
+        except DeviceLost:
+            raise
+        except Exception as error:
+            return self._recover(error)
+        except BaseException:
+            self.scheduler.reset()
+            self._drop_plans()
+            raise
+
+    def _step(self) -> list[Update]:
         self.step_s = None
         while self._may_launch and self._launch():
             pass
@@ -154,9 +168,6 @@ class Engine:
             sampled = oldest.running.wait()
         except Exception as error:
             return self._fail(plan, error)
-        except BaseException:
-            self.scheduler.fail(plan, "interrupted")
-            raise
         if self._launched and ends_now:
             self._launched[0].begins_s = time.monotonic()
         if sampled.seconds is not None:
@@ -199,9 +210,6 @@ class Engine:
             running: RunningStep = self.runner.launch(plan)
         except Exception as error:
             running = Failure(error)
-        except BaseException:
-            self.scheduler.fail(plan, "interrupted")
-            raise
         launched_s, step_s = time.monotonic(), None
         if self.runner.depth > 1 and not isinstance(running, Failure):
             self._launch_s = blend(self._launch_s or None, launched_s - now_s)
@@ -211,15 +219,34 @@ class Engine:
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
-        """End the requests of a plan; a GPU that is lost ends the engine, since no later plan could be run."""
+        """End the requests of a plan that could not be run."""
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
         updates = self.scheduler.fail(plan, explain(error, plan))
+        self._check_device(error)
+        return updates
+
+    def _recover(self, error: Exception) -> list[Update]:
+        """Go on after an error in planning or in taking a plan in: one request ends, the others are computed again."""
+        log.error("planning failed with %d requests", len(self.scheduler.requests), exc_info=error)
+        updates = self.scheduler.recover(error, f"The engine failed on this request: {error}")
+        self._drop_plans()
+        self._check_device(error)
+        return updates
+
+    def _drop_plans(self) -> None:
+        """Forget the plans under way, once they have ended."""
+        launched, self._launched = self._launched, deque()
+        for each in launched:
+            with suppress(Exception):
+                each.running.wait()
+
+    def _check_device(self, error: Exception) -> None:
+        """After an error on a GPU. One that is lost ends the engine, since no later plan could be run."""
         if self.info.device == "cuda":
             if is_out_of_memory(error):
                 give_back_memory(error)
             elif loss := find_loss(torch.device("cuda")):
                 raise loss from error
-        return updates
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
         ends = []

@@ -116,6 +116,12 @@ class Unusable(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Adding(msgspec.Struct, tag=True, frozen=True):
+    """Orders that are about to be taken in. Any later message says that they were."""
+
+    ids: list[str]
+
+
 class Began(msgspec.Struct, tag=True, frozen=True):
     """Requests that the step about to run computes for the first time."""
 
@@ -144,7 +150,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Start | Submit | Abort | Ping
-ToServer = Ready | Unusable | Began | Refused | Stepped
+ToServer = Ready | Unusable | Adding | Began | Refused | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -23,6 +23,7 @@ from quire.core.request import Finish
 from quire.engine.client import no_garbage_collection, start_engine
 from quire.engine.messages import (
     Abort,
+    Adding,
     Began,
     Frames,
     Order,
@@ -38,7 +39,7 @@ from quire.engine.messages import (
     decode_for_engine,
     encode,
 )
-from quire.errors import DeviceLost, QuireError
+from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -120,17 +121,22 @@ class EngineLoop:
                 raise AssertionError("a second Start")
 
     def _submit(self, orders: list[Order]) -> None:
-        added: list[str] = []
+        """Said before, so that whoever watches knows whose orders they were if the process ends here."""
+        ids, added = [order.id for order in orders], list[str]()
+        self._link.send(Adding(ids))
         try:
             for order in orders:
                 request = order.request(self._engine.scheduler.requests)
                 request.constraint = self._constraint(order)
                 self._engine.add(request)
                 added.append(order.id)
-        except QuireError as error:
+        except Exception as error:
             for request_id in added:
                 self._engine.abort(request_id, Finish.ABORT)
-            self._link.send(Refused([order.id for order in orders], type(error).__name__, str(error)))
+            if not isinstance(error, QuireError):
+                log.error("requests could not be added", exc_info=error)
+                error = EngineError(f"The engine failed on this request: {error}")
+            self._link.send(Refused(ids, type(error).__name__, str(error)))
 
     def _constraint(self, order: Order) -> Constraint | None:
         """What the answer must look like, from the tokens on that it already has."""

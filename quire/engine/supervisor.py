@@ -4,10 +4,12 @@ It has the verbs of the other clients (submit, abort, health). Every request in 
 have arrived. When the engine's process ends or stops answering, a new one is started and is given each request together
 with those tokens: sampling depends on seed and position alone, so the answer goes on as if nothing had happened.
 
-A request that makes the engine die must not do so for ever. Whoever was being computed when it died gets a strike, and
-loses all strikes with the next token that arrives. With two strikes it is ended with an error if it was computed alone;
-otherwise it is a suspect: suspects are given to the engine one at a time, and one under which it dies again is ended. A
-death by a signal from outside, which the memory's guardian sends too, counts for a quarter of a strike.
+A request that makes the engine die must not do so for ever. The engine says what it is about to do: add orders, or
+compute requests for the first time. When it dies, the orders it was adding get a strike; if it was adding none, those
+that it computed; if it computed none, all that it was given. So somebody always gets one. The next token that arrives
+takes a request's strikes away. With two strikes a request is ended with an error if nobody else got them; otherwise it
+is a suspect: suspects are given to the engine one at a time, and one under which it dies again is ended. A death by a
+signal from outside, which the memory's guardian sends too, counts for a quarter of a strike.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from quire.core.plan import Detail, Update
 from quire.core.request import Finish, Request
 from quire.engine.messages import (
     Abort,
+    Adding,
     Began,
     Frames,
     Order,
@@ -48,10 +52,12 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineClosed, EngineError, QuireError
 
+ENGINE = ("-m", "quire.engine.process")
 READ_BYTES = 1 << 20
 PING_S = 1.0
 MAX_FAILED_STARTS = 5  # in a row, before giving up
 MAX_PAUSE_S = 10.0
+EXIT_S = 10.0  # that an engine which has closed its end may take to exit
 STRIKES = 2.0
 OUTSIDE_WEIGHT = 0.25
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -100,7 +106,8 @@ class Flight:
     output: list[int] = field(default_factory=list)
     num_scored: int = 0
     strikes: float = 0.0
-    begun: bool = False  # the engine that runs now computes it
+    sent: bool = False  # the engine that runs now has its order
+    begun: bool = False  # and computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,8 @@ class Supervised:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
         self._heard_s = 0.0
-        self._stalled = False
+        self._was_stopped = False  # the process of now was killed by us: it did not answer, or did not exit
+        self._adding: list[str] = []  # ids on the wire, of the orders that the engine is adding
         self._closing = False
         self._first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -210,7 +218,7 @@ class Supervised:
                 became_ready = await self._listen(reader)
             finally:
                 self._writer = None
-            reason = await self._reap()
+            reason = await self._reap(EXIT_S)
             if not self._first.done():
                 self._give_up(f"ended while it loaded the model: {reason}")
                 return
@@ -238,11 +246,11 @@ class Supervised:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "quire.engine.process", str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                sys.executable, *ENGINE, str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         reader, self._channel = await asyncio.open_connection(sock=ours)
-        self._heard_s, self._stalled = time.monotonic(), False
+        self._heard_s, self._was_stopped, self._adding = time.monotonic(), False, []
         self._channel.write(encode(Start(self._config, str(self._path))))
         return reader
 
@@ -267,26 +275,26 @@ class Supervised:
                 continue  # loading takes as long as it takes
             if time.monotonic() - self._heard_s > self._stall_s:
                 log.error("the engine has not answered for %.0f s", self._stall_s)
-                self._stalled = True
                 self._kill()
                 return
             self._send(Ping())
 
-    async def _reap(self) -> str:
-        """Make sure that the process has ended; how it did."""
+    async def _reap(self, patience_s: float = 0.0) -> str:
+        """Make sure that the process has ended; how it did. One that is about to exit is not killed."""
         if self._process is None:
             return "it was not started"
         self._channel.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s)
         self._kill()
         code = await self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            try:
+            with suppress(ProcessLookupError):
                 self._process.kill()
-            except ProcessLookupError:
-                return
+                self._was_stopped = True
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,8 +303,12 @@ class Supervised:
             self._writer.write(encode(message))
 
     def _send_orders(self, flights: Iterable[Flight]) -> None:
-        if orders := [self._order(flight) for flight in flights]:
-            self._send(Submit(orders))
+        if self._writer is None:
+            return
+        group = list(flights)
+        self._send(Submit([self._order(flight) for flight in group]))
+        for flight in group:
+            flight.sent = True
 
     def _order(self, flight: Flight) -> Order:
         leader = self._open.get(flight.request.leader.id) if flight.request.leader else None
@@ -304,7 +316,10 @@ class Supervised:
         return Order.of(flight.request, flight.wire_id, leader_id, flight.output, flight.num_scored)
 
     def _take(self, message: ToServer) -> None:
+        self._adding = message.ids if isinstance(message, Adding) else []
         match message:
+            case Adding():
+                pass
             case Stepped():
                 for update in message.updates:
                     self._deliver(update)
@@ -379,26 +394,36 @@ class Supervised:
     # ── whose fault it was ────────────────────────────────────────────────────────────────────────────────────────
 
     def _was_killed(self) -> bool:
-        """Whether somebody else ended the process; one that did not answer ended itself."""
+        """Whether somebody else ended the process; one that we had to kill ended itself."""
         code = self._process.returncode if self._process else None
-        return not self._stalled and code is not None and -code in OUTSIDE
+        return not self._was_stopped and code is not None and -code in OUTSIDE
 
     def _lay_blame(self, weight: float) -> None:
-        """The engine has died: of whoever was being computed, the suspect on trial is to blame, or the only one."""
+        """The engine has died. If the suspect on trial is among those it may have died of, it was that one."""
         trial, self._trial = self._trial, None
-        begun = [flight for flight in self._flights.values() if flight.begun]
-        for flight in begun:
-            flight.begun = False
-            if trial is None or trial not in begun or flight is trial:
-                flight.strikes += weight
-        if trial is not None and trial not in begun:
+        accused = self._find_accused()
+        if trial is not None and trial in accused:
+            accused = [trial]
+        elif trial is not None:
             self._suspects.insert(0, trial)
-        for flight in begun:
-            if flight.strikes >= STRIKES + 1 or (flight.strikes >= STRIKES and len(begun) == 1):
+        for flight in self._flights.values():
+            flight.sent = flight.begun = False
+        for flight in accused:
+            flight.strikes += weight
+        are_one = len({flight.mailbox for flight in accused}) == 1  # the samples of one prompt
+        for flight in accused:
+            if flight.strikes >= STRIKES + 1 or (flight.strikes >= STRIKES and are_one):
                 log.error("request %s is ended: the engine died under it", flight.request.id)
-                self._end(flight, Finish.ERROR, "The engine died more than once while it computed this request.")
+                self._end(flight, Finish.ERROR, "The engine died more than once while it worked on this request.")
             elif flight.strikes >= STRIKES and flight not in self._suspects:
                 self._suspects.append(flight)
+
+    def _find_accused(self) -> list[Flight]:
+        """Whose work the engine may have died of: the best that is known."""
+        flights = self._flights
+        adding = [flights[wire_id] for wire_id in self._adding if wire_id in flights]
+        begun = [flight for flight in flights.values() if flight.begun]
+        return adding or begun or [flight for flight in flights.values() if flight.sent]
 
     def _try_next(self) -> None:
         self._trial = self._suspects.pop(0) if self._suspects and self._writer is not None else None

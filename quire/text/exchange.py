@@ -7,13 +7,15 @@ engine's updates. No engine and no torch here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from quire.core.constraint import Constraint
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from quire.core.params import SamplingParams
+from quire.core.params import SamplingParams, check_priority
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
@@ -23,7 +25,12 @@ from quire.text.length_bound import LengthBound
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
+TEXTS_AT_ONCE = 1024  # that are encoded together, before their tokens are packed
 GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 64 bits
+
+
+class PackedTokens(array):  # type: ignore[type-arg]
+    """Tokens that our own tokenizer has made, four bytes each."""
 
 
 class Exchange:
@@ -144,10 +151,12 @@ class Intake:
     by_priority: bool = False  # whether the scheduler heeds priorities
     grammars: Grammars | None = None  # makes constraints; without it the engine's process does
     length_bound: LengthBound | None = None  # refuses texts that are far too long before they are encoded
-    num_opened: int = 0
+    numbers: Iterator[int] = field(default_factory=count)  # of exchanges, in their order
     end_token_ids: frozenset[int] = field(init=False)
+    _ids: list[int] = field(init=False)  # one object for each token id: a list of them takes 8 bytes a token, not 36
 
     def __post_init__(self) -> None:
+        self._ids = list(range(max(self.vocab_size, self.tokenizer.vocab_size)))
         self.end_token_ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
 
     def open(
@@ -166,13 +175,23 @@ class Intake:
         `kept` are special tokens that stay in the text although others are skipped.
         """
         text, tokens = self.encode(prompt)
-        self._check(tokens, params)
-        if priority and not self.by_priority:
-            raise InvalidParams(
-                f"priority is {priority}, but this engine serves in order of arrival; set order='priority'."
-            )
-        number = self.num_opened
-        self.num_opened += 1
+        self.check_params(params)
+        self.check_prompt(tokens, params, priority)
+        return self.make(text, tokens, params, next(self.numbers), request_id, priority, salt, tenant, kept)
+
+    def make(
+        self,
+        text: str | None,
+        tokens: list[int],
+        params: SamplingParams,
+        number: int,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+        tenant: str = "",
+        kept: frozenset[int] = frozenset(),
+    ) -> Exchange:
+        """The exchange of a prompt that has been checked. Its number is its id, if it has no other, and its seed's."""
         request_id = str(number) if request_id is None else request_id
         seed = self._choose_seed(params, number)
         ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
@@ -198,13 +217,15 @@ class Intake:
         return Exchange(request_id, requests, text, self.tokenizer, kept)
 
     def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that are strings with their tokens beside them: together they are encoded on all cores."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        tokens = iter(self.tokenizer.encode_batch(texts))
-        return [
-            {"prompt": prompt, "prompt_token_ids": next(tokens)} if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        """The prompts that are strings with their tokens beside them, four bytes each, encoded on all cores."""
+        encoded = list(prompts)
+        texts = [(index, text) for index, prompt in enumerate(encoded) if (text := text_of(prompt)) is not None]
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[first : first + TEXTS_AT_ONCE]
+            batch = self.tokenizer.encode_batch([text for _, text in some])
+            for (index, text), tokens in zip(some, batch, strict=True):
+                encoded[index] = packed(text, tokens)
+        return encoded
 
     def check_length(self, text: str) -> None:
         """Refuse a text that cannot fit the context, whatever its tokens are."""
@@ -225,15 +246,28 @@ class Intake:
             raise InvalidParams(f"A prompt is a string or an object with prompt_token_ids, not {kind(prompt)}.")
         UnknownField.check("A prompt", prompt, ("prompt", "prompt_token_ids"))
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            tokens = prompt["prompt_token_ids"]
+            is_packed = isinstance(tokens, PackedTokens)
+            return prompt.get("prompt"), [self._ids[token] for token in tokens] if is_packed else list(tokens)
         return self.encode(prompt.get("prompt", ""))
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        if not tokens:
-            raise EmptyPrompt("The prompt is empty; give at least one token of text.")
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters that name tokens which the model lacks, or a grammar that cannot be followed."""
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
+        self._constraint(params)
+
+    def check_prompt(self, tokens: Sequence[int], params: SamplingParams, priority: int) -> None:
+        """Refuse a prompt that this engine could not serve."""
+        check_priority(priority)
+        if priority and not self.by_priority:
+            raise InvalidParams(
+                f"priority is {priority}, but this engine serves in order of arrival; set order='priority'."
+            )
+        if not tokens:
+            raise EmptyPrompt("The prompt is empty; give at least one token of text.")
+        self._check_ids("prompt_token_ids", tokens)
         room = self.max_len - len(tokens)
         if room < (params.max_tokens != 0):  # a prompt that is only scored may fill the context
             raise PromptTooLong(
@@ -272,3 +306,15 @@ class Intake:
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
+def packed(text: str, tokens: Sequence[int]) -> Prompt:
+    """A prompt to be kept until the engine gets to it."""
+    return {"prompt": text, "prompt_token_ids": PackedTokens("I", tokens)}
+
+
+def text_of(prompt: object) -> str | None:
+    """The text of a prompt that is nothing else."""
+    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
+        prompt = prompt["prompt"]
+    return prompt if isinstance(prompt, str) else None

@@ -118,8 +118,7 @@ class World:
         for request in self.scheduler.running:
             if not request.num_in_flight and self.random.random() < 0.3:
                 tokens = list(request.tokens)
-                room = request.max_tokens - request.num_output - 1
-                for _ in range(min(self.random.randint(0, 4), room)):
+                for _ in range(self.random.randint(0, 4)):
                     guess = next_token(tokens, request.seed) if self.random.random() < 0.7 else 1
                     tokens.append(guess)
                     request.drafts.append(guess)

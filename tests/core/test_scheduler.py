@@ -407,3 +407,50 @@ def test_wrong_requests_are_refused() -> None:
     scheduler.add(ask("a", 4))
     with pytest.raises(InvalidParams, match="id 'a'"):
         scheduler.add(ask("a", 4))
+
+
+# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_drafts_end_where_the_answer_must() -> None:
+    """A row of k drafts brings k + 1 tokens, and the last one's k and v are of no use."""
+    scheduler = make()
+    request = ask("a", 5, max_tokens=4)
+    scheduler.add(request)
+    step(scheduler)
+    request.drafts[:] = [7, 7, 7, 7, 7, 7]
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert request.drafts == [7, 7]
+    assert (plan.starts, plan.counts, plan.yields) == ([5], [3], [3])
+    (update,) = scheduler.commit(plan, Sampled([[7, 7, 7]]))
+    assert (update.tokens, update.finish) == ([7, 7, 7], Finish.LENGTH)
+
+
+def test_drafts_preempt_nobody() -> None:
+    """There are blocks for everybody's next token, and none for the drafts."""
+    scheduler = make(num_blocks=4, prefix_cache=False)
+    first, second = ask("first", 3, max_tokens=10), ask("second", 3, max_tokens=2, first=300)
+    for request in (first, second):
+        scheduler.add(request)
+    step(scheduler)
+    first.drafts[:] = [7] * 9
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.requests == [first, second]
+    assert not scheduler.counters.preemptions
+    assert not first.drafts
+
+
+def test_drafts_take_blocks_that_nobody_needs() -> None:
+    scheduler = make(num_blocks=8, prefix_cache=False)
+    first, second = ask("first", 3, max_tokens=20), ask("second", 3, max_tokens=8, first=300)
+    for request in (first, second):
+        scheduler.add(request)
+    step(scheduler)
+    first.drafts[:], second.drafts[:] = [7] * 16, [7] * 4
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert {request.id for request in plan.requests} == {"first", "second"}
+    assert [len(request.drafts) for request in (first, second)] == [16, 0]
+    assert not scheduler.counters.preemptions

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from quire.engine import process
 from quire.engine.client import Threaded
 from quire.engine.engine import Engine
 from quire.engine.faults import is_out_of_memory, kernels_tried, told_clearly
-from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
+from quire.engine.messages import Adding, Order, Refused
+from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from tests.tools.tiny import TinyEngine
 
@@ -256,6 +258,140 @@ def threaded(engine: Engine) -> Threaded:
     """A client around an engine that is there already."""
     client = Threaded.__new__(Threaded)
     client._work, client._mailboxes, client._engine = queue.SimpleQueue(), {}, engine
-    client._thread = threading.Thread(target=client._run, args=(engine,), daemon=True)
+    client._work_lock, client._ended = threading.Lock(), None
+    client._thread = threading.Thread(target=client._run, daemon=True)
     client._thread.start()
     return client
+
+
+def test_a_submit_while_the_thread_dies_is_told(gpu) -> None:
+    """It is put into the queue when the engine has failed already and the thread has not ended yet."""
+    gpu.lost = True
+    engine = engine_with(at_launch={1: torch.AcceleratorError(LOST)})
+    client, late = threaded(engine), list[asyncio.Task[None]]()
+
+    async def ask(name: str) -> None:
+        async for _ in client.submit([request(name)]):
+            raise AssertionError("no update was expected")
+
+    async def main() -> list[object]:
+        loop, fail = asyncio.get_running_loop(), engine._fail
+
+        async def submit_late() -> None:
+            late.append(asyncio.create_task(ask("late")))
+            while client._work.empty():
+                await asyncio.sleep(0)
+
+        def fail_slowly(*args: Any) -> list[Update]:
+            asyncio.run_coroutine_threadsafe(submit_late(), loop).result(30)
+            return fail(*args)
+
+        engine._fail = fail_slowly  # type: ignore[method-assign]
+        first = asyncio.create_task(ask("first"))
+        done = await asyncio.wait_for(asyncio.gather(first, return_exceptions=True), 60)
+        return [*done, *await asyncio.wait_for(asyncio.gather(*late, return_exceptions=True), 60)]
+
+    assert [type(error) for error in asyncio.run(main())] == [DeviceLost, DeviceLost]
+
+
+def test_an_engine_s_thread_that_fails_says_why(monkeypatch) -> None:
+    engine = engine_with()
+    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+    client = threaded(engine)
+
+    async def ask() -> None:
+        async for _ in client.submit([request("a")]):
+            raise AssertionError("no update was expected")
+
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^The engine failed: a bug"):
+            asyncio.run(asyncio.wait_for(ask(), 60))
+    assert not client.health()
+
+
+# ── in planning ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, name: str, error: BaseException) -> None:
+    """One of the scheduler's methods fails when it has done half of its work, and works again from then on."""
+    scheduler, original, errors = engine.scheduler, getattr(engine.scheduler, name), [error]
+
+    def failing(*args: Any) -> Any:
+        result = original(*args)
+        if errors:
+            raise errors.pop()
+        return result
+
+    monkeypatch.setattr(scheduler, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_admit", "_publish_chunks", "_details", "_advance"])
+def test_an_error_in_planning_ends_one_request_and_the_others_are_served(name, monkeypatch) -> None:
+    engine = engine_with()
+    engine.info.device = "cpu"  # type: ignore[misc]
+    for each in "abc":
+        engine.add(request(each))
+    failing_once(monkeypatch, engine, name, RuntimeError("a bug"))
+    updates = run(engine)
+    assert sorted(ends(updates).values()) == [Finish.ERROR, Finish.LENGTH, Finish.LENGTH]
+    (ended,) = (update for update in updates if update.finish is Finish.ERROR)
+    assert ended.detail is not None
+    assert ended.detail.message == "The engine failed on this request: a bug"
+    assert sum(len(update.tokens) for update in updates if update.id != ended.id) == 8
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+
+
+def test_plans_in_flight_are_dropped_when_planning_fails(gpu, monkeypatch) -> None:
+    """And what they computed is computed again: the tokens are the same."""
+    expected = run_alone("a")
+    engine = engine_with(depth=1)
+    engine.add(request("a"))
+    engine.step()
+    engine._launch()
+    engine.add(request("b"))
+    engine.runner.depth = 2  # type: ignore[misc]
+    failing_once(monkeypatch, engine, "_admit", RuntimeError("a bug"))
+    failed = engine.step()
+    engine.runner.depth = 1  # type: ignore[misc]
+    updates = [*failed, *run(engine)]
+    assert ends(updates) == {"a": Finish.LENGTH, "b": Finish.ERROR}
+    assert [token for update in updates if update.id == "a" for token in update.tokens] == expected[1:]
+
+
+def run_alone(name: str) -> list[int]:
+    engine = engine_with()
+    engine.add(request(name))
+    return [token for update in run(engine) for token in update.tokens]
+
+
+@pytest.mark.parametrize("name", ["_admit", "_advance"])
+def test_ctrl_c_in_planning_leaves_the_pool_whole(name, monkeypatch) -> None:
+    engine = engine_with()
+    for each in "ab":
+        engine.add(request(each))
+    failing_once(monkeypatch, engine, name, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    for each in "ab":
+        engine.abort(each)
+    assert not engine.has_work
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+    engine.add(request("c"))
+    assert ends(run(engine)) == {"c": Finish.LENGTH}
+
+
+def test_an_order_that_cannot_be_added_is_refused_and_the_process_goes_on(monkeypatch) -> None:
+    sent: list[Any] = []
+    link = SimpleNamespace(send=sent.append, closed=False)
+    engine = engine_with()
+    loop = process.EngineLoop(engine, link, Path("none"))  # type: ignore[arg-type]
+    good, bad, other = (Order.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
+    loop._submit([good])
+    failing_once(monkeypatch, engine, "_enqueue", RuntimeError("a bug"))
+    loop._submit([bad, other])
+    assert sent == [
+        Adding(["good"]),
+        Adding(["bad", "other"]),
+        Refused(["bad", "other"], "EngineError", "The engine failed on this request: a bug"),
+    ]
+    assert ends(run(engine)) == {"good": Finish.LENGTH}

@@ -129,6 +129,48 @@ def test_refusals_reach_the_caller_and_nobody_else(async_llm: AsyncLLM) -> None:
     assert isinstance(second, InvalidParams)
 
 
+def test_an_id_that_is_taken_leaves_the_first_request_alone(async_llm: AsyncLLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+    async def run(params: SamplingParams) -> tuple[int, str | None]:
+        num_tokens, reason = 0, None
+        async for out in async_llm.generate("Once", long, "taken"):
+            num_tokens, reason = len(out.outputs[0].token_ids), out.outputs[0].finish_reason
+            if num_tokens == 3:
+                with pytest.raises(InvalidParams, match=r"'taken' is running already"):
+                    await collect(async_llm, "Twice", params, "taken")
+        return num_tokens, reason
+
+    for params in (long, SamplingParams(n=2)):
+        assert asyncio.run(run(params)) == (60, "length")
+
+
+def test_the_id_of_a_sample_that_is_taken_leaves_it_alone(async_llm: AsyncLLM) -> None:
+    """Here the engine finds out: the samples of "a" are "a#0" and "a#1"."""
+    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+    async def run() -> tuple[int, str | None]:
+        async for out in async_llm.generate("Once", long, "a#1"):
+            last = out.outputs[0]
+            if len(last.token_ids) == 3:
+                with pytest.raises(InvalidParams, match="'a#1' is running already"):
+                    await collect(async_llm, "Twice", SamplingParams(n=2), "a")
+        return len(last.token_ids), last.finish_reason
+
+    assert asyncio.run(run()) == (60, "length")
+
+
+def test_a_number_as_an_id_does_not_stand_in_the_way(async_llm: AsyncLLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+    async def run() -> None:
+        taken = str(next(async_llm._intake.numbers) + 2)
+        async for _ in async_llm.generate("Once", long, taken):
+            await collect(async_llm, "Twice", SamplingParams(max_tokens=1))
+
+    asyncio.run(run())
+
+
 def test_shutdown_ends_what_is_open(default_model) -> None:
     llm = AsyncLLM(max_len=256, num_blocks=32)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.beam_search import BeamSearchParams
+from quire.core.plan import Update
 from quire.errors import (
     DeviceLost,
     EmptyPrompt,
@@ -21,6 +24,7 @@ from quire.errors import (
     TemplateError,
     UnknownField,
 )
+from quire.text.exchange import Intake
 
 pytestmark = pytest.mark.model
 
@@ -164,6 +168,105 @@ def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
 
 
+def pool_is_whole(llm: LLM) -> bool:
+    pool = llm._client.engine.scheduler.kv.pool
+    return pool.num_free == pool.num_blocks
+
+
+def test_streams_that_are_open_together_share_the_engine(llm: LLM) -> None:
+    prompts = ["One, two, three,", "The sky is", "Water boils at"]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in prompts]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    rounds = [[piece and piece.outputs[0].text for piece in pieces] for pieces in itertools.zip_longest(*streams)]
+    assert len(rounds) > 5
+    assert [[text for text in column if text is not None][-1] for column in zip(*rounds, strict=True)] == alone
+    assert pool_is_whole(llm)
+
+
+def test_generate_while_a_stream_is_open(llm: LLM) -> None:
+    alone = llm.generate("The sky is", GREEDY)[0].outputs[0].text
+    stream = llm.stream("The sky is", GREEDY)
+    next(stream)
+    assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+    assert [piece.outputs[0].text for piece in stream][-1] == alone
+    assert pool_is_whole(llm)
+
+
+def test_leaving_one_stream_leaves_the_others(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+    left, kept = llm.stream("Once upon a time", long), llm.stream("One, two, three,", GREEDY)
+    next(left)
+    next(kept)
+    left.close()
+    assert "four" in list(kept)[-1].outputs[0].text
+    assert pool_is_whole(llm)
+
+
+def test_threads_that_use_one_llm_are_all_served(llm: LLM) -> None:
+    prompts = [f"{number} and {number} is" for number in range(12)]
+    alone = [out.outputs[0].text for out in llm.generate(prompts, GREEDY)]
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    assert [out.outputs[0].text for out in together] == alone
+    assert len({out.request_id for out in together}) == len(prompts)
+    assert pool_is_whole(llm)
+
+
+def test_a_stream_that_is_dropped_while_a_step_runs_is_aborted(llm: LLM, monkeypatch) -> None:
+    """Python may clean a generator up at any time, in the middle of planning as well."""
+    engine = llm._client.engine
+    dropped = [llm.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))]
+    next(dropped[0])
+    step = engine.step
+
+    def drop_and_step() -> list[Update]:
+        dropped.clear()
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", drop_and_step)
+        assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+    assert not engine.has_work
+    assert pool_is_whole(llm)
+
+
+def test_requests_are_made_as_the_engine_gets_to_them(default_model, monkeypatch) -> None:
+    with LLM(max_len=128, num_blocks=64, max_requests=3) as small:
+        num_open, seen = [0], []
+        make, run = Intake.make, small._client.receive
+
+        def counted(*args, **options):
+            num_open[0] += 1
+            return make(*args, **options)
+
+        def receive(inbox):
+            updates = run(inbox)
+            num_open[0] -= sum(update.finish is not None for update in updates)
+            seen.append(num_open[0])
+            return updates
+
+        monkeypatch.setattr(Intake, "make", counted)
+        monkeypatch.setattr(small._client, "receive", receive)
+        outs = small.generate([f"{number} is" for number in range(40)], SamplingParams(max_tokens=3, temperature=0.0))
+    assert [out.prompt for out in outs] == [f"{number} is" for number in range(40)]
+    assert [int(out.request_id) for out in outs] == list(range(40))
+    assert max(seen) <= 6
+
+
+def test_priorities_hold_among_prompts_that_wait(default_model, monkeypatch) -> None:
+    """Also for those that are not in the engine's queue yet."""
+    with LLM(max_len=128, num_blocks=64, max_requests=1, order="priority") as small:
+        admitted, place = [], small._client.engine.scheduler._place
+
+        def noted(request, *args):
+            admitted.append(request.id)
+            return place(request, *args)
+
+        monkeypatch.setattr(small._client.engine.scheduler, "_place", noted)
+        small.generate(["a", "b", "c", "d", "e"], SamplingParams(max_tokens=1), priority=[0, 0, 0, 0, -1])
+    assert admitted == ["4", "0", "1", "2", "3"]
+
+
 def test_scores(llm: LLM) -> None:
     good, bad = llm.score(["The capital of France is"] * 2, [" Paris.", " Banana."])
     assert good.total > bad.total + 3
@@ -281,6 +384,26 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch) -> None:
             llm.generate(["a", "b"], GREEDY)
     scheduler = llm._client.engine.scheduler
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("where", ["_admit", "_advance"])
+def test_ctrl_c_in_planning_ends_what_is_open_and_leaves_the_pool_whole(llm: LLM, monkeypatch, where) -> None:
+    scheduler = llm._client.engine.scheduler
+    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    original = getattr(scheduler, where)
+
+    def interrupted(*args: object) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], GREEDY)
+    assert [piece.outputs[0].finish_reason for piece in stream] == ["abort"]
+    assert pool_is_whole(llm)
     assert "four" in llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
 
 
