@@ -6,14 +6,14 @@ And `explain`: what pydantic found wrong, in one sentence that names the field a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.errors import MAX_SHOWN, InvalidField
 
-MAX_MISTAKES = 100  # more are not listed one by one: that would hold up the event loop
+MAX_MISTAKES = 100  # more are not listed one by one, since that would hold up the event loop
 WANTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -27,6 +27,10 @@ WANTED = {
     "string_type": "a string",
     "finite_number": "a finite number",
 }
+
+
+Item = TypeVar("Item")
+ArrayOf = Annotated[list[Item], Field(fail_fast=True)]  # checked up to its first mistake
 
 
 class Fields(BaseModel):
@@ -44,15 +48,15 @@ class Fields(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _limit_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        known = {name for key, field in cls.model_fields.items() for name in (key, field.alias)}
+        if isinstance(value, dict) and len(value) > len(known) + MAX_MISTAKES:
+            unknown = next(key for key in value if key not in known)
+            raise PydanticCustomError("extra_forbidden", "{name}", {"name": str(unknown)[:MAX_SHOWN]})
         try:
             return handler(value)
         except ValidationError as error:
             if error.error_count() <= MAX_MISTAKES:
                 raise
-        known = {name for key, field in cls.model_fields.items() for name in (key, field.alias)}
-        unknown = [key for key in value if key not in known] if isinstance(value, dict) else []
-        if unknown:
-            raise PydanticCustomError("extra_forbidden", "{name}", {"name": str(unknown[0])[:MAX_SHOWN]})
         raise PydanticCustomError("too_many", "more than {most} values are wrong", {"most": MAX_MISTAKES})
 
 

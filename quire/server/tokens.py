@@ -16,7 +16,7 @@ from quire.errors import InvalidField
 from quire.server.context import Context, context
 from quire.server.conversation import Inquiry
 from quire.server.documents import PromptText, Tokens, TokenSpan, answers
-from quire.server.fields import Fields
+from quire.server.fields import ArrayOf, Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
 from quire.text.tokenizer import Tokenizer
@@ -29,8 +29,8 @@ class Conversation(Fields):
     """What a chat template is given."""
 
     model: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: ArrayOf[dict[str, Any]] | None = None
+    tools: ArrayOf[dict[str, Any]] | None = None
     add_generation_prompt: StrictBool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -73,7 +73,7 @@ class TokenizeRequest(Conversation):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: ArrayOf[StrictInt]
 
 
 FORMS: dict[str, frozenset[str]] = {

@@ -27,7 +27,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     link = Link(connection)
     next(link.receive(wait=True))
-    link.send(Ready(100, 1000, 8, [], 100, "cpu", "scripted"))
+    link.send(Ready(100, 1000, 8, [], 100, "cpu", "scripted", {}))
     orders: dict[str, list[int]] = {}
     wanted: dict[str, int] = {}
     begun: set[str] = set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
@@ -72,7 +70,7 @@ def test_numbers_are_numbers(field, value):
     ("body", "message", "param"),
     [
         ({"prompt": 5}, "prompt: give a string or an array.", "prompt"),
-        ({"prompt": ["a", 5]}, "prompt.1: give a string or an array.", "prompt.1"),
+        ({"prompt": ["a", 5]}, "prompt.1: give a string.", "prompt.1"),
         ({"prompt": "x", "stream": "yes"}, "stream: give true or false.", "stream"),
         ({"prompt": "x", "stop": {}}, "stop: give a string or an array.", "stop"),
         ({"prompt": "x", "n": 1.5}, "n: give a whole number.", "n"),
@@ -104,20 +102,25 @@ def test_what_is_out_of_range_is_named(field, value, message):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "words"),
     [
-        {"messages": [], **{f"key{number}": 1 for number in range(1000)}},
-        {"messages": [], "stream_options": {f"key{number}": 1 for number in range(1000)}},
-        {"messages": [], "logit_bias": {str(number): "x" for number in range(1000)}},
-        {"messages": [5] * 1000},
+        ({"messages": [], **{f"key{number}": 1 for number in range(1000)}}, "key0: quire does not know"),
+        (
+            {"messages": [], "stream_options": {f"key{number}": 1 for number in range(1000)}},
+            "stream_options.key0: quire does not know",
+        ),
+        (
+            {"messages": [], "logit_bias": {str(number): "x" for number in range(1000)}},
+            f"more than {MAX_MISTAKES} values are wrong",
+        ),
+        ({"messages": [5] * 1000}, "messages.0: give an object."),
     ],
 )
-def test_a_thousand_mistakes_are_not_listed_one_by_one(body):
+def test_a_thousand_mistakes_are_not_listed_one_by_one(body, words):
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate(body)
     assert caught.value.error_count() <= MAX_MISTAKES
-    problem = explain(caught.value.errors(), json.loads(json.dumps(body)))
-    assert "key0: quire does not know" in str(problem) or f"more than {MAX_MISTAKES} values are wrong" in str(problem)
+    assert words in str(explain(caught.value.errors(), body))
 
 
 def test_one_call_cannot_be_larger_than_the_queue():

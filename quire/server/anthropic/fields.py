@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
-from quire.server.fields import Fields
+from quire.server.fields import ArrayOf, Fields
 from quire.server.openai.fields import Number
 
 
@@ -19,7 +19,7 @@ class TextBlock(Fields):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
-    citations: list[Any] | None = None
+    citations: ArrayOf[Any] | None = None
 
 
 def as_blocks(value: Any) -> Any:
@@ -27,7 +27,7 @@ def as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])]
+Texts = Annotated[ArrayOf[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | ArrayOf[TextBlock])]
 
 
 class ToolUseBlock(Fields):
@@ -55,7 +55,7 @@ Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminato
 
 class Message(Fields):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])]
+    content: Annotated[ArrayOf[Block], BeforeValidator(as_blocks, json_schema_input_type=str | ArrayOf[Block])]
 
 
 class ToolFields(Fields):
@@ -95,9 +95,9 @@ class PromptFields(Fields):
     """What makes a prompt: of a message, and to count its tokens."""
 
     model: str | None = None
-    messages: list[Message]
+    messages: ArrayOf[Message]
     system: Texts | None = None
-    tools: list[ToolFields] | None = None
+    tools: ArrayOf[ToolFields] | None = None
     tool_choice: ToolChoiceFields | None = None
     thinking: Disabled | None = None
     output_config: OutputConfig | None = None
@@ -116,7 +116,7 @@ class MessagesRequest(PromptFields):
     """POST /v1/messages, with a seed and a priority beside Anthropic's fields."""
 
     max_tokens: StrictInt
-    stop_sequences: list[str] | None = None
+    stop_sequences: ArrayOf[str] | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_k: StrictInt | None = None

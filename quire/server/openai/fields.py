@@ -12,10 +12,10 @@ from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams, show
-from quire.server.fields import Fields
+from quire.server.fields import ArrayOf, Fields
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Ids = list[StrictInt]
+Ids = ArrayOf[StrictInt]
 STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -51,7 +51,7 @@ class SamplingFields(NoEffectFields):
     temperature: Number | None = None
     top_p: Number | None = None
     max_tokens: StrictInt | None = None
-    stop: str | list[str] | None = None
+    stop: str | ArrayOf[str] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     seed: StrictInt | None = None
@@ -68,14 +68,14 @@ class SamplingFields(NoEffectFields):
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     allowed_token_ids: Ids | None = None
-    bad_words: list[str] | None = None
+    bad_words: ArrayOf[str] | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     priority: StrictInt | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ArrayOf[str] | None = None
     guided_grammar: str | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
@@ -111,7 +111,7 @@ class SamplingFields(NoEffectFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | ArrayOf[str] | Ids | ArrayOf[Ids]
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     best_of: StrictInt | None = None
@@ -152,18 +152,18 @@ class ResponseFormat(Fields):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
-    messages: list[dict[str, Any]]
+    messages: ArrayOf[dict[str, Any]]
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ArrayOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: ArrayOf[Literal["text"]] | None = None
 
     def structure(self) -> dict[str, Any] | None:
         own = super().structure()

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams, show
-from quire.server.fields import Fields
+from quire.server.fields import ArrayOf, Fields
 from quire.server.openai.fields import NoEffectFields, Number
 
 MAX_LOGPROBS = 20
@@ -31,8 +31,8 @@ class OutputText(Fields):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: ArrayOf[Any] | None = None
+    logprobs: ArrayOf[Any] | None = None
 
 
 TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
@@ -42,7 +42,7 @@ def as_parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[TextPart], BeforeValidator(as_parts, json_schema_input_type=str | list[TextPart])]
+Parts = Annotated[ArrayOf[TextPart], BeforeValidator(as_parts, json_schema_input_type=str | ArrayOf[TextPart])]
 
 
 class MessageItem(Fields):
@@ -119,7 +119,7 @@ class ResponseStreamOptions(Fields):
 class ResponsesRequest(NoEffectFields):
     """POST /v1/responses. After OpenAI's fields come those that other routes take too."""
 
-    input: Annotated[list[InputItem], BeforeValidator(as_items, json_schema_input_type=str | list[InputItem])]
+    input: Annotated[ArrayOf[InputItem], BeforeValidator(as_items, json_schema_input_type=str | ArrayOf[InputItem])]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -127,11 +127,11 @@ class ResponsesRequest(NoEffectFields):
     temperature: Number | None = None
     top_p: Number | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ArrayOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: ArrayOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     stream: StrictBool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: StrictBool | None = None  # has an effect here: the response can be fetched later
@@ -149,7 +149,7 @@ class ResponsesRequest(NoEffectFields):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    stop: str | list[str] | None = None
+    stop: str | ArrayOf[str] | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
     priority: StrictInt | None = None

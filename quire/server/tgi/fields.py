@@ -11,7 +11,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from quire.core.params import MAX_STOP_STRINGS, SamplingParams
 from quire.errors import InvalidField, PromptTooLong
-from quire.server.fields import Fields
+from quire.server.fields import ArrayOf, Fields
 
 DEFAULT_NEW_TOKENS = 100
 MAX_BEST_OF = 16
@@ -52,7 +52,7 @@ class Parameters(Fields):
     repetition_penalty: Positive | None = None
     return_full_text: StrictBool | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: Annotated[ArrayOf[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[Positive, Field(le=100)] | None = None
     top_k: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     top_n_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_TOKENS)] | None = None
