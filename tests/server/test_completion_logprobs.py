@@ -11,6 +11,7 @@ import pytest
 
 from quire.core.plan import Detail, TokenLogprobs, Update
 from quire.core.request import Finish
+from quire.server.gate import Gate
 from quire.server.openai.bodies import chat_logprobs
 from quire.server.openai.choices import choices_of
 from quire.server.openai.completions import open_call, sampling
@@ -35,6 +36,7 @@ class Service:
         self.model = "tiny"
         self.config = SimpleNamespace(max_prompts=8)
         self.ready = SimpleNamespace(sampling={})
+        self.gate = Gate(8, 8, 1000)
         self.intake = Intake(tokenizer, tokenizer.vocab_size + NUM_PADDED, 100)
 
     async def open(self, prompt: Any, params: Any, caller: Any, request_id: str, priority: int) -> Exchange:
