@@ -85,7 +85,7 @@ class EngineConfig:
     )
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
-    kv_memory: float | None = option(None, "GiB for the cache; a share of what is free if not set.", "GIB")
+    kv_memory: float | None = option(None, "GiB for the cache, at most what is free; a share of that if not set.", "GIB")
     swap_memory: float | None = option(
         None,
         "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set.",
@@ -118,7 +118,7 @@ class EngineConfig:
         "server's is 25 on a GPU and 50 on a CPU, and offline there is none.",
         "MS",
     )
-    threads: int | None = option(None, "CPU threads; as many as there are cores if not set.")
+    threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
     def __post_init__(self) -> None:

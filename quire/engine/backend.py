@@ -68,6 +68,11 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
 
     Torch is left one thread beside our own: its threads and ours would wait for the same cores.
     """
+    if device.type == "cuda" and config.threads is not None:
+        raise InvalidParams(
+            f"threads is {config.threads}, but the model runs on a GPU, where no CPU threads compute; leave it out, or "
+            "set device to 'cpu'."
+        )
     native = find_native(config, model, dtype, device)
     if native is not None:
         torch.set_num_threads(1)

@@ -43,14 +43,15 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes for the cache: how many it takes by itself, and the most that may be asked for, if there is a bound.
+    """Bytes for the cache: how many it takes by itself, and the most that may be asked for.
 
-    A CPU has none: pages that are never written cost nothing. `kept` is what is set aside for steps and their graphs.
+    `kept` is what is set aside for a GPU's steps and their graphs.
     """
 
     share: int
-    most: int | None = None
+    most: int
     kept: int = 0
+    is_gpu: bool = False
 
 
 def free_bytes(device: torch.device) -> int:
@@ -82,9 +83,9 @@ def find_room(device: torch.device, step_bytes: int) -> Room:
     """For the cache, when the weights are loaded; `step_bytes` is what the largest step takes of a GPU."""
     free = free_bytes(device)
     if device.type != "cuda":
-        return Room(int(CPU_SHARE * free))
+        return Room(int(CPU_SHARE * free), free)
     kept = 2 * step_bytes + GRAPH_BYTES
-    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept), kept)
+    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept), kept, is_gpu=True)
 
 
 def size_cache(
@@ -100,7 +101,7 @@ def size_cache(
     max_requests: int,
     room: Room,
 ) -> CacheSize:
-    """Blocks as asked for, or as many as fit; never more than all requests together could use."""
+    """Blocks as asked for, if they fit, or as many as fit; never more than all requests together could use."""
     is_asked = num_blocks is not None or kv_memory is not None
 
     def needed(length: int) -> int:
@@ -108,22 +109,35 @@ def size_cache(
 
     if num_blocks is None:
         num_bytes = int(kv_memory * GIB) if kv_memory is not None else room.share
-        num_blocks = min(num_bytes // block_bytes, max_requests * needed(max_len))
-    if room.most is not None and is_asked and num_blocks * block_bytes > room.most:
+        num_blocks = num_bytes // block_bytes
+        most_blocks = max_requests * needed(max_len)
+    else:
+        most_blocks = num_blocks
+    if is_asked and num_blocks * block_bytes > room.most:
         raise NotEnoughMemory(
-            f"A cache of {readable(num_blocks * block_bytes)} ({num_blocks:,} blocks) was asked for, but beside the "
-            f"weights and what steps need the GPU has {readable(room.most)} free. Lower kv_memory or num_blocks, or "
-            "for smaller steps max_tokens_per_step or max_requests."
+            f"A cache of {readable(num_blocks * block_bytes)} ({num_blocks:,} blocks) was asked for, but "
+            f"{describe_room(room)}"
         )
+    num_blocks = min(num_blocks, most_blocks)
     longest = bisect_right(range(1, max_len + 1), num_blocks, key=needed)
     if longest < max(1, max_len_wanted or 1):
-        is_full = room.most is not None and not is_asked
+        is_full = room.is_gpu and not is_asked
         remedy = "End other programs on the GPU, take a smaller model" if is_full else "Raise kv_memory or num_blocks"
         raise NotEnoughMemory(
             f"The cache has {num_blocks} blocks ({readable(num_blocks * block_bytes)}), enough for {longest:,} tokens, "
             f"but a request may have {max_len_wanted or 1:,}. {remedy}, or lower max_len."
         )
     return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
+
+
+def describe_room(room: Room) -> str:
+    """What is free, and what to do about it, as the end of a sentence."""
+    if room.is_gpu:
+        return (
+            f"beside the weights and what steps need the GPU has {readable(room.most)} free. Lower kv_memory or "
+            "num_blocks, or for smaller steps max_tokens_per_step or max_requests."
+        )
+    return f"beside the weights the machine has {readable(room.most)} free. Lower kv_memory or num_blocks."
 
 
 def size_swap(swap_memory: float | None, block_bytes: int, device: torch.device) -> int:

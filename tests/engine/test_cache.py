@@ -15,7 +15,7 @@ def size(**options) -> CacheSize:
     defaults = {
         "block_bytes": 1000, "block_size": 16, "windows": (None,), "max_tokens_per_step": 32, "num_blocks": None,
         "kv_memory": None, "max_len": 160,
-        "max_len_wanted": None, "max_requests": 4, "room": Room(GIB),
+        "max_len_wanted": None, "max_requests": 4, "room": Room(GIB, 4 * GIB),
     }  # fmt: skip
     return size_cache(**(defaults | options))
 
@@ -67,7 +67,6 @@ def test_no_more_blocks_than_all_requests_could_use() -> None:
 
 
 def test_without_a_wish_the_cache_takes_its_share() -> None:
-    assert size(room=Room(12_345)).num_blocks == 12
     assert size(room=Room(12_345, 50_000)).num_blocks == 12
     assert size(room=Room(12_345, 50_000), num_blocks=20).num_blocks == 20
 
@@ -97,13 +96,23 @@ def test_a_wish_that_a_gpu_cannot_fulfil_is_refused_with_numbers(options) -> Non
         r"A cache of 29\.3 KiB \(30 blocks\) was asked for, but .* has 28\.3 KiB free\. Lower kv_memory or num_blocks"
     )
     with pytest.raises(NotEnoughMemory, match=expected):
+        size(room=Room(1000, 29_000, is_gpu=True), **options)
+    assert size(room=Room(1000, 30_000, is_gpu=True), **options).num_blocks == 30
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 30}, {"kv_memory": 30_000 / GIB}, {"kv_memory": 500.0}], ids=str)
+def test_a_wish_that_the_machine_cannot_fulfil_is_refused_with_numbers(options) -> None:
+    """Also if all requests together could not use as much: it was asked for."""
+    expected = (
+        r"^A cache of .* was asked for, but beside the weights the machine has 28\.3 KiB free\. Lower kv_memory or"
+    )
+    with pytest.raises(NotEnoughMemory, match=expected):
         size(room=Room(1000, 29_000), **options)
-    assert size(room=Room(1000, 30_000), **options).num_blocks == 30
 
 
 def test_a_gpu_that_is_full_is_not_helped_by_a_wish() -> None:
     with pytest.raises(NotEnoughMemory, match=r"End other programs on the GPU, take a smaller model, or lower max_len"):
-        size(room=Room(0, 0))
+        size(room=Room(0, 0, is_gpu=True))
 
 
 def test_the_line_at_start() -> None:

@@ -129,12 +129,17 @@ def test_a_gpu_s_room_is_what_two_steps_and_the_graphs_leave(gpu) -> None:
     assert room.most == 60 * GIB - 10 * GIB - GRAPH_BYTES
     assert room.share == int(CUDA_SHARE * 60 * GIB) - 10 * GIB - GRAPH_BYTES
     assert room.kept == 10 * GIB + GRAPH_BYTES
-    assert find_room(CUDA, 40 * GIB) == Room(0, 0, 80 * GIB + GRAPH_BYTES)
+    assert find_room(CUDA, 40 * GIB) == Room(0, 0, 80 * GIB + GRAPH_BYTES, is_gpu=True)
 
 
-def test_a_cpu_s_room_is_a_share_and_has_no_bound(monkeypatch) -> None:
+def test_a_cpu_s_room_is_a_share_of_what_is_free(monkeypatch) -> None:
     monkeypatch.setattr("quire.engine.memory.free_bytes", lambda device: 8 * GIB)
-    assert find_room(CPU, 0) == Room(2 * GIB, None)
+    assert find_room(CPU, 0) == Room(2 * GIB, 8 * GIB)
+
+
+def test_threads_are_refused_on_a_gpu(gpu) -> None:
+    with pytest.raises(InvalidParams, match=r"^threads is 4, but the model runs on a GPU, .* leave it out"):
+        choose_ops(EngineConfig(threads=4), LLAMA, torch.bfloat16, CUDA)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(gpu) -> None:
