@@ -115,7 +115,7 @@ class EngineConfig:
         None,
         "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
         "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target. If not set, a "
-        "server's is 25 on a GPU and 50 on a CPU, and offline there is none.",
+        "server's is 26.5 on a GPU and 50 on a CPU, and offline there is none.",
         "MS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
