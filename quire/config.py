@@ -85,7 +85,7 @@ class EngineConfig:
     )
     block_size: int = option(16, "Tokens in a block of the cache.")
     num_blocks: int | None = option(None, "Blocks in the cache; as many as fit into --kv-memory if not set.")
-    kv_memory: float | None = option(None, "GiB for the cache, at most what is free; a share of that if not set.", "GIB")
+    kv_memory: float | None = option(None, "GiB for the cache, at most what is free; if not set, a share of it.", "GIB")
     swap_memory: float | None = option(
         None,
         "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set.",
