@@ -114,7 +114,7 @@ class EngineConfig:
     itl_target_ms: float | None = option(
         None,
         "Target for the milliseconds between two tokens: a step computes only as much of a prompt as keeps it, as long "
-        "as the queue is short. Lower is smoother, higher brings first tokens sooner, 0 is no target. If not set, a "
+        "as the queue is short. Lower is smoother and brings first tokens later, 0 is no target. If not set, a "
         "server's is 26.5 on a GPU and 50 on a CPU, and offline there is none.",
         "MS",
     )

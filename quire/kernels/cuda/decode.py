@@ -4,7 +4,8 @@ Keys and values are the rows of both products, and the few queries of a key head
 queries as rows would have to be filled up to sixteen. Where heads share their keys with more, `single` is used.
 
 With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
-ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends.
+ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends, and
+so are the angles.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ def _partner(columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, columns, inside, table, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x points to heads [1, lanes]; what comes back is rotated by the table's row, and rounded as a head is stored."""
-    partner, angle, sign = _partner(columns, TURNED, INTERLEAVED)
+def _read_angles(table, columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of a row of the table, for each column: the cosine, and the sine with the sign of the partner's share."""
+    _, angle, sign = _partner(columns, TURNED, INTERLEAVED)
     is_turned = columns < TURNED
     cosines = tl.load(table + angle, mask=is_turned, other=1.0)
-    sines = tl.load(table + TURNED // 2 + angle, mask=is_turned, other=0.0) * sign
+    return cosines, tl.load(table + TURNED // 2 + angle, mask=is_turned, other=0.0) * sign
+
+
+@triton.jit
+def _turned(x, columns, inside, cosines, sines, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """x points to heads [1, lanes]; what comes back is rotated by these angles, and rounded as a head is stored."""
+    partner, _, _ = _partner(columns, TURNED, INTERLEAVED)
     own = tl.load(x + columns[:, None], mask=inside, other=0.0)
-    other = tl.load(x + partner[:, None], mask=inside & is_turned[:, None], other=0.0)
+    other = tl.load(x + partner[:, None], mask=inside & (columns < TURNED)[:, None], other=0.0)
     turned = own.to(tl.float32) * cosines[:, None] + other.to(tl.float32) * sines[:, None]
     return turned.to(own.dtype)
 
@@ -154,16 +161,16 @@ def _decode(
         )
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
+        cosines, sines = _read_angles(angles + tl.maximum(newest, 0) * TURNED, columns, TURNED, INTERLEAVED)
         after_last(CHAINED)
     at_query = q + token * q_row + heads[None, :] * DIM
     is_its = is_column[:, None] & is_query[None, :]
     if IS_NEW:
-        angle = angles + tl.maximum(newest, 0) * TURNED
         one = tl.arange(0, 1)[None, :]
         wanted = is_column[:, None] & is_mine
-        new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, angle, TURNED, INTERLEAVED)
+        new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, cosines, sines, TURNED, INTERLEAVED)
         new_value = tl.load(v + token * v_row + head * DIM + one + columns[:, None], mask=wanted, other=0.0)
-        query = _turned(at_query, columns, is_its, angle, TURNED, INTERLEAVED)
+        query = _turned(at_query, columns, is_its, cosines, sines, TURNED, INTERLEAVED)
         new_key, new_value = fit(new_key, keys), fit(new_value, values)
         place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[:, None]
         tl.store(keys + place, new_key, mask=wanted)
