@@ -128,8 +128,12 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether something is done to the model's logits before temperature and cuts."""
         restricts = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs is not None
-        penalizes = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        return bool(restricts or penalizes or self.logit_bias or self.min_tokens)
+        return bool(restricts or self.has_penalties or self.logit_bias or self.min_tokens)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens become less likely by having occurred."""
+        return bool(self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty)
 
     @property
     def restrictions(self) -> list[str]:

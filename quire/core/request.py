@@ -86,6 +86,7 @@ class Request:
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
     changes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
+    needs_tokens: bool = field(init=False)  # the host must know all tokens before the next one can be chosen
     takes_best: bool = field(init=False)  # it is simply the likeliest one, and no more is asked
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
@@ -104,6 +105,7 @@ class Request:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
         self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
+        self.needs_tokens = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
         self.takes_best = self.params.takes_best and not self.changes_logits
 
     @property

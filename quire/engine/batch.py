@@ -2,110 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.plan import Plan
+from quire.core.request import Request
+from quire.engine.buffers import Buffer, Copies, Outbox, TableBuffer
+from quire.engine.sampling_state import SamplingState
 from quire.kernels.paging import Paging
 
-MAX_VIEWS = 256  # of a buffer, one for each size of a step
-TABLE_UNIT = 16  # a table is so many entries wide, or a multiple: kernels are compiled for that
+
+@dataclass(slots=True)
+class Samples:
+    """The positions of a step at which a token is chosen: columns, in the order of the plan's rows.
+
+    A row that ends with its request's last token has one of them, and one more for each draft behind that token.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the plan
+    indices: list[int] = field(default_factory=list)  # of the step's tokens
+    lengths: list[int] = field(default_factory=list)  # tokens before the chosen one; its noise depends on this number
+    nums_drafts: list[int] = field(default_factory=list)  # of these, how many are drafts
+    slots: list[int] = field(default_factory=list)  # of the sampling state
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(slots=True)
 class Batch:
-    """What a model is called with for one step."""
+    """What a model is called with for one step, and where its tokens are chosen."""
 
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     paging: Paging
-    feeds: Tensor | None = None  # [rows] int32: where among the last step's tokens a row's first one is, or -1
-
-
-class Outbox(Protocol):
-    """How buffers get to a device: each is put in, then all are sent, and cleared away when they have arrived."""
-
-    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None: ...
-
-    def send(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class Copies:
-    """An Outbox that copies each buffer by itself, and at once."""
-
-    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
-        target[first:last].copy_(source[first:last], non_blocking=True)  # whole rows: others cannot be copied at once
-
-    def send(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-
-class Buffer:
-    """A tensor on the device and a numpy array on the host; on the CPU they are the same memory."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, outbox: Outbox) -> None:
-        self._on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._on_device = self._on_host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-        self._views: dict[tuple[int, ...], Tensor] = {}
-        self._outbox = outbox
-        self.host = self._on_host.numpy()
-
-    def send(self, size: int) -> Tensor:
-        """The leading part of the buffer, on the device once the outbox is sent."""
-        self.send_rows(0, size)
-        return self.view(size)
-
-    def send_rows(self, first: int, last: int, width: int | None = None) -> None:
-        if self._on_device is not self._on_host:
-            self._outbox.put(self._on_host, self._on_device, first, last, width)
-
-    def view(self, *sizes: int) -> Tensor:
-        """The leading part on the device as it is. Steps of one size come often, so views are kept."""
-        view = self._views.get(sizes)
-        if view is None:
-            if len(self._views) >= MAX_VIEWS:
-                self._views.clear()
-            view = self._views[sizes] = self._on_device[tuple(map(slice, sizes))]
-        return view
-
-
-class TableBuffer:
-    """The block tables of a step's rows. A row that goes on from the last step only has its new blocks written."""
-
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, outbox: Outbox) -> None:
-        width = -(-max_blocks // TABLE_UNIT) * TABLE_UNIT
-        self.buffer = Buffer((max_rows, width), torch.int32, device, outbox)
-        self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
-        self._changed: list[int] = []  # rows, since the last sending
-
-    def fill(self, row: int, blocks: list[int | None]) -> None:
-        kept = self._kept[row]
-        if kept == blocks:
-            return
-        same = len(kept) if kept == blocks[: len(kept)] else 0
-        self.buffer.host[row, same : len(blocks)] = [block or 0 for block in blocks[same:]]
-        self._kept[row] = blocks.copy()
-        self._changed.append(row)
-
-    def send(self, num_rows: int, num_blocks: int) -> Tensor:
-        """The tables of the first rows; only what lies between the first and the last changed one is sent."""
-        if self._changed:
-            widest = max(len(self._kept[row]) for row in self._changed)
-            self.buffer.send_rows(min(self._changed), max(self._changed) + 1, widest)
-            self._changed.clear()
-        return self.buffer.view(num_rows, num_blocks)
+    samples: Samples
+    feeds: Tensor | None = None  # [rows] int32: the slot that has a row's first token, or -1 if the host knew it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +55,7 @@ class BufferShape:
     max_len: int
     windows: tuple[int | None, ...]
     block_size: int
+    vocab_size: int
     device: torch.device
 
 
@@ -129,6 +68,7 @@ class BatchBuffers:
         max_blocks = -(-shape.max_len // block_size)
         self.block_size = block_size
         self.max_blocks = max_blocks
+        self.state = SamplingState(max_rows, shape.vocab_size, device, self.outbox)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.feeds = Buffer((max_rows,), torch.int32, device, self.outbox)
         self.tokens = Buffer((max_tokens,), torch.int64, device, self.outbox)
@@ -138,18 +78,13 @@ class BatchBuffers:
         self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in shape.windows]
         self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in shape.windows]
 
-    def fill(self, plan: Plan, in_flight: Mapping[str, int] | None = None) -> Batch:
-        """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at.
-
-        `in_flight` says where among the last step's tokens a request's own is, if the host has not read it yet.
-        """
-        batch = self._lay_out(plan, in_flight)
+    def fill(self, plan: Plan) -> Batch:
+        """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at."""
+        batch = self._lay_out(plan)
         self._has_sent()
         return batch
 
-    def _lay_out(
-        self, plan: Plan, in_flight: Mapping[str, int] | None, size: int | None = None, rows: int | None = None
-    ) -> Batch:
+    def _lay_out(self, plan: Plan, size: int | None = None, rows: int | None = None) -> Batch:
         """With a `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are
         shown, the last of which have no context."""
         self._sent_before()
@@ -159,7 +94,8 @@ class BatchBuffers:
         self.query_starts.host[: num_rows + 1] = query_starts
         self.seq_lens.host[:num_rows] = seq_lens
         self._fill_positions(plan, query_starts)
-        has_feeds = self._fill_tokens(plan, in_flight)
+        state_slots = self.state.assign(plan)
+        has_feeds = self._fill_tokens(plan, state_slots)
         for group in range(len(self.tables)):
             self._fill_blocks(plan, group, query_starts)
         max_blocks = -(-max(seq_lens) // self.block_size)
@@ -178,6 +114,7 @@ class BatchBuffers:
                 query_starts,
                 seq_lens,
             ),
+            find_samples(plan, query_starts, seq_lens, state_slots),
             self.feeds.send(num_rows) if has_feeds else None,
         )
 
@@ -206,25 +143,22 @@ class BatchBuffers:
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
             self.positions.host[first : first + count] = np.arange(start, start + count)
 
-    def _fill_tokens(self, plan: Plan, in_flight: Mapping[str, int] | None) -> bool:
-        """Returns whether some are still on the device."""
+    def _fill_tokens(self, plan: Plan, state_slots: list[int]) -> bool:
+        """Returns whether some are still on the device: those of a step that the host has not read yet."""
         tokens: list[int] = []
         feeds: list[int] = []
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+        for request, start, count, slot in zip(plan.requests, plan.starts, plan.counts, state_slots, strict=True):
             known = request.tokens[start : start + count]
             tokens += known
             feed = -1
             if len(known) < count:
                 missing = request.drafts[: count - len(known)]
                 if not missing:
-                    assert in_flight is not None
                     assert count == 1, "only the last token of a request can be in flight"
-                    missing, feed = [0], in_flight[request.id]
+                    missing, feed = [0], slot
                 tokens += missing
             feeds.append(feed)
         self.tokens.host[: len(tokens)] = tokens
-        if in_flight is None:
-            return False
         self.feeds.host[: len(feeds)] = feeds
         return max(feeds) >= 0
 
@@ -240,3 +174,20 @@ class BatchBuffers:
                 continue
             places = self.positions.host[first : first + count]
             slots[first : first + count] = self.tables[group].buffer.host[row, places // size] * size + places % size
+
+
+def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], slots: list[int]) -> Samples:
+    """Where tokens are chosen: at the last positions of each row, as many as it yields."""
+    if plan.num_tokens == len(plan) and all(plan.yields):
+        count = len(plan)
+        return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, slots)
+    samples = Samples()
+    for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
+        for nth in range(num_yields):
+            samples.requests.append(request)
+            samples.rows.append(row)
+            samples.indices.append(query_starts[row + 1] - num_yields + nth)
+            samples.lengths.append(seq_lens[row] - num_yields + nth + 1)
+            samples.nums_drafts.append(nth)
+            samples.slots.append(slots[row])
+    return samples

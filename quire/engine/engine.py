@@ -173,12 +173,23 @@ class Engine:
         if sampled.seconds is not None:
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
-        return self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+        updates = self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+        self._sample_next()
+        return updates
+
+    def _sample_next(self) -> None:
+        """The tokens of the plan behind the one just taken in can be chosen now, if they could not before."""
+        if self._launched:
+            following = self._launched[0]
+            try:
+                following.running.sample()
+            except Exception as error:
+                following.running = Failure(error)
 
     @property
     def _may_launch(self) -> bool:
         """Nothing is launched behind a plan that failed: its tokens will not come, and its blocks lack content."""
-        if self._launched and isinstance(self._launched[-1].running, Failure):
+        if self._launched and self._launched[-1].running.must_land:
             return False
         return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
@@ -239,6 +250,7 @@ class Engine:
         for each in launched:
             with suppress(Exception):
                 each.running.wait()
+        self.runner.reset()
 
     def _check_device(self, error: Exception) -> None:
         """After an error on a GPU. One that is lost ends the engine, since no later plan could be run."""
@@ -258,11 +270,16 @@ class Engine:
 class Failure:
     """In place of a running step, if it could not be launched: the error, when its turn has come."""
 
+    must_land = True
+
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def is_done(self) -> bool:
         return True
+
+    def sample(self) -> None:
+        pass
 
     def wait(self) -> Sampled:
         raise self._error
@@ -318,7 +335,9 @@ def build_engine(
     swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
     with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
         cache = CacheTensors(layout, size, block, device, swap_slots)
-        shape = BufferShape(step_tokens, max_requests, size.max_len, layout.windows, config.block_size, device)
+        shape = BufferShape(
+            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device
+        )  # fmt: skip
         decoder = ops.record(loaded.model, cache.layers, step_tokens)
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
         runner.prepare()

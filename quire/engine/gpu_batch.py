@@ -5,7 +5,6 @@ What differs from step to step is in the numbers: which rows have one query, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,21 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.params import SamplingParams
 from quire.core.plan import Plan
-from quire.core.request import Request
-from quire.engine.batch import Batch, BatchBuffers, Buffer, BufferShape
-from quire.engine.logits import send
-from quire.engine.sampler import settings_of, signed
+from quire.engine.batch import Batch, BatchBuffers, BufferShape, Samples
+from quire.engine.buffers import Buffer
 from quire.kernels.cuda import varlen_items
 from quire.kernels.cuda.attention import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.deliver import Delivery
 from quire.kernels.cuda.parts import FIELDS, NOBODY, room_for_splits
 from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles
-from quire.kernels.cuda.sample import Draws
 from quire.kernels.paging import Ends, Paging
 
-NUM_BUFFERS = 10  # of a step, beside a table and slots for each group of layers and splits for each window
+NUM_BUFFERS = 13  # of a step, beside a table and slots for each group of layers and splits for each window
 SPARE_TILES = 64  # beside full ones: each row may have one that is not
 
 
@@ -59,13 +54,14 @@ class GpuBuffers(BatchBuffers):
         self.items = {
             window: Buffer((self._room_for_items(max_tokens),), torch.int32, device, delivery) for window in windows
         }  # fmt: skip
-        # Of steps with prompts: where each row's last token is seen by the last layer, which computes no others.
+        self.sample_slots = Buffer((max_tokens,), torch.int32, device, delivery)
+        self.sample_lengths = Buffer((max_tokens,), torch.int32, device, delivery)
+        # Of steps with prompts: what the last layer computes, which are the samples and no other tokens.
+        self.sample_indices = Buffer((max_tokens,), torch.int64, device, delivery)
+        self.sample_rows = Buffer((max_tokens,), torch.int64, device, delivery)
         self.last_window = heads.last_window
         self.end_splits = Buffer((most_splits, FIELDS), torch.int32, device, delivery)
-        self.row_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self.seeds = Buffer((max_rows,), torch.int64, device, delivery)
-        self.settings = Buffer((max_rows, len(settings_of(SamplingParams()))), torch.float64, device, delivery)
-        self._drawn: list[Request] = []  # whose seeds and settings the device has
+        self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
 
     def decode_batch(self, size: int) -> Batch:
         """The buffers of a step of so many single tokens, as a captured graph reads them."""
@@ -79,21 +75,21 @@ class GpuBuffers(BatchBuffers):
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
     def ends_of(self, batch: Batch, rows: int) -> Ends:
-        """The last tokens of the rows of such a step."""
-        paging = batch.paging
-        tokens = (paging.query_starts[1:] - 1).clamp_(min=0).long()
+        """The samples of such a step."""
         splits = {self.last_window: self.end_splits.view(self._room_for_splits(rows))}
-        starts, work = self.row_starts[: rows + 1], Work(True, False, splits)
+        work, paging = Work(True, False, splits), batch.paging
+        lengths = self.sample_lengths.view(rows)
         return Ends(
-            tokens, Paging(starts, paging.seq_lens, paging.block_tables, [], self.block_size, [], [], work=work)
-        )  # fmt: skip
+            self.sample_indices.view(rows),
+            Paging(self.starts[: rows + 1], lengths, paging.block_tables, [], self.block_size, [], [], work=work),
+        )
 
     def _captured(self, size: int, rows: int, work: Work) -> Batch:
         tables = [table.buffer.view(rows, self.max_blocks) for table in self.tables]
         slots = [slots.view(size) for slots in self.slots]
         starts, seq_lens = self.query_starts.view(rows + 1), self.seq_lens.view(rows)
         paging = Paging(starts, seq_lens, tables, slots, self.block_size, [], [], work=work)
-        return Batch(self.tokens.view(size), self.positions.view(size), paging, self.feeds.view(rows))
+        return Batch(self.tokens.view(size), self.positions.view(size), paging, Samples(), self.feeds.view(rows))
 
     def _splits(self, rows: int) -> dict[int | None, Tensor]:
         return {window: buffer.view(self._room_for_splits(rows)) for window, buffer in self.splits.items()}
@@ -106,15 +102,17 @@ class GpuBuffers(BatchBuffers):
         room = varlen_items.room_for(num_tokens, self.max_rows, heads.group, heads.kv_heads)
         return 1 + varlen_items.ITEM_FIELDS * room
 
-    def fill_decode(self, plan: Plan, in_flight: Mapping[str, int], size: int) -> None:
+    def fill_decode(self, plan: Plan, size: int) -> Samples:
         """A step of single tokens, filled up to `size` of them."""
-        self._lay_out(plan, in_flight, size, size)
+        samples = self._lay_out(plan, size, size).samples
         self._fill_splits(np.arange(len(plan)), size)
+        self._send_samples(samples, size)
         self._has_sent()
+        return samples
 
-    def fill_mixed(self, plan: Plan, in_flight: Mapping[str, int], size: int, rows: int) -> None:
-        """Any step, filled up to so many tokens and rows, whose tiles there is room for."""
-        self._lay_out(plan, in_flight, size, rows)
+    def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
+        """Any step, filled up to so many tokens, rows and samples; there is room for its tiles."""
+        samples = self._lay_out(plan, size, rows).samples
         if self.heads.uses_items:
             self._fill_items(plan)
         else:
@@ -122,9 +120,39 @@ class GpuBuffers(BatchBuffers):
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
             self.tiles.send(1 + 2 * len(tiles))
         self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
-        ends = np.arange(len(plan))
-        self._fill_split(self.end_splits, ends, ends, self.last_window, rows)
+        self._send_samples(samples, rows)
+        self.sample_indices.host[len(samples) : rows] = 0
+        self.sample_indices.send(rows)
+        its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
+        self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), lengths, self.last_window, rows)
         self._has_sent()
+        return samples
+
+    def fill_eager(self, plan: Plan) -> tuple[Batch, Ends]:
+        """Any step as it is, and its samples; of a step without any, its first token."""
+        batch = self._lay_out(plan)
+        samples = batch.samples
+        shown = samples if len(samples) else Samples([], [0], [0], [plan.starts[0] + 1], [0], [self.state.unused])
+        count = len(shown)
+        self._send_samples(shown, count)
+        self.sample_rows.host[:count] = shown.rows
+        tokens, rows = self.sample_indices.send(count), self.sample_rows.send(count)
+        self._has_sent()
+        tables = batch.paging.block_tables
+        if shown.rows != list(range(len(plan))):
+            tables = [table[rows] for table in tables]
+        starts, lengths = self.starts[: count + 1], self.sample_lengths.view(count)
+        paging = Paging(starts, lengths, tables, [], self.block_size, list(range(count + 1)), shown.lengths)
+        return batch, Ends(tokens, paging)
+
+    def _send_samples(self, samples: Samples, size: int) -> None:
+        """The columns of a step's samples, filled up to so many."""
+        count = len(samples)
+        self.sample_slots.host[:count], self.sample_slots.host[count:size] = samples.slots, self.state.unused
+        self.sample_lengths.host[:count], self.sample_lengths.host[count:size] = samples.lengths, 0
+        self.sample_indices.host[:count] = samples.indices
+        self.sample_slots.send(size)
+        self.sample_lengths.send(size)
 
     def fill_nothing(self, size: int, rows: int) -> None:
         """A step that reads and writes nothing, to be run before there is any work."""
@@ -132,6 +160,9 @@ class GpuBuffers(BatchBuffers):
         self.query_starts.host[:1] = 0
         self._pad(0, size, 0, rows)
         self.tiles.host[0] = 0
+        self._send_samples(Samples(), rows)
+        self.sample_indices.host[:rows] = 0
+        self.sample_indices.send(rows)
         for buffer in (self.tokens, self.positions, *self.slots):
             buffer.send(size)
         self.query_starts.send(rows + 1)
@@ -154,14 +185,19 @@ class GpuBuffers(BatchBuffers):
             buffer.send(len(items))
 
     def _fill_splits(self, rows: NDArray[np.int64], most_rows: int) -> None:
-        tokens = self.query_starts.host[rows]
+        tokens, ends = self.query_starts.host[rows], self.seq_lens.host[rows].astype(np.int64)
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, tokens, window, most_rows)
+            self._fill_split(buffer, rows, tokens, ends, window, most_rows)
 
     def _fill_split(
-        self, buffer: Buffer, rows: NDArray[np.int64], tokens: NDArray[np.int64], window: int | None, most_rows: int
+        self,
+        buffer: Buffer,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        window: int | None,
+        most_rows: int,
     ) -> None:
-        ends = self.seq_lens.host[rows].astype(np.int64)
         splits = split_rows(rows, tokens, ends, window, self.heads.kv_heads, exact=self.heads.exact)
         room = self._room_for_splits(most_rows)
         buffer.host[: len(splits)] = splits
@@ -173,40 +209,6 @@ class GpuBuffers(BatchBuffers):
         return self.heads.uses_items or sum(
             -(-count // TILE_QUERIES) for count in plan.counts if count > 1
         ) <= room_for_tiles(size)
-
-    def fill_draws(self, plan: Plan) -> Draws | None:
-        """What the plan's rows want drawn, which the device mostly has already; None if all take the likeliest token.
-
-        Called when the plan has been laid out and nothing else launched, so that the next step need not wait long.
-        """
-        if not is_drawn(plan):
-            return None
-        num_rows = len(plan)
-        if self._drawn != plan.requests:
-            self.seeds.host[:num_rows] = [signed(request.seed) for request in plan.requests]
-            self.settings.host[:num_rows] = [settings_of(request.params) for request in plan.requests]
-            self.seeds.send(num_rows)
-            self.settings.send(num_rows)
-            self._has_sent()
-            self._drawn = list(plan.requests)
-        return describe_draws(plan.requests, self.seeds.view(num_rows), self.settings.view(num_rows))
-
-    def send_draws(self, requests: Sequence[Request]) -> Draws:
-        """What some of a plan's rows want drawn, beside all of them."""
-        seeds = send([signed(request.seed) for request in requests], np.int64, self.device)
-        settings = send([settings_of(request.params) for request in requests], np.float64, self.device)
-        return describe_draws(requests, seeds, settings)
-
-
-def is_drawn(plan: Plan) -> bool:
-    """Whether any row draws. What rows want whose logits are changed does not matter: they are chosen once more."""
-    return not all(request.params.greedy or request.changes_logits for request in plan.requests)
-
-
-def describe_draws(requests: Sequence[Request], seeds: Tensor, settings: Tensor) -> Draws:
-    params = [request.params for request in requests]
-    has_top_p = any(each.top_p < 1.0 for each in params)
-    return Draws(seeds, settings, has_top_k=any(each.top_k for each in params), has_top_p=has_top_p)
 
 
 def room_for_tiles(num_tokens: int) -> int:

@@ -1,23 +1,25 @@
 """Runner: computes one plan with a model and gives back what was sampled. It keeps no requests and makes no decisions.
 
-`launch` is the whole seam to the scheduler; a fake one that returns numbers stands in for it in the core's tests.
+Every plan goes the same way: its blocks are moved, its batch is filled, the model runs, a token is chosen at every
+sample of the batch, and what was chosen is read. `launch` is the whole seam to the scheduler; a fake one that returns
+numbers stands in for it in the core's tests.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.core.plan import Plan, Sampled, TokenLogprobs
-from quire.engine.batch import Batch, BatchBuffers
+from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
-from quire.engine.logits import Position
-from quire.engine.sampler import report, sample, tell
+from quire.engine.sampler import Choice, Report, Sampler, tell
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
@@ -27,26 +29,22 @@ SCORED_AT_ONCE = 64  # prompt positions whose logits are held at the same time
 class RunningStep(Protocol):
     """A plan that has been launched."""
 
+    @property
+    def must_land(self) -> bool:
+        """Whether no other plan can be made before this one's tokens are known: it verifies drafts."""
+        ...
+
     def is_done(self) -> bool:
         """Whether its tokens are there already."""
+        ...
+
+    def sample(self) -> None:
+        """Choose its tokens, if that had to wait for the tokens of the plan before. Called when these are committed."""
         ...
 
     def wait(self) -> Sampled:
         """Its tokens. Called once, in the order of launches."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A plan that was computed when it was launched."""
-
-    sampled: Sampled
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> Sampled:
-        return self.sampled
 
 
 class Runner(Protocol):
@@ -71,16 +69,47 @@ class Runner(Protocol):
         that would be done by then."""
         ...
 
+    def reset(self) -> None:
+        """Plans were dropped: forget what is known of requests."""
+        ...
 
-class Places(NamedTuple):
-    """Positions whose next token is wanted: the plan's row, and the place in the step."""
 
-    rows: list[int]
-    places: list[int]
+class Scores(NamedTuple):
+    """Log probabilities of some of a prompt's tokens."""
 
-    def add(self, row: int, place: int) -> None:
-        self.rows.append(row)
-        self.places.append(place)
+    row: int  # of the plan
+    targets: Sequence[int]
+    report: Report
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan under way: its samples, the hidden states at them, and what was chosen."""
+
+    runner: ModelRunner
+    plan: Plan
+    samples: Samples
+    hidden: Tensor  # [samples or more, hidden_size]
+    scores: list[Scores] = field(default_factory=list)
+    choice: Choice | None = None
+    begin_s: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+    @property
+    def must_land(self) -> bool:
+        return any(self.samples.nums_drafts)
+
+    def is_done(self) -> bool:
+        return self.choice is not None
+
+    def sample(self) -> None:
+        if self.choice is None:
+            self.choice = self.runner.sampler.choose(self.samples, self.hidden)
+            self.seconds = time.perf_counter() - self.begin_s
+
+    def wait(self) -> Sampled:
+        assert self.choice is not None
+        return collect(self.plan, self.samples, self.choice, self.scores, self.seconds)
 
 
 class ModelRunner:
@@ -93,15 +122,22 @@ class ModelRunner:
         self.cache = cache
         self.buffers = buffers
         self.ops = ops
+        self.sampler = Sampler(model, buffers.state, ops)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> RunningStep:
         begin_s = time.perf_counter()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
-        sampled = self._finish(plan, self.buffers.fill(plan))
-        sampled.seconds = time.perf_counter() - begin_s
-        return DoneStep(sampled)
+        batch = self.buffers.fill(plan)
+        assert batch.feeds is None, "a token that the host does not know"
+        hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
+        step = Step(
+            self, plan, batch.samples, select_samples(hidden, batch.samples), self._score(plan, batch, hidden),
+            begin_s=begin_s,
+        )  # fmt: skip
+        step.sample()
+        return step
 
     def prepare(self) -> None:
         pass
@@ -109,65 +145,69 @@ class ModelRunner:
     def idle(self, seconds: float) -> bool:
         return False
 
-    def _finish(self, plan: Plan, batch: Batch) -> Sampled:
-        """Run the model on a batch and choose its rows' tokens."""
-        hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
-        ends = batch.paging.host_query_starts[1:]
-        sampled = self._sample(plan, hidden, ends)
+    def reset(self) -> None:
+        self.buffers.state.clear()
+
+    def _score(self, plan: Plan, batch: Batch, hidden: Tensor) -> list[Scores]:
+        """Log probabilities of prompt tokens, for requests that ask for them. hidden [tokens, hidden_size]"""
+        scores: list[Scores] = []
         for row, request in enumerate(plan.requests):
-            if request.params.prompt_logprobs is not None and plan.starts[row] < request.num_prompt - 1:
-                sampled.prompt_logprobs[row] = self._score(plan, row, hidden, ends[row])
-        return sampled
-
-    def _sample(self, plan: Plan, hidden: Tensor, ends: list[int]) -> Sampled:
-        """Requests that take the likeliest token get it without a look at all logits; the others are sampled."""
-        sampled = Sampled([[] for _ in range(len(plan))])
-        best, drawn = Places([], []), Places([], [])
-        positions: list[Position] = []
-        for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
-            for num_drafts in range(num_yields):
-                (best if request.takes_best else drawn).add(row, ends[row] - num_yields + num_drafts)
-                if not request.takes_best:
-                    assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
-                    before = request.tokens + request.drafts[:num_drafts] if num_drafts else request.tokens
-                    place = plan.starts[row] + plan.counts[row] - num_yields + num_drafts + 1
-                    assert len(before) == place or not request.changes_logits, "what looks at tokens must know them all"
-                    positions.append(Position(request, before, place))
-        if best.rows:
-            likeliest, scores = self.model.best(hidden, best.places)
-            for row, found, score in zip(best.rows, likeliest, scores, strict=True):
-                self._accept(plan, sampled, row, found if math.isfinite(score) else None, None)
-        if drawn.rows:
-            logits = self.model.logits(hidden[torch.tensor(drawn.places, device=hidden.device)])
-            for row, token, scored in zip(drawn.rows, *sample(logits, positions, self.ops), strict=True):
-                self._accept(plan, sampled, row, token, scored)
-        return sampled
-
-    def _accept(self, plan: Plan, sampled: Sampled, row: int, token: int | None, scored: TokenLogprobs | None) -> None:
-        """Take a position's token if every draft before it was right: then sampling one by one gives the same."""
-        taken = sampled.tokens[row]
-        if row in sampled.failed or taken != plan.requests[row].drafts[: len(taken)]:
-            return
-        if token is None:
-            sampled.failed.append(row)
-            return
-        taken.append(token)
-        if (constraint := plan.requests[row].constraint) is not None:
-            constraint.advance(token)
-        if scored is not None:
-            sampled.logprobs.setdefault(row, []).append(scored)
-
-    def _score(self, plan: Plan, row: int, hidden: Tensor, end: int) -> list[TokenLogprobs]:
-        """Log probabilities of the prompt tokens that this row's positions predict."""
-        request, start, count = plan.requests[row], plan.starts[row], plan.counts[row]
-        first = end - count
-        targets = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
-        num_top = request.params.prompt_logprobs or 0
-        scores: list[TokenLogprobs] = []
-        for begin in range(0, len(targets), SCORED_AT_ONCE):
-            chunk = targets[begin : begin + SCORED_AT_ONCE]
-            logits = self.model.logits(hidden[first + begin : first + begin + len(chunk)])
-            logprobs = torch.log_softmax(logits, -1)
-            reported = report(logprobs, torch.tensor(chunk, device=hidden.device), num_top)
-            scores += tell(reported, chunk, [num_top] * len(chunk))
+            if not scores_prompt(plan, row):
+                continue
+            first, start, count = batch.paging.host_query_starts[row], plan.starts[row], plan.counts[row]
+            targets = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
+            for begin in range(0, len(targets), SCORED_AT_ONCE):
+                chunk = targets[begin : begin + SCORED_AT_ONCE]
+                states = hidden[first + begin : first + begin + len(chunk)]
+                report = self.sampler.score(states, chunk, request.params.prompt_logprobs or 0)
+                scores.append(Scores(row, chunk, report))
         return scores
+
+
+def scores_prompt(plan: Plan, row: int) -> bool:
+    """Whether a row computes tokens of a prompt whose log probabilities were asked for."""
+    request = plan.requests[row]
+    return request.params.prompt_logprobs is not None and plan.starts[row] < request.num_prompt - 1
+
+
+def select_samples(hidden: Tensor, samples: Samples) -> Tensor:
+    """hidden [tokens, hidden_size] -> [samples, hidden_size]"""
+    if samples.indices == list(range(len(hidden))):
+        return hidden
+    return hidden[torch.tensor(samples.indices, dtype=torch.int64, device=hidden.device)]
+
+
+def collect(
+    plan: Plan, samples: Samples, choice: Choice, scores: Sequence[Scores], seconds: float | None = None
+) -> Sampled:
+    """What a step produced. Its choice is on the host."""
+    sampled = Sampled([[] for _ in range(len(plan))], seconds=seconds)
+    tokens, largest = choice.tokens.tolist(), choice.largest.tolist()
+    told: dict[int, TokenLogprobs] = {}
+    if choice.report is not None:
+        nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
+        theirs = tell(choice.report, [tokens[nth] for nth in choice.reported], nums_top)
+        told = dict(zip(choice.reported, theirs, strict=True))
+    for nth, row in enumerate(samples.rows):
+        if samples.requests[nth].finished:
+            continue  # it ended with the step before, which the host had not read when this one was planned
+        accept(plan, sampled, row, tokens[nth] if math.isfinite(largest[nth]) else None, told.get(nth))
+    for row, targets, report in scores:
+        num_top = plan.requests[row].params.prompt_logprobs or 0
+        sampled.prompt_logprobs.setdefault(row, []).extend(tell(report, targets, [num_top] * len(targets)))
+    return sampled
+
+
+def accept(plan: Plan, sampled: Sampled, row: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
+    """Take a sample's token if every draft before it was right: then sampling one by one gives the same."""
+    taken = sampled.tokens[row]
+    if row in sampled.failed or taken != plan.requests[row].drafts[: len(taken)]:
+        return
+    if token is None:
+        sampled.failed.append(row)
+        return
+    taken.append(token)
+    if (constraint := plan.requests[row].constraint) is not None:
+        constraint.advance(token)
+    if logprobs is not None:
+        sampled.logprobs.setdefault(row, []).append(logprobs)

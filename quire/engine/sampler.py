@@ -9,20 +9,21 @@ For each position, in this order:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.params import SamplingParams
 from quire.core.plan import Detail, TokenLogprobs
 from quire.core.request import Request
-from quire.engine.logits import Position, change
+from quire.engine.batch import Samples
+from quire.engine.logits import Position, change, send
+from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
-
-MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
+from quire.models.decoder import Decoder
 
 
 def explain_no_token(request: Request) -> Detail:
@@ -38,41 +39,109 @@ def explain_no_token(request: Request) -> Detail:
     return Detail(message="No token could be chosen: the model's logits are not numbers. Check the model's file.")
 
 
-def sample(
-    logits: Tensor, positions: Sequence[Position], ops: Kernels
-) -> tuple[list[int | None], list[TokenLogprobs | None]]:
-    """logits [n, vocab] float32, used up -> a token each (None where none is left), and log probabilities if asked."""
-    wants_logprobs = [index for index, p in enumerate(positions) if p.request.params.logprobs is not None]
-    raw = {index: torch.log_softmax(logits[index], -1) for index in wants_logprobs}
-    change(logits, positions)
-    tokens = choose(logits, positions, ops)
-    logprobs: list[TokenLogprobs | None] = [None] * len(positions)
-    for index, values in raw.items():
-        if (token := tokens[index]) is not None:
-            num_top = positions[index].request.params.logprobs or 0
-            reported = report(values[None], torch.tensor([token], device=logits.device), num_top)
-            (logprobs[index],) = tell(reported, [token], [num_top])
-    return tokens, logprobs
+class Sampler:
+    """Chooses the tokens of a step's samples."""
+
+    def __init__(self, model: Decoder, state: SamplingState, ops: Kernels) -> None:
+        self.model = model
+        self.state = state
+        self.ops = ops
+
+    def choose(self, samples: Samples, hidden: Tensor, has_best: bool = False) -> Choice:
+        """hidden [n or more, hidden_size], of the samples in their order. What a sample gets does not depend on the
+        others: the way it is computed depends on its own request only. With `has_best` the likeliest tokens were found
+        when the hidden states were computed."""
+        choice, left = self._choose_plain(samples, hidden, has_best)
+        reported = [nth for nth, request in enumerate(samples.requests) if request.params.logprobs is not None]
+        if wanted := sorted({*left, *reported}):
+            index = self._column(wanted)
+            logits = self.model.logits(hidden[index])
+            if reported:
+                raw = logits if len(reported) == len(wanted) else logits[self._column(map(wanted.index, reported))]
+                logprobs = torch.log_softmax(raw, -1)
+            if left:
+                mine = logits if len(left) == len(wanted) else logits[self._column(map(wanted.index, left))]
+                self._choose_from_logits(samples, left, mine, choice)
+            if reported:
+                most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
+                choice.reported = reported
+                choice.report = report(logprobs, choice.tokens[self._column(reported)], most)
+        self._count(samples, choice)
+        return choice
+
+    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
+        """Log probabilities of tokens that are there already, each after the position whose hidden state is given."""
+        logprobs = torch.log_softmax(self.model.logits(hidden), -1)
+        return report(logprobs, self._column(targets), num_top)
+
+    def _choose_plain(self, samples: Samples, hidden: Tensor, has_best: bool) -> tuple[Choice, list[int]]:
+        """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
+        assert not has_best
+        plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
+        left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best]
+        choice = Choice(torch.zeros(len(samples), dtype=torch.int64), torch.zeros(len(samples)))
+        if plain:
+            tokens, scores = self.model.best(hidden, plain)
+            choice.tokens[plain], choice.largest[plain] = torch.tensor(tokens), torch.tensor(scores)
+        return choice, left
+
+    def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
+        """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
+        self._change(samples, chosen, logits)
+        slots = self._column(samples.slots[nth] for nth in chosen)
+        lengths = self._column(samples.lengths[nth] for nth in chosen)
+        tokens, largest = self.ops.sample(logits, self.state.settings[slots], self.state.seeds[slots], lengths)
+        index = self._column(chosen)
+        choice.tokens[index], choice.largest[index] = tokens, largest
+
+    def _change(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
+        """Do to the logits of some samples what their requests ask for. One that has ended asks for nothing."""
+        changed = [
+            row
+            for row, nth in enumerate(chosen)
+            if samples.requests[nth].changes_logits and not samples.requests[nth].finished
+        ]
+        if not changed:
+            return
+        positions = [self._position(samples, chosen[row]) for row in changed]
+        if len(changed) == len(chosen):
+            change(logits, positions, self.state.counts)
+            return
+        index = self._column(changed)
+        mine = logits[index]
+        change(mine, positions, self.state.counts)
+        logits[index] = mine
+
+    def _position(self, samples: Samples, nth: int) -> Position:
+        request, num_drafts = samples.requests[nth], samples.nums_drafts[nth]
+        assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
+        if request.needs_tokens:
+            assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token that the host has not seen yet"
+        return Position(request, self.state.changes_of(request), samples.lengths[nth], request.drafts[:num_drafts])
+
+    def _count(self, samples: Samples, choice: Choice) -> None:
+        """Tokens of requests that penalize. Where drafts are verified, the host counts what is accepted."""
+        rows: dict[int, int] = {}
+        for nth, request in enumerate(samples.requests):
+            changes = self.state.changes.get(request)
+            if changes is not None and changes.row is not None and not request.drafts:
+                rows[nth] = changes.row
+                changes.num_counted += 1
+        if rows:
+            self.state.counts.add(self._column(rows.values()), choice.tokens[self._column(rows)])
+
+    def _column(self, numbers: Iterable[int]) -> Tensor:
+        return send(list(numbers), np.int64, self.ops.device)
 
 
-def choose(logits: Tensor, positions: Sequence[Position], ops: Kernels) -> list[int | None]:
-    """The tokens of positions whose logits are as they should be; None where no token is left."""
-    device, requests = logits.device, [position.request for position in positions]
-    settings = torch.tensor([settings_of(request.params) for request in requests], dtype=torch.float64, device=device)
-    seeds = torch.tensor([signed(request.seed) for request in requests], device=device)
-    places = torch.tensor([position.place for position in positions], device=device)
-    tokens, largest = ops.sample(logits, settings, seeds, places)
-    return [
-        token if math.isfinite(value) else None
-        for token, value in zip(tokens.tolist(), largest.tolist(), strict=True)
-    ]  # fmt: skip
+@dataclass(slots=True)
+class Choice:
+    """What was chosen for a step's samples, on the model's device."""
 
-
-def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
-    """A row of the op's settings: temperature, top-k, top-p, and how far min-p lets a logit be below the largest."""
-    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-    floor = temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    return temperature, params.top_k, params.top_p, floor
+    tokens: Tensor  # [n] int64
+    largest: Tensor  # [n] float32: the largest logit; if it is not finite, no token is left
+    reported: list[int] = field(default_factory=list)  # samples whose log probabilities were asked for
+    report: Report | None = None
 
 
 class Report(NamedTuple):
@@ -120,9 +189,3 @@ def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> li
         )
         for row, (token, num_top) in enumerate(zip(tokens, nums_top, strict=True))
     ]
-
-
-def signed(seed: int) -> int:
-    """A 64-bit seed as the int64 of the same bits."""
-    seed &= 2**64 - 1
-    return seed - 2**64 if seed >= 2**63 else seed

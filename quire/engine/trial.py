@@ -63,10 +63,11 @@ class Trial:
 
     def _lay_out(self, num_tokens: int, num_requests: int) -> tuple[Batch, CacheTensors]:
         windows, max_len, device = self.layout.windows, self.max_len, self.ops.device
-        buffers = BatchBuffers(BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, device))
+        vocab_size = self.model.head.weight.shape[0]
+        shape = BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, vocab_size, device)
         size = CacheSize(ONLY_BLOCK, self.block_size, 0, max_len, 1)
         plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, len(windows))
-        return buffers.fill(plan), CacheTensors(self.layout, size, self.block, device)
+        return BatchBuffers(shape).fill(plan), CacheTensors(self.layout, size, self.block, device)
 
 
 def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:

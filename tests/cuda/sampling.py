@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
-from quire.engine.sampler import settings_of, signed
+from quire.engine.sampling_state import settings_of, signed
 from quire.kernels.cuda.sample import Draws, TokenSampler
 from quire.kernels.sampling import gumbel, keep
 
@@ -18,10 +18,17 @@ ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
 
 
-def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> Draws:
+def draws_of(
+    params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int], device: torch.device
+) -> Draws:
+    """The slots are in another order than the rows."""
+    slots = list(reversed(range(len(params))))
     return Draws(
-        torch.tensor([signed(seed) for seed in seeds], device=device),
-        torch.tensor([settings_of(each) for each in params], dtype=torch.float64, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(places, dtype=torch.int32, device=device),
+        torch.tensor([signed(seeds[slot]) for slot in slots], device=device),
+        torch.tensor([settings_of(params[slot]) for slot in slots], dtype=torch.float64, device=device),
+        torch.full((len(params) + 1,), -7, device=device),
         has_top_k=any(each.top_k for each in params),
         has_top_p=any(each.top_p < 1.0 for each in params),
     )
@@ -37,9 +44,10 @@ def choose(
         sampler = TokenSampler(rows + SPARE_ROWS, logits.shape[1], softcap, device)
     tokens = torch.full((rows + SPARE_ROWS,), -7, device=device)
     scores = torch.zeros(rows + SPARE_ROWS, device=device)
-    positions = torch.tensor(places, dtype=torch.int32, device=device)
-    sampler(logits, draws_of(params, seeds, device), positions, tokens, scores)
+    draws = draws_of(params, seeds, places, device)
+    sampler(logits, draws, tokens, scores)
     assert tokens[rows:].tolist() == [-7] * SPARE_ROWS
+    assert draws.last_tokens.tolist() == [*reversed(tokens[:rows].tolist()), -7]
     return tokens[:rows].tolist(), scores[:rows]
 
 

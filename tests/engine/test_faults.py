@@ -116,6 +116,11 @@ class LateFailure:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
+    must_land = False
+
+    def sample(self) -> None:
+        pass
+
     def is_done(self) -> bool:
         return False
 
@@ -133,6 +138,9 @@ class FailingRunner:
 
     def idle(self, seconds: float) -> bool:
         return False
+
+    def reset(self) -> None:
+        self.runner.reset()
 
     def launch(self, plan: Plan) -> Any:
         self.launched.append(plan.step)

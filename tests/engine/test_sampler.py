@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.logits import Position, banned_words, change
-from quire.engine.sampler import places_of, sample, settings_of, signed
+from quire.engine.logits import banned_words
+from quire.engine.sampler import places_of
+from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import select
 from quire.kernels.sampling import gumbel, keep, keep_mass
+from tests.tools.sampling import changed, make_sampler, sample, samples_of
 
 pytestmark = pytest.mark.cpu
 
@@ -21,10 +24,10 @@ OPS = select("cpu")
 LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, 2.9, -5.0, 0.5])
 
 
-def position(prompt=(0, 1), output=(), seed=0, ends=(), words=(), **options) -> Position:
-    params = SamplingParams(**options)
-    request = Request("r", list(prompt), params, end_token_ids=frozenset(ends), bad_word_ids=tuple(words), seed=seed)
-    return Position(request, [*prompt, *output], len(prompt) + len(output))
+def position(prompt=(0, 1), output=(), seed=0, ends=(), words=(), **options) -> Request:
+    params, words = SamplingParams(**options), tuple(words)
+    ends = frozenset(ends)
+    return Request("r", list(prompt), params, end_token_ids=ends, bad_word_ids=words, seed=seed, output=list(output))
 
 
 def greedy(logits=LOGITS, **options) -> int | None:
@@ -88,16 +91,56 @@ def test_what_is_changed_in_one_row_leaves_the_others_alone() -> None:
         {"logit_bias": {2: 1.5}, "frequency_penalty": -0.5, "output": [2, 1]}, {"allowed_token_ids": [3, 4]},
     ]  # fmt: skip
     positions = [position(**options) for options in asked]
-    wide = torch.randn(len(asked), 11, generator=torch.Generator().manual_seed(1))
-    together = wide[:, :8]  # as where rows lie further apart than they are long
-    alone, untouched, behind = together.clone(), together.clone(), wide[:, 8:].clone()
-    change(together, positions)
-    for row, each in enumerate(positions):
-        change(alone[row : row + 1], [each])
+    untouched = torch.randn(len(asked), 8, generator=torch.Generator().manual_seed(1))
+    together = changed(untouched, positions, OPS)
+    alone = torch.cat([changed(untouched[row : row + 1], [each], OPS) for row, each in enumerate(positions)])
     assert together.equal(alone)
-    assert wide[:, 8:].equal(behind)
     assert together.ne(untouched).any(1).tolist() == [False, True, True, True, False, True, True]
     assert (untouched - together)[2].tolist() == pytest.approx([0, 0, 0.4, 0, 0, 0.8, 0, 0])
+
+
+@pytest.mark.parametrize("options", [{"frequency_penalty": 0.3}, {"presence_penalty": 0.5, "repetition_penalty": 1.2}])
+def test_counts_follow_the_answer_from_step_to_step(options: dict[str, float]) -> None:
+    """What is counted on the device as tokens are chosen is what counting them all again would give."""
+    generator = torch.Generator().manual_seed(2)
+    request, sampler = position(temperature=0.0, **options), make_sampler(8, 2, OPS)
+    for step in range(30):
+        logits = torch.randn(1, 8, generator=generator)
+        if step == 12:
+            sampler.state.clear()
+        chosen = int(sampler.choose(samples_of(sampler, [request]), logits).tokens[0])
+        assert [chosen] == sample(logits, [position(output=request.tokens[2:], temperature=0.0, **options)], OPS)[0]
+        request.tokens.append(chosen)
+
+
+def test_penalties_see_the_drafts_before_a_position() -> None:
+    generator, options = torch.Generator().manual_seed(3), {"frequency_penalty": 0.9, "temperature": 0.0}
+    request, logits = position(output=[3], **options), torch.randn(4, 8, generator=generator)
+    request.drafts = [5, 5, 1]
+    expected = [
+        sample(logits[nth : nth + 1], [position(output=[3, *[5, 5, 1][:nth]], **options)], OPS)[0][0]
+        for nth in range(4)
+    ]
+    sampler = make_sampler(8, 1, OPS)
+    assert sampler.choose(samples_of(sampler, [request]), logits).tokens.tolist() == expected
+    request.drafts = []
+    request.tokens += [5, 5]  # of the drafts two were right
+    after = torch.randn(1, 8, generator=generator)
+    chosen = sampler.choose(samples_of(sampler, [request]), after).tokens.tolist()
+    assert chosen == sample(after, [position(output=[3, 5, 5], **options)], OPS)[0]
+
+
+def test_requests_keep_their_slots_while_they_run() -> None:
+    sampler, rng = make_sampler(8, 4, OPS), random.Random(5)
+    running, owners = [position(seed=seed) for seed in range(4)], dict[int, Request]()
+    for number in range(200):
+        running = [request if rng.random() < 0.8 else position(seed=100 + number) for request in running]
+        samples = samples_of(sampler, rng.sample(running, rng.randint(1, 4)))
+        assert len(set(samples.slots)) == len(samples)
+        for request, slot in zip(samples.requests, samples.slots, strict=True):
+            owners[slot] = request
+            assert sampler.state.seeds[slot] == request.seed
+        assert len(sampler.state._free) + len(sampler.state._slots) == sampler.state.num_slots
 
 
 def test_temperature_one_draws_from_the_softmax() -> None:
@@ -221,7 +264,7 @@ def test_when_no_token_is_left_it_says_so(logits: torch.Tensor, temperature: flo
 def test_hardly_any_temperature_takes_the_likeliest(temperature):
     logits = torch.tensor([[3.0, 80.0, -torch.inf, 79.99]])
     request = Request("r", [1], SamplingParams(temperature=temperature), seed=3)
-    tokens, _ = sample(logits, [Position(request, [1], 1)], select("cpu"))
+    tokens, _ = sample(logits, [request], select("cpu"))
     assert tokens == [1]
 
 

@@ -190,7 +190,7 @@ def test_every_family_can_be_tried(family, monkeypatch) -> None:
     model, shown = tiny_model(config), []
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: shown.append(hidden.shape) or logits(hidden))
-    buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, CPU))
+    buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, config.vocab_size, CPU))
     cache = CacheTensors(layout, CacheSize(1, 4, block_bytes(layout, block), config.max_len, 1), block, CPU)
     run_step(model, buffers.fill(largest_plan(70, 9, config.max_len, 4, len(layout.windows))), cache)
     assert shown == [(9, config.hidden_size)]

@@ -39,6 +39,11 @@ class SlowStep:
     begin_s: float
     end_s: float
 
+    must_land = False
+
+    def sample(self) -> None:
+        pass
+
     def is_done(self) -> bool:
         return self.clock.now >= self.end_s
 
@@ -68,6 +73,9 @@ class SlowRunner:
         self.free_s = begin_s + step_s
         self.busy_s += step_s
         return SlowStep(self.clock, plan, begin_s, self.free_s)
+
+    def reset(self) -> None:
+        pass
 
     def idle(self, seconds: float) -> bool:
         self.spare.append(seconds)

@@ -15,7 +15,8 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine import gpu_batch
-from quire.engine.batch import BufferShape, Copies
+from quire.engine.batch import BufferShape
+from quire.engine.buffers import Copies
 from quire.engine.gpu_batch import GpuBuffers, Heads
 from quire.kernels.cuda import varlen_items
 from quire.kernels.cuda.parts import NOBODY, UNIT, most_slots, room_for_splits, split_contexts
@@ -67,7 +68,7 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
 
 def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
     monkeypatch.setattr(gpu_batch, "Delivery", lambda most: Copies())
-    shape = BufferShape(8192, 512, 1024, (None,), 16, torch.device("cpu"))
+    shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, torch.device("cpu"))
     return GpuBuffers(shape, Heads(4, kv_heads, None, uses_items=True, exact=exact))
 
 
@@ -90,7 +91,7 @@ def test_captured_steps_cut_their_rows_as_others_do(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, num_singles: int, most_rows: int
 ) -> None:
     buffers = make_buffers(monkeypatch, kv_heads, exact=False)
-    buffers.fill_mixed(make_plan([*[1] * num_singles, 30], 700), {}, 256, most_rows)
+    buffers.fill_mixed(make_plan([*[1] * num_singles, 30], 700), 256, most_rows)
     for listed, rows in ((buffers.splits[None], num_singles), (buffers.end_splits, num_singles + 1)):
         splits = listed.host[: room_for_splits(most_rows, kv_heads)]
         used = splits[splits[:, 0] != NOBODY]
@@ -104,7 +105,7 @@ def test_captured_steps_cut_their_rows_as_others_do(
 
 def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = make_buffers(monkeypatch, 8, exact=True)
-    buffers.fill_mixed(make_plan([*[1] * 10, 30], 700), {}, 256, 128)
+    buffers.fill_mixed(make_plan([*[1] * 10, 30], 700), 256, 128)
     assert buffers.splits[None].host[:10, 0].tolist() == list(range(10))
     assert (buffers.splits[None].host[:10, 5] == 1).all()
     assert (buffers.splits[None].host[10:128, 0] == NOBODY).all()

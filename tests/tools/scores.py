@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from quire.engine.logits import Position
+from quire.engine.batch import Samples
 
 
 @dataclass
@@ -17,9 +16,9 @@ class Scores:
 
     found: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def keep(self, logits: Tensor, positions: Sequence[Position]) -> None:
-        for row, position in zip(logits, positions, strict=True):
-            place = position.request.id, len(position.tokens)
+    def keep(self, logits: Tensor, samples: Samples) -> None:
+        for row, request, length in zip(logits, samples.requests, samples.lengths, strict=True):
+            place = request.id, length
             assert torch.equal(self.found.setdefault(place, row.clone()), row), place
 
     def check(self, expected: Scores) -> None:

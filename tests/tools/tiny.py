@@ -87,7 +87,9 @@ class TinyEngine:
         ops = ops or select(CPU)
         block = BlockShape(*ops.cache_shapes(kv_dtype, block_size, config.num_kv_heads, config.head_dim))
         cache = CacheTensors(layout, size, block, CPU, swap_slots)
-        buffers = BatchBuffers(BufferShape(max_tokens, max_requests, config.max_len, layout.windows, block_size, CPU))
+        vocab_size = config.vocab_size
+        shape = BufferShape(max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, CPU)
+        buffers = BatchBuffers(shape)
         recorded = ops.record(model or tiny_model(config), cache.layers, max_tokens)
         self.runner = ModelRunner(recorded, cache, buffers, ops)
 

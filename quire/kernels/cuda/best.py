@@ -17,8 +17,10 @@ PROGRAMS = 132 * 8  # as many as an H200 runs at once
 @triton.jit(do_not_specialize=["splits"])
 def _best(
     logits,
+    slots,
     tokens,
     scores,
+    last_tokens,
     parts,
     places,
     arrived,
@@ -56,8 +58,10 @@ def _best(
         tops = tl.load(parts + row * MAX_SPLITS + lanes, mask=lanes < splits, other=float("-inf"), cache_modifier=".cg")
         found = tl.load(places + row * MAX_SPLITS + lanes, mask=lanes < splits, other=size, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
+        token = tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64)
         tl.store(scores + row, top)
-        tl.store(tokens + row, tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64))
+        tl.store(tokens + row, token)
+        tl.store(last_tokens + tl.load(slots + row), token)
         tl.store(arrived + row, 0)
 
 
@@ -69,12 +73,12 @@ class BestFinder:
         self._places = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, tokens: Tensor, scores: Tensor) -> None:
-        """logits [rows, vocab] -> tokens and scores, their first `rows` entries."""
+    def __call__(self, logits: Tensor, slots: Tensor, tokens: Tensor, scores: Tensor, last_tokens: Tensor) -> None:
+        """logits [rows, vocab], slots [rows] -> the first `rows` of tokens and scores, and last_tokens[slots]."""
         rows, size = logits.shape
         assert logits.stride(1) == 1
         splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
         _best[(rows, splits)](
-            logits, tokens, scores, self._parts, self._places, self._arrived, logits.stride(0), size, splits,
-            WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **chained(),
+            logits, slots, tokens, scores, last_tokens, self._parts, self._places, self._arrived, logits.stride(0),
+            size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **chained(),
         )  # fmt: skip

@@ -100,7 +100,7 @@ def place(part, low, high, reach, even, LOW_BITS: tl.constexpr, PARTS: tl.conste
 
 @triton.jit(do_not_specialize=["number"])  # one compilation for all passes: the first draw waits for it
 def _search(
-    logits, scores, settings, state, sums, arrived, number, row_stride, size, softcap,
+    logits, scores, slots, settings, state, sums, arrived, number, row_stride, size, softcap,
     BY_MASS: tl.constexpr, NUM_EVEN: tl.constexpr, LOW_BITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _search(
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
     known = state + row * NUM_COLUMNS
-    wanted = settings + row * NUM_SETTINGS
+    wanted = settings + tl.load(slots + row) * NUM_SETTINGS
     temperature = tl.load(wanted + TEMPERATURE).to(tl.float32)
     floor = tl.load(wanted + FLOOR).to(tl.float32)
     top_k = tl.load(wanted + TOP_K)
@@ -201,13 +201,13 @@ class Cutter:
         self._sums = torch.empty(max_rows * self.num_tiles * PARTS, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, scores: Tensor, settings: Tensor, *, by_mass: bool) -> None:
+    def __call__(self, logits: Tensor, scores: Tensor, slots: Tensor, settings: Tensor, *, by_mass: bool) -> None:
         """By mass for rows with a top-p, after those with a top-k were cut by count; other rows are passed over."""
         rows, size = logits.shape
         low_bits = LOW_BITS[logits.dtype]
         for number in range(num_passes(low_bits)):
             _search[(rows, self.num_tiles)](
-                logits, scores, settings, self.state, self._sums, self._arrived, number, logits.stride(0), size,
+                logits, scores, slots, settings, self.state, self._sums, self._arrived, number, logits.stride(0), size,
                 self._softcap or 0.0, BY_MASS=by_mass, NUM_EVEN=NUM_EVEN, LOW_BITS=low_bits, WIDTH=WIDTH,
                 LANES=triton.next_power_of_2(self.num_tiles), PARTS=PARTS, CAPPED=self._softcap is not None,
                 num_warps=WARPS, **chained(),

@@ -63,8 +63,8 @@ class Rehearsal:
             yield partial(self.attend_to_singles, window, 1)
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, MANY_ROWS)
-        yield partial(self.draw, self.dtype, self.model.logit_softcap, "int32")
-        yield partial(self.draw, standin.DTYPES["float32"], None, "int64")
+        yield partial(self.draw, self.dtype, self.model.logit_softcap)
+        yield partial(self.draw, standin.DTYPES["float32"], None)
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
@@ -136,17 +136,19 @@ class Rehearsal:
         compile_delivery(longs(FEW_ROWS, 8))
         feed(longs(FEW_ROWS), numbers(FEW_ROWS + 1), numbers(FEW_ROWS), longs(FEW_ROWS), FEW_ROWS)
         find: Any = BestFinder(MAX_ROWS, "meta")  # type: ignore[arg-type]
-        find(self._rows(FEW_ROWS, self.model.vocab_size), longs(MAX_ROWS), standin.empty(MAX_ROWS))
+        logits = self._rows(FEW_ROWS, self.model.vocab_size)
+        find(logits, numbers(FEW_ROWS), longs(MAX_ROWS), standin.empty(MAX_ROWS), longs(MAX_ROWS))
 
-    def draw(self, dtype: standin.DType, softcap: float | None, positions: str) -> None:
+    def draw(self, dtype: standin.DType, softcap: float | None) -> None:
         from quire.kernels.cuda.sample import Draws, TokenSampler
+        from quire.kernels.sampling import NUM_SETTINGS
 
         size = self.model.vocab_size
-        settings: Any = standin.empty(FEW_ROWS, 4, dtype=standin.DTYPES["float64"])
-        draws = Draws(longs(FEW_ROWS), settings, has_top_k=True, has_top_p=True)
+        settings: Any = standin.empty(MAX_ROWS, NUM_SETTINGS, dtype=standin.DTYPES["float64"])
+        rows = numbers(FEW_ROWS)
+        draws = Draws(rows, rows, longs(MAX_ROWS), settings, longs(MAX_ROWS), has_top_k=True, has_top_p=True)
         sample: Any = TokenSampler(MAX_ROWS, size, softcap, "meta")  # type: ignore[arg-type]
-        places = standin.empty(FEW_ROWS, dtype=standin.DTYPES[positions])
-        sample(standin.empty(FEW_ROWS, size, dtype=dtype), draws, places, longs(MAX_ROWS), standin.empty(MAX_ROWS))
+        sample(standin.empty(FEW_ROWS, size, dtype=dtype), draws, longs(MAX_ROWS), standin.empty(MAX_ROWS))
 
     def _rows(self, *shape: int) -> standin.Tensor:
         return standin.empty(*shape, dtype=self.dtype)

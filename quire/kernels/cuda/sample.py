@@ -36,10 +36,13 @@ from quire.kernels.cuda.noise import gumbel
 
 
 class Draws(NamedTuple):
-    """What the rows of a step want: one entry a row."""
+    """What rows of logits want: where each row's request has its settings, and how many tokens it has."""
 
-    seeds: Tensor  # [rows] int64
-    settings: Tensor  # [rows, 4] float64: temperature, top-k, top-p and min-p's floor, see `cut.py`
+    slots: Tensor  # [rows] int32
+    lengths: Tensor  # [rows] int32: tokens before the one to be chosen
+    seeds: Tensor  # [slots] int64
+    settings: Tensor  # [slots, NUM_SETTINGS] float64, see `quire.kernels.sampling`
+    last_tokens: Tensor  # [slots] int64: what is chosen is put here too
     has_top_k: bool  # some row
     has_top_p: bool
 
@@ -61,7 +64,8 @@ def _best_of(scores, columns, size):
 
 @triton.jit
 def _pick(
-    logits, tokens, scores, seeds, positions, settings, state, bests, ids, ties, arrived, row_stride, size, softcap,
+    logits, tokens, scores, slots, lengths, seeds, settings, last_tokens, state, bests, ids, ties, arrived, row_stride,
+    size, softcap,
     WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
@@ -69,7 +73,8 @@ def _pick(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
-    wanted = settings + row * NUM_SETTINGS
+    slot = tl.load(slots + row)
+    wanted = settings + slot * NUM_SETTINGS
     temperature = tl.load(wanted + TEMPERATURE).to(tl.float32)
     floor = tl.load(wanted + FLOOR).to(tl.float32)
     top = tl.load(scores + row)
@@ -78,7 +83,7 @@ def _pick(
     has_cut = is_counted(tl.load(wanted + TOP_K), size) | (tl.load(wanted + TOP_P) < 1.0)
     cut = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
     keep = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
-    seed, position = tl.load(seeds + row), tl.load(positions + row).to(tl.int64)
+    seed, position = tl.load(seeds + slot), tl.load(lengths + row).to(tl.int64)
 
     # Each tile leaves the best of its ids above the cut, and of those at the cut: how many of these are kept depends on
     # the tiles before it.
@@ -127,6 +132,7 @@ def _pick(
         best_tie, its_tie = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
         its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
     tl.store(tokens + row, its.to(tl.int64))
+    tl.store(last_tokens + slot, its.to(tl.int64))
 
 
 class TokenSampler:
@@ -142,21 +148,22 @@ class TokenSampler:
         self._ties = torch.empty(num_parts, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, draws: Draws, positions: Tensor, tokens: Tensor, scores: Tensor) -> None:
-        """logits [n, vocab] before any cap, positions [n] -> tokens and scores, as many as there are draws.
+    def __call__(self, logits: Tensor, draws: Draws, tokens: Tensor, scores: Tensor) -> None:
+        """logits [n, vocab] before any cap -> tokens and scores, as many as there are slots in `draws`.
 
-        A position is the number of tokens before the one to be chosen, a score the largest logit.
+        A score is the largest logit.
         """
-        logits = logits[: len(draws.seeds)]
+        logits = logits[: len(draws.slots)]
         rows, size = logits.shape
         num_tiles = self._cut.num_tiles
-        self._find_best(logits, tokens, scores)
+        self._find_best(logits, draws.slots, tokens, scores, draws.last_tokens)
         if draws.has_top_k:
-            self._cut(logits, scores, draws.settings, by_mass=False)
+            self._cut(logits, scores, draws.slots, draws.settings, by_mass=False)
         if draws.has_top_p:
-            self._cut(logits, scores, draws.settings, by_mass=True)
+            self._cut(logits, scores, draws.slots, draws.settings, by_mass=True)
         _pick[(rows, num_tiles)](
-            logits, tokens, scores, draws.seeds, positions, draws.settings, self._cut.state, self._bests, self._ids,
-            self._ties, self._arrived, logits.stride(0), size, self._softcap or 0.0, WIDTH=WIDTH,
-            LANES=triton.next_power_of_2(num_tiles), CAPPED=self._softcap is not None, num_warps=WARPS, **chained(),
+            logits, tokens, scores, draws.slots, draws.lengths, draws.seeds, draws.settings, draws.last_tokens,
+            self._cut.state, self._bests, self._ids, self._ties, self._arrived, logits.stride(0), size,
+            self._softcap or 0.0, WIDTH=WIDTH, LANES=triton.next_power_of_2(num_tiles),
+            CAPPED=self._softcap is not None, num_warps=WARPS, **chained(),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.core.params import SamplingParams
-from quire.engine.sampler import settings_of
+from quire.engine.sampling_state import settings_of
 from quire.kernels import reference
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache

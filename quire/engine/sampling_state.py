@@ -1,0 +1,102 @@
+"""SamplingState: what sampling keeps of running requests from step to step, on the model's device.
+
+A request has a slot while it runs: an index into tensors that never move, so captured steps can read them. They hold
+its seed and its sampling settings. What it changes about its logits is kept beside them (`logits.py`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan
+from quire.core.request import Request
+from quire.engine.buffers import Buffer, Outbox
+from quire.engine.logits import LogitChanges, TokenCounts
+
+MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
+PLANS = 2  # that may be under way: their requests keep their slots
+
+
+class SamplingState:
+    """Slots of the requests in the last two plans. Others lose theirs, and are set up anew when they come back."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, outbox: Outbox) -> None:
+        self.num_slots = PLANS * max_rows
+        self.unused = self.num_slots  # the slot of rows that only fill a step up
+        self._device = device
+        self._seeds = Buffer((self.num_slots + 1,), torch.int64, device, outbox)
+        self._settings = Buffer((self.num_slots + 1, len(settings_of(SamplingParams()))), torch.float64, device, outbox)
+        self.counts = TokenCounts(vocab_size, device)
+        self.changes: dict[Request, LogitChanges] = {}
+        self._slots: dict[Request, int] = {}
+        self._free = list(reversed(range(self.num_slots)))
+        self._requests: list[Request] = []  # of the last plan
+        self._rows: list[int] = []  # its slots
+
+    @property
+    def seeds(self) -> Tensor:
+        """[slots] int64"""
+        return self._seeds.view(self.num_slots + 1)
+
+    @property
+    def settings(self) -> Tensor:
+        """[slots, NUM_SETTINGS] float64"""
+        return self._settings.view(self.num_slots + 1)
+
+    def assign(self, plan: Plan) -> list[int]:
+        """The slot of each row. New requests get one, and their seeds and settings are put into the outbox."""
+        if plan.requests != self._requests:
+            self._release_others(plan)
+            new = [self._take(request) for request in plan.requests if request not in self._slots]
+            if new:
+                self._seeds.send_rows(min(new), max(new) + 1)
+                self._settings.send_rows(min(new), max(new) + 1)
+            self._requests = list(plan.requests)
+            self._rows = [self._slots[request] for request in plan.requests]
+        return self._rows
+
+    def changes_of(self, request: Request) -> LogitChanges:
+        """What the request changes about its logits, with all of its known tokens counted."""
+        changes = self.changes.get(request)
+        if changes is None:
+            changes = self.changes[request] = LogitChanges(request, self.counts, self._device)
+        changes.count_known(request)
+        return changes
+
+    def clear(self) -> None:
+        """Forget all requests: plans were dropped, so what was counted on the device may be wrong."""
+        self._release(list(self._slots))
+        self._requests, self._rows = [], []
+
+    def _take(self, request: Request) -> int:
+        slot = self._slots[request] = self._free.pop()
+        self._seeds.host[slot] = signed(request.seed)
+        self._settings.host[slot] = settings_of(request.params)
+        return slot
+
+    def _release_others(self, plan: Plan) -> None:
+        kept = {*self._requests, *plan.requests}
+        self._release([request for request in self._slots if request not in kept])
+
+    def _release(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._free.append(self._slots.pop(request))
+            if (changes := self.changes.pop(request, None)) is not None:
+                changes.release()
+
+
+def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """A row of the op's settings: temperature, top-k, top-p, and how far min-p lets a logit be below the largest."""
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    floor = temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    return temperature, params.top_k, params.top_p, floor
+
+
+def signed(seed: int) -> int:
+    """A 64-bit seed as the int64 of the same bits."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed

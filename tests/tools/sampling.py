@@ -1,0 +1,76 @@
+"""The engine's sampler without a model: rows of logits stand in for hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.core.plan import Plan, TokenLogprobs
+from quire.core.request import Request
+from quire.engine.batch import Samples
+from quire.engine.buffers import Copies
+from quire.engine.sampler import Sampler, tell
+from quire.engine.sampling_state import SamplingState
+from quire.kernels import Kernels
+
+
+class NoModel:
+    """Its hidden states are the logits."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden.float().clone()
+
+    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        largest, tokens = hidden[list(rows)].max(-1)
+        return tokens.tolist(), largest.tolist()
+
+
+def make_sampler(vocab_size: int, max_rows: int, ops: Kernels) -> Sampler:
+    model: Any = NoModel()
+    return Sampler(model, SamplingState(max_rows, vocab_size, ops.device, Copies()), ops)
+
+
+def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
+    """The next token of each request; one that has drafts has a sample behind each of them."""
+    slots = sampler.state.assign(Plan(0, list(requests)))
+    samples = Samples()
+    for row, request in enumerate(requests):
+        for num_drafts in range(len(request.drafts) + 1):
+            samples.requests.append(request)
+            samples.rows.append(row)
+            samples.indices.append(len(samples.indices))
+            samples.lengths.append(len(request.tokens) + num_drafts)
+            samples.nums_drafts.append(num_drafts)
+            samples.slots.append(slots[row])
+    return samples
+
+
+def sample(
+    logits: Tensor, requests: Sequence[Request], ops: Kernels
+) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    """logits [samples, vocab] -> a token each, None where none is left, and log probabilities if asked for."""
+    sampler = make_sampler(logits.shape[1], len(requests), ops)
+    samples = samples_of(sampler, requests)
+    choice = sampler.choose(samples, logits)
+    tokens = choice.tokens.tolist()
+    told: list[TokenLogprobs | None] = [None] * len(samples)
+    if choice.report is not None:
+        nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
+        for nth, each in zip(
+            choice.reported, tell(choice.report, [tokens[nth] for nth in choice.reported], nums_top), strict=True
+        ):
+            told[nth] = each
+    kept = map(math.isfinite, choice.largest.tolist())
+    return [token if is_kept else None for token, is_kept in zip(tokens, kept, strict=True)], told
+
+
+def changed(logits: Tensor, requests: Sequence[Request], ops: Kernels) -> Tensor:
+    """What the requests make of their logits."""
+    sampler = make_sampler(logits.shape[1], len(requests), ops)
+    samples, result = samples_of(sampler, requests), torch.empty_like(logits).copy_(logits)
+    sampler._change(samples, list(range(len(samples))), result)
+    return result
