@@ -80,7 +80,10 @@ class GpuStep:
     told: Told | None
 
     def is_done(self) -> bool:
-        return bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+        try:
+            return bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # an earlier kernel failed: `wait` says so
+            return True
 
     def wait(self) -> Sampled:
         return self.runner.take_in(self.plan, self.landing, self.told)
