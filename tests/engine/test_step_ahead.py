@@ -242,7 +242,7 @@ def test_an_end_expected_too_late_is_not_handed_on(clock: Clock) -> None:
 
 def test_steps_that_vary_a_little_are_planned_in_time(clock: Clock) -> None:
     rng = random.Random(1)
-    stalls = {number: rng.uniform(-0.0005, 0.0005) for number in range(400)}
+    stalls = {number: rng.uniform(-0.0016, 0.0016) for number in range(400)}
     engine, runner = make(clock, 0.008, launch_s=0.001, stalls=stalls, decode_s=0.010)
     engine.add(ask("a", 10, 390))
     while engine.has_work:
