@@ -13,6 +13,22 @@ def positive(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    value = positive(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole")
+    return int(value)
+
+
+def milliseconds(text: str) -> float:
+    """0 or more; 0 is none."""
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 0")
+    return value
+
+
 def positive_list(text: str) -> list[float]:
     """'1,2.5'; an empty text is an empty list."""
     return [positive(part) for part in text.split(",")] if text else []

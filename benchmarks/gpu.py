@@ -37,6 +37,7 @@ BEGIN = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import traffic  # noqa: E402
+from arguments import count, milliseconds, positive  # noqa: E402
 
 from quire.bench.traces import excerpt, read_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
@@ -109,18 +110,22 @@ SPEEDS = (1.0, 2.0, 4.0)  # at which the trace is replayed
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=ROWS)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for the row azure")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="of arrivals at each rate")
     parser.add_argument(
-        "--itl-target-ms", type=float, help="for the rows of arrivals; the engine's default if not given"
+        "--itl-target-ms", type=milliseconds, help="for the rows of arrivals; the engine's default if not given"
     )
-    parser.add_argument("--cold", type=float, help=argparse.SUPPRESS)  # a child: arrivals at this rate, as JSON
+    parser.add_argument("--cold", type=positive, help=argparse.SUPPRESS)  # a child: arrivals at this rate, as JSON
     options = parser.parse_args()
     wanted = options.only.split(",")
+    if not isinstance(options.sampling, dict):
+        parser.error("--sampling takes a JSON object")
+    if options.trace is not None and not options.trace.is_file():
+        parser.error(f"--trace: there is no file {options.trace}")
     if unknown := [name for name in wanted if name not in ROWS.split(",")]:
         parser.error(f"--only has {unknown[0]!r}; the rows are {ROWS}")
     if "azure" in wanted and options.trace is None:

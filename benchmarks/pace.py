@@ -1,6 +1,6 @@
 """What `--itl-target-ms` trades: time between tokens against time to the first token, at one rate of arrivals.
 
-    python benchmarks/pace.py [--rate 30] [--seconds 20] [--targets 10,15,20,25,40,80,0]
+    python benchmarks/pace.py [--rate 30] [--seconds 20] [--targets 10,15,20,26.5,40,80,0]
                               [--longest PROMPT ANSWER] [--model MODEL] [--svg FILE] [--json FILE]
 
 Without a model: Llama-3-8B's shapes with random weights, on a GPU. All targets are measured on one engine, after a run
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=positive, default=30.0)
     parser.add_argument("--seconds", type=positive, default=20.0)
-    parser.add_argument("--targets", type=number_list, default="10,15,20,25,40,80,0")
+    parser.add_argument("--targets", type=number_list, default="10,15,20,26.5,40,80,0")
     parser.add_argument("--longest", type=int, nargs=2, default=(1024, 512), metavar=("PROMPT", "ANSWER"))
     parser.add_argument("--model")
     parser.add_argument("--svg", type=Path)

@@ -142,7 +142,8 @@ class KVCache:
         self._move_to(request, node)
 
     def publish_planned(self, request: Request) -> None:
-        """Offer blocks that the plan being made computes: a layer stores all keys of a step before it reads any.
+        """Offer blocks that a row of several tokens fills in the plan being made. In a step that has such a row, layers
+        store all keys before they read any.
 
         Rows of the same plan and of later ones may share them. They cannot be copied before the plan has run.
         """

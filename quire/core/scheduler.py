@@ -356,7 +356,8 @@ class Scheduler:
         return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
 
     def _publish_chunks(self, plan: Plan) -> None:
-        """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit."""
+        """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit: a step
+        of single tokens only may read a row's keys before another row has stored its own."""
         if self.kv.prefix_cache:
             for request, count in zip(plan.requests, plan.counts, strict=True):
                 if count > 1:
@@ -405,7 +406,8 @@ class Scheduler:
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
             assert added, "admission promised blocks that are not there"
-            self.kv.publish_planned(request)
+            if count > 1:
+                self.kv.publish_planned(request)
             budget -= count
             promised += self.kv.missing(request, self.max_tokens_per_step)
 

@@ -73,7 +73,7 @@ WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # of batching by ratio, unle
 IDLE_S = 0.001  # between two looks at a batch that is still forming
 LOOK_S = 0.0003  # between two looks at a step that is under way
 MARGIN_S = 0.001  # by which a step is planned and launched before the last one is expected to end
-EARLY = 0.08  # of what a step is expected to take: so much sooner it may end
+EARLY_SHARE = 0.08  # of what a step is expected to take: so much sooner it may end
 MIN_LATE_S = 0.004  # behind shorter steps nobody waits: planning would take too large a part of them
 
 
@@ -98,12 +98,12 @@ class Launched:
     plan: Plan
     running: RunningStep
     begins_s: float  # as far as is known
-    step_s: float  # that it will take; minus infinity if nobody can tell
+    expected_s: float  # that it will take; minus infinity if nobody can tell
 
     @property
     def ends_s(self) -> float:
         """When it is expected to end at the earliest."""
-        return self.begins_s + (1 - EARLY) * self.step_s
+        return self.begins_s + (1 - EARLY_SHARE) * self.expected_s
 
 
 class Engine:
@@ -194,12 +194,11 @@ class Engine:
         return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
     def _time_left(self) -> float:
-        """Seconds until the next plan has to be made. Behind a short step it is made at once, and if nobody waits for
-        single tokens."""
+        """Seconds until the next plan has to be made: none behind a short step, or if there is no target."""
         if len(self._launched) != 1 or self.scheduler.pace.target_s is None:
             return 0.0
         only = self._launched[0]
-        if only.step_s < MIN_LATE_S or only.running.is_done():
+        if only.expected_s < MIN_LATE_S or only.running.is_done():
             return 0.0
         return only.ends_s - MARGIN_S - self._launch_s - time.monotonic()
 
@@ -221,12 +220,13 @@ class Engine:
             running: RunningStep = self.runner.launch(plan)
         except Exception as error:
             running = Failure(error)
-        launched_s, step_s = time.monotonic(), None
+        launched_s, expected_s = time.monotonic(), None
         if self.runner.depth > 1 and not isinstance(running, Failure):
             self._launch_s = blend(self._launch_s or None, launched_s - now_s)
-            step_s = self._costs.predict(plan)
-        begins_s = max(launched_s, self._launched[-1].ends_s) if self._launched else launched_s
-        self._launched.append(Launched(plan, running, begins_s, -math.inf if step_s is None else step_s))
+            expected_s = self._costs.predict(plan)
+        is_behind = bool(self._launched) and not self._launched[-1].running.is_done()
+        begins_s = max(launched_s, self._launched[-1].ends_s) if is_behind else launched_s
+        self._launched.append(Launched(plan, running, begins_s, -math.inf if expected_s is None else expected_s))
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:

@@ -88,9 +88,12 @@ class Graphs:
         first = [key for key in self._pending if key.kind == "decode"]
         first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
         # Without a graph for the most rows no step of single tokens could run. Smaller ones fit into its memory.
+        was_run = set[str]()
         for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
-            if key.size in ALL_KERNELS:
+            if key.size in ALL_KERNELS or key.kind not in was_run:
+                # What uses a workspace first makes it. Made in a capture, it would be zeroed by that graph only.
                 self._body(key)
+                was_run.add(key.kind)
             if self._bytes_left > 0:
                 self._capture(key)
         torch.cuda.synchronize()

@@ -67,7 +67,12 @@ class GpuStep:
         return any(self.samples.nums_drafts)
 
     def is_done(self) -> bool:
-        return self.choice is not None and bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+        if self.choice is None:
+            return False
+        try:
+            return bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # an earlier kernel failed: `wait` says so
+            return True
 
     @torch.inference_mode()
     def sample(self) -> None:

@@ -10,6 +10,14 @@ from tests.core.test_scheduler import ask, make, step
 pytestmark = pytest.mark.core
 
 
+def test_a_step_that_seems_to_take_no_time_is_forgotten() -> None:
+    pace = Pace(0.025, 1, 0.005, 20e-6)
+    pace.learn(100, 0.0)
+    for _ in range(100):
+        pace.learn(0, 0.005)
+    assert pace.decode_s == pytest.approx(0.005)
+
+
 def test_without_a_target_a_step_takes_what_fits() -> None:
     assert Pace().prompt_tokens(10_000, 0, 8192) == 8192
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.kv_cache import KVCache
-from quire.core.plan import Plan
+from quire.core.plan import Plan, Sampled
 from quire.core.policy import Policy
 from quire.core.request import Finish, Request, State
 from quire.core.scheduler import Scheduler
@@ -38,6 +38,21 @@ def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
     assert plan.counts == [22, *[2] * 15]
     assert all(request.tables[0][:5] == requests[0].tables[0][:5] for request in requests)
     assert [request.num_cached for request in requests] == [0, *[20] * 15]
+
+
+def test_a_single_token_is_shared_when_it_is_committed() -> None:
+    """A step of single tokens may read what one row has of the cache before another row has stored its token there."""
+    scheduler = make(max_tokens=200)
+    prefix = PREFIX[:7]
+    scheduler.add(ask_with("x", prefix, 1, max_tokens=1))
+    plan = schedule(scheduler)
+    scheduler.commit(plan, Sampled([[5]]))
+    for name, own in (("a", [2]), ("b", [2, 3])):
+        scheduler.add(ask_with(name, prefix, *own))
+    plan = schedule(scheduler)
+    assert (plan.starts, plan.counts) == ([7, 7], [1, 2])
+    first, second = plan.requests
+    assert first.tables[0][1] != second.tables[0][1]
 
 
 def test_the_plan_launched_ahead_shares_too() -> None:

@@ -139,8 +139,9 @@ def test_a_cache_of_another_type(kept, dtype):
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 200])
-def test_window(window):
-    check(MIXED, window=window)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_window(window, dim):
+    check(MIXED, window=window, dim=dim)
 
 
 @pytest.mark.parametrize("options", [{"with_slopes": True}, {"softcap": 4.0}, {"softcap": 9.0, "window": 30}])
@@ -165,6 +166,7 @@ def test_block_sizes(block_size):
         (4, 2, 32, 32, None, True, torch.bfloat16), (9, 3, 64, 64, 20, False, torch.float16),
         (6, 1, 80, 32, None, False, torch.float32), (6, 1, 80, 32, None, True, torch.bfloat16),
         (32, 8, 128, 128, None, False, torch.bfloat16), (4, 2, 256, 256, None, False, torch.bfloat16),
+        (4, 2, 256, 256, 70, False, torch.bfloat16),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("contexts", [[700], [16, 1, 65, 130, 64, 300], [*range(1, 30)], [*range(1, 80)]], ids=len)

@@ -215,6 +215,21 @@ def test_a_failure_that_leaves_the_gpu_alive_is_the_step_s_alone(gpu) -> None:
     assert ends(run(engine)) == {"b": Finish.LENGTH}
 
 
+def test_a_step_whose_event_fails_is_done_and_says_so_when_it_is_waited_for() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from quire.engine.batch import Samples
+    from quire.engine.gpu_runner import GpuStep
+    from quire.engine.sampler import Choice
+
+    def fail() -> bool:
+        raise torch.AcceleratorError(LOST)
+
+    landing: Any = SimpleNamespace(arrived=SimpleNamespace(query=fail))
+    runner: Any = None
+    step = GpuStep(runner, Plan(1), Samples(), torch.zeros(0), landing, choice=Choice(torch.zeros(0), torch.zeros(0)))
+    assert step.is_done()
+
+
 @pytest.mark.parametrize("where", ["at_launch", "at_end"])
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError(LOST), RuntimeError("Triton Error [CUDA]: misaligned")], ids=repr

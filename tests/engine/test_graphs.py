@@ -71,6 +71,24 @@ def test_at_start_all_steps_of_single_tokens_are_captured_and_some_with_prompts(
     assert graphs.find("mixed", 4000) is None
 
 
+@pytest.mark.parametrize("max_rows", [1, 2, 15, 16, 17, 31, 40, 63, 64, 100, 512])
+def test_what_makes_a_workspace_is_run_before_it_is_captured(monkeypatch, max_rows: int) -> None:
+    """Steps of 2 to 64 single tokens have a kernel of their own, and each kind with prompts may have."""
+    gpu = FakeGpu(monkeypatch)
+    captured = list[bool]()
+    monkeypatch.setattr(gpu, "capture_begin", lambda **_: captured.append(True))
+    monkeypatch.setattr(gpu, "capture_end", lambda: captured.clear())
+    seen = dict[str, bool]()
+
+    def body(key: Key) -> Any:
+        family = ("few" if key.size <= 64 else "many") if key.kind == "decode" and key.size > 1 else key.kind
+        seen.setdefault(family, bool(captured))
+        return key
+
+    Graphs(body, max_rows, 8192, 1000 * MIB).begin(KINDS)
+    assert not any(seen.values()), seen
+
+
 @pytest.mark.parametrize("max_mib", [1, 3, 20])
 def test_a_start_survives_graphs_that_use_up_their_memory(monkeypatch, max_mib: int) -> None:
     graphs = make(FakeGpu(monkeypatch), max_mib)

@@ -58,6 +58,7 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
         return np.bincount(splits[:, 0]).tolist()
 
     assert count([600]) == [10]
+    assert count([120_000]) == [33], "one row takes half of the programs"
     assert count([600] * 16) == [4] * 16
     assert count([600] * 80) == [1] * 80
     assert count([500, 700] * 40) == [1] * 80
@@ -91,14 +92,19 @@ def test_captured_steps_cut_their_rows_as_others_do(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, num_singles: int, most_rows: int
 ) -> None:
     buffers = make_buffers(monkeypatch, kv_heads, exact=False)
-    buffers.fill_mixed(make_plan([*[1] * num_singles, 30], 700), 256, most_rows)
-    for listed, rows in ((buffers.splits[None], num_singles), (buffers.end_splits, num_singles + 1)):
+    plan = make_plan([30, *[1] * num_singles], 700)
+    buffers.fill_mixed(plan, 256, most_rows)
+    singles, ends_of_rows = np.arange(1, num_singles + 1), np.arange(num_singles + 1)
+    for listed, numbers, tokens in (
+        (buffers.splits[None], singles, 29 + singles), (buffers.end_splits, ends_of_rows, ends_of_rows)
+    ):  # fmt: skip
+        rows = len(numbers)
         splits = listed.host[: room_for_splits(most_rows, kv_heads)]
         used = splits[splits[:, 0] != NOBODY]
         assert (splits[: len(used), 0] != NOBODY).all(), "entries without a row come last"
         ends = np.full(rows, 700)
         expected = split_contexts(np.zeros_like(ends), ends, kv_heads, room_for_splits(rows, kv_heads))
-        expected[:, 7] = expected[:, 0]  # each of these rows has its query at its own place
+        expected[:, 7], expected[:, 0] = tokens[expected[:, 0]], numbers[expected[:, 0]]
         assert (used == expected).all()
         assert (used[used[:, 5] > 1, 3] < most_slots(kv_heads)).all(), "a slot outside of the workspace"
 

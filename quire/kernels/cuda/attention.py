@@ -152,7 +152,7 @@ def attention(
             prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
 
     if work.has_singles and work.has_others:
-        run_both(attend_singles, attend_others)
+        run_both(on_side=attend_singles, on_main=attend_others)
     elif work.has_singles:
         attend_singles()
     elif work.has_others:
@@ -160,14 +160,17 @@ def attention(
     return out
 
 
-def run_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """On two streams, so that each uses what the other leaves idle. What is launched later waits for both."""
+def run_both(on_side: Callable[[], None], on_main: Callable[[], None]) -> None:
+    """On two streams, so that each uses what the other leaves idle. What is launched later waits for both.
+
+    A process has one engine on a GPU: the side stream and the workspaces are its own.
+    """
     main = torch.cuda.current_stream()
     side = side_stream(main.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        first()
-    second()
+        on_side()
+    on_main()
     main.wait_stream(side)
 
 

@@ -1,8 +1,10 @@
 """Kernels that follow each other without a gap: programmatic dependent launch, on GPUs that have it.
 
 A kernel's programs are started while the one before it still runs. Each waits with `after_last` before it touches what
-an earlier kernel writes or reads; what never changes, such as weights, may be loaded before that. One program of each
-kernel has to wait, even if none has anything to do, or the next kernel would be let go too soon.
+an earlier kernel of the same step writes or reads; what does not change within a step, such as weights, lists of work,
+block tables and the keys of earlier steps, may be loaded before that. `deliver.py` begins each step and is not chained,
+so all kernels of earlier steps have ended and the step's numbers have arrived. One program of each kernel has to wait,
+even if none has anything to do, or the next kernel would be let go too soon.
 """
 
 from __future__ import annotations

@@ -135,6 +135,8 @@ def _decode(
     begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     newest, token = tl.load(split + 6) - 1, tl.load(split + 7).to(tl.int64)
     first = tl.maximum(newest + 1 - window, 0) if HAS_WINDOW else 0
+    if HAS_WINDOW:  # only the first tile is masked by it, and tiles may be smaller than what splits begin at
+        begin = tl.maximum(begin, first // TILE * TILE)
     is_mine = (begin <= newest) & (newest < end)
     stop = tl.minimum(end, newest) if IS_NEW else end
 

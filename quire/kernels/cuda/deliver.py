@@ -1,7 +1,8 @@
 """A step's numbers from the host to the device in one launch, in place of a copy for each of its buffers.
 
 The kernel reads pinned memory across the bus. Copies would take as long each as it does for all: they are small, and
-the GPU does nothing else between two of them.
+the GPU does nothing else between two of them. It is launched without `chained()`: later kernels of the step read what
+it brings, and what earlier steps wrote, before they wait for the kernel before them.
 """
 
 from __future__ import annotations

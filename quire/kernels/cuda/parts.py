@@ -73,7 +73,7 @@ def find_longest(units: NDArray[np.int64], room: int) -> int:
 
 
 def find_limit(num_rows: int, kv_heads: int) -> float:
-    """How many times as long as the others a row may be, where there are many. Where they run in one or two turns, the
+    """How many times as long as the others a row may be, where there are many. Where they run in one or two waves, the
     second ends sooner if none of them is long; later ones are started when any of the first has ended."""
     return 1.5 if num_rows * kv_heads <= 1.5 * PROGRAMS else 2.0
 
