@@ -171,6 +171,9 @@ class Scheduler:
                 finish = None
                 known = request.tokens
                 known += tokens
+                if request.constraint is not None:
+                    for token in tokens:
+                        request.constraint.advance(token)
                 if len(known) >= request.max_len or not request.stop_ids.isdisjoint(tokens):
                     finish = self._cut_off(request, tokens)
                     if finish:
@@ -226,11 +229,11 @@ class Scheduler:
         """Go on after an error in one of the operations: start anew, less the request at fault.
 
         That is the request that was being worked on, or the newest if none was: so the queue gets shorter with every
-        error. A request whose constraint is ahead of its tokens, because a plan was lost, ends too.
+        error.
         """
         updates, self._updates = self._updates, []
         told = {update.id for update in updates if update.finish}
-        ended = {request.id for request in [*self._find_fault(error), *self._find_ahead()]} | told
+        ended = {request.id for request in self._find_fault(error)} | told
         for request in [request for request in self.requests.values() if request.id in ended]:
             request.state = State.FINISHED
             self.counters.finished += 1
@@ -273,15 +276,6 @@ class Scheduler:
         if found is not None:
             return [found]
         return sorted(self.requests.values(), key=lambda each: each.rank[1])[-1:]
-
-    def _find_ahead(self) -> list[Request]:
-        """Requests whose constraint was told of a token in a plan that is not committed."""
-        return [
-            request
-            for plan in self._in_flight
-            for request, num_yields in zip(plan.requests, plan.yields, strict=True)
-            if num_yields and request.num_in_flight and request.constraint is not None
-        ]
 
     def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
         """Which requests of later plans read what a failed plan was to write, and all blocks that are wrong by that.

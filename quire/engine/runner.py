@@ -207,7 +207,5 @@ def accept(plan: Plan, sampled: Sampled, row: int, token: int | None, logprobs: 
         sampled.failed.append(row)
         return
     taken.append(token)
-    if (constraint := plan.requests[row].constraint) is not None:
-        constraint.advance(token)
     if logprobs is not None:
         sampled.logprobs.setdefault(row, []).append(logprobs)

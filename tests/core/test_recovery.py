@@ -214,19 +214,26 @@ def test_scores_of_a_plan_that_was_lost_are_told_once(monkeypatch) -> None:
 class Grammar:
     error = ""
 
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
     def allowed(self) -> bytes:
         return b"\xff"
 
     def advance(self, token: int) -> None:
-        pass
+        self.told.append(token)
 
 
-def test_a_constraint_that_is_ahead_of_its_answer_ends_it(monkeypatch) -> None:
-    scheduler = make()
+def test_a_constraint_is_told_what_its_answer_has_even_if_a_commit_fails(monkeypatch) -> None:
+    scheduler, requests = make(), list[Request]()
     for index, name in enumerate("abc"):
-        scheduler.add(ask(name, 9, first=100 * index, constraint=Grammar() if name != "a" else None))
+        requests.append(ask(name, 9, first=100 * index, constraint=Grammar()))
+        scheduler.add(requests[-1])
     fail_in(scheduler, "_advance", lambda request: request.id == "b", monkeypatch)
-    assert run(scheduler) == {"a": Finish.LENGTH, "b": Finish.ERROR, "c": Finish.ERROR}
+    assert run(scheduler) == {"a": Finish.LENGTH, "b": Finish.ERROR, "c": Finish.LENGTH}
+    for request in requests:
+        assert isinstance(request.constraint, Grammar)
+        assert request.constraint.told == request.tokens[request.num_prompt :]
 
 
 def test_an_interrupted_plan_leaves_the_blocks_whole(monkeypatch) -> None:

@@ -115,13 +115,31 @@ def rope_store(
     return q, k
 
 
+@triton.jit
+def _store(
+    k, v, keys, values, slots, k_row, v_row, num_kv, block_size, block_stride, head_stride, DIM: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next(CHAINED)
+    after_last(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    columns = tl.arange(0, WIDTH)[None, :]
+    slot = tl.load(slots + token)
+    inside = (heads < num_kv) & (columns < DIM) & (slot >= 0)
+    to = slot // block_size * block_stride + slot % block_size * DIM + heads * head_stride + columns
+    key = tl.load(k + token * k_row + heads * DIM + columns, mask=inside, other=0.0)
+    value = tl.load(v + token * v_row + heads * DIM + columns, mask=inside, other=0.0)
+    tl.store(keys + to, fit(key, keys), mask=inside)
+    tl.store(values + to, fit(value, values), mask=inside)
+
+
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """As in the reference, for layers that are not rotated."""
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    for kept, new in ((cache.k, k), (cache.v, v)):
-        most = MOST[kept.dtype]
-        finite = new.float().nan_to_num(most).clamp(-most, most).to(kept.dtype)
-        if kept.dtype == torch.float8_e4m3fn:  # torch writes these by their bits only
-            kept.view(torch.uint8)[block, :, offset] = finite.view(torch.uint8)
-        else:
-            kept[block, :, offset] = finite
+    """As in the reference, for layers that are not rotated. A token whose slot is -1 is stored nowhere."""
+    tokens, num_kv, dim = k.shape
+    assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (k, v))
+    if tokens:
+        _store[(tokens, triton.cdiv(num_kv, HEADS))](
+            k, v, cache.k, cache.v, slots, k.stride(0), v.stride(0), num_kv, cache.block_size, cache.k.stride(0),
+            cache.k.stride(1), DIM=dim, HEADS=HEADS, WIDTH=triton.next_power_of_2(dim), num_warps=2, **chained(),
+        )  # fmt: skip
