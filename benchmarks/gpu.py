@@ -1,6 +1,6 @@
 """quire on one GPU beside vLLM's recorded figures: Llama-3-8B's shapes, bf16, random weights made on the GPU.
 
-    python benchmarks/gpu.py [--only start,1,16,64,256,prefill,mix,arrivals,mixed,shared,azure] [--json FILE] [--exact]
+    python benchmarks/gpu.py [--only start,1,16,64,256,neighbours,prefill,mix,arrivals,...] [--json FILE] [--exact]
                              [--sampling JSON] [--trace FILE] [--seconds S]
 
 Greedy unless `--sampling` says otherwise, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'; `--exact`
@@ -9,6 +9,7 @@ measures what the same bits in any batch cost. Needs no network and no file; fro
 start, batches, prefill, mix: batches that begin together, without prefix cache and without a target for the time
 between tokens, as `LLM.generate` runs them. TTFT is the time of a batch with one new token; TPOT is (time for n tokens
 - TTFT) / (n - 1). Best of `--repeats` runs after one to warm up.
+neighbours: the speed of a batch of 64 in which one request asks for more, beside that of 64 plain ones.
 arrivals: requests that come one by one, as a server has them, on an engine with default settings; prompts of 32 to
 1,024 tokens, answers of 16 to 512. Cold is a new process that has compiled nothing, from its first request on.
 mixed: long prompts together, and long contexts. shared: 64 requests that begin with the same 6,000 tokens, twice.
@@ -43,7 +44,7 @@ from quire.bench.traces import excerpt, read_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 
-ROWS = "start,1,16,64,256,prefill,mix,arrivals,mixed,shared,azure"
+ROWS = "start,1,16,64,256,neighbours,prefill,mix,arrivals,mixed,shared,azure"
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -104,6 +105,26 @@ RATES = (
     Rate(10, (29, 81, 5.7, 30)), Rate(20, (34, 96, 6.4, 33)), Rate(30, (45, 95, 8.1, 35), (38, 80, 7, 28)),
 )  # fmt: skip
 LONGEST_GAP_MS = 100.0
+
+
+class AllowAll:
+    """A constraint that allows every token: what constraints cost, without a grammar of this vocabulary."""
+
+    error = ""
+
+    def allowed(self) -> bytes:
+        return b"\xff" * (LLAMA_3_8B["vocab_size"] // 8)
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+NEIGHBOUR_TOKENS = 128
+NEIGHBOURS: dict[str, dict[str, Any]] = {
+    "a draw": {"temperature": 0.8, "top_p": 0.95}, "log probabilities": {"logprobs": 5},
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, "a constraint": {"constraint": AllowAll()},
+    "prompt log probabilities": {"prompt_logprobs": 0}, "a bias": {"logit_bias": {7: 1.0}},
+}  # fmt: skip
 SPEEDS = (1.0, 2.0, 4.0)  # at which the trace is replayed
 
 
@@ -185,6 +206,30 @@ def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
     return [*figures, Figure(f"{name}: TPOT", "ms", tpot_ms, *batch.tpot)]
 
 
+def measure_neighbours(bench: Bench, repeats: int) -> Iterator[Figure]:
+    """The time between tokens of all, less that of the prompts."""
+
+    def tpot_s(**asked: Any) -> float:
+        times_s = [min(run_beside(bench, output, asked) for _ in range(repeats)) for output in (1, NEIGHBOUR_TOKENS)]
+        return (times_s[1] - times_s[0]) / (NEIGHBOUR_TOKENS - 1)
+
+    run_beside(bench, NEIGHBOUR_TOKENS, {})
+    plain_s = tpot_s()
+    for name, asked in NEIGHBOURS.items():
+        run_beside(bench, NEIGHBOUR_TOKENS, asked)
+        yield Figure(f"batch 64, one with {name}: speed", "%", 100 * plain_s / tpot_s(**asked), None, 97.0)
+
+
+def run_beside(bench: Bench, output: int, asked: dict[str, Any]) -> float:
+    """63 plain requests and one that asks for something: seconds until all are answered."""
+    rng, requests = random.Random(1), list[tuple[float, Any]]()
+    for number in range(64):
+        prompt = traffic.random_prompt(rng, 512)
+        more = asked if number == 20 else {}
+        requests.append((0.0, traffic.make_request(f"beside {number}", prompt, output, **more)))
+    return traffic.serve(bench.client, requests).seconds
+
+
 def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[Figure]:
     repeats = options.repeats
     bench = make_offline(options, 512, 8192)
@@ -194,6 +239,8 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
     for name, batch in BATCHES.items():
         if name in wanted:
             yield from measure_batch(bench, batch, repeats)
+    if "neighbours" in wanted:
+        yield from measure_neighbours(bench, repeats)
     if "mix" in wanted:
         rng = random.Random(7)
         lengths = [(rng.randint(32, 1024), rng.randint(16, 512)) for _ in range(512)]

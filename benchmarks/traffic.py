@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quire.bench.measures import spread
+from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
@@ -44,9 +45,11 @@ class Figures:
     num_tokens: int
 
 
-def make_request(name: str, prompt: Sequence[int], output_tokens: int, **sampling: Any) -> Request:
+def make_request(
+    name: str, prompt: Sequence[int], output_tokens: int, constraint: Constraint | None = None, **sampling: Any
+) -> Request:
     params = SamplingParams(max_tokens=output_tokens, **{"ignore_eos": True, "temperature": 0.0} | sampling)
-    return Request(name, prompt, params, max_tokens=output_tokens, seed=len(prompt))
+    return Request(name, prompt, params, max_tokens=output_tokens, seed=len(prompt), constraint=constraint)
 
 
 def random_prompt(rng: random.Random, length: int, vocabulary: range = VOCABULARY) -> list[int]:
