@@ -128,8 +128,7 @@ class GpuRunner(ModelRunner):
         self.cache.copy_blocks(plan.copies)
         is_decode = plan.num_tokens == len(plan) and all(plan.yields)
         step = self._run_decode(plan, landing) if is_decode else self._run_mixed(plan, landing)
-        needs_tokens = any(request.needs_tokens for request in step.samples.requests)
-        if not self.num_under_way or not needs_tokens:
+        if not self.num_under_way or not self.buffers.state.asked.needs_tokens:
             step.sample()
         self.num_under_way += 1
         return step

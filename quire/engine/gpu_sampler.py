@@ -39,7 +39,7 @@ class GpuSampler(Sampler):
     def prepare(self, hidden: Tensor) -> None:
         """Run every kernel once, for a sample that nobody wants. hidden [1 or more, hidden_size]"""
         slots, lengths = self._buffers.sample_slots.view(1), self._buffers.sample_lengths.view(1)
-        draws = self._draws(slots, lengths, has_top_k=True, has_top_p=True)
+        draws = self._draws(slots, lengths)._replace(has_top_k=True, has_top_p=True)
         self._draw(self.model.products(hidden), draws, self._tokens, self._largest)
         self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
 
@@ -49,13 +49,14 @@ class GpuSampler(Sampler):
             self._choose_some(
                 samples, hidden if len(samples) <= self._max_rows else hidden[first:stop], first, stop, has_best
             )
-        changed = [nth for nth, request in enumerate(samples.requests) if request.changes_logits]
+        changed: list[int] = []
+        if self.state.asked.changes:
+            changed = [nth for nth, request in enumerate(samples.requests) if request.changes_logits]
         return Choice(self._tokens[: len(samples)], self._largest[: len(samples)]), changed
 
     def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_best: bool) -> None:
         """Samples first:stop, from their hidden states, which may be followed by others."""
-        params = [request.params for request in samples.requests[first:stop] if not request.changes_logits]
-        is_drawn = any(not each.greedy for each in params)
+        is_drawn = self.state.asked.draws
         if has_best and not is_drawn:
             return
         slots = self._buffers.sample_slots.view(stop)[first:]
@@ -65,26 +66,19 @@ class GpuSampler(Sampler):
         if not is_drawn:
             self._find_best(products, slots, tokens, largest, self.last_tokens)
             return
-        has_top_k, has_top_p = any(each.top_k for each in params), any(each.top_p < 1.0 for each in params)
-        draws = self._draws(slots, lengths, has_top_k=has_top_k, has_top_p=has_top_p)
-        self._draw(products, draws, tokens, largest)
+        self._draw(products, self._draws(slots, lengths), tokens, largest)
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         self._change(samples, chosen, logits)
         for first in range(0, len(chosen), self._max_rows):
             some = chosen[first : first + self._max_rows]
             index = self._column(some)
-            params = [samples.requests[nth].params for nth in some]
-            draws = self._draws(
-                self._buffers.sample_slots.view(len(samples))[index],
-                self._buffers.sample_lengths.view(len(samples))[index],
-                has_top_k=any(each.top_k for each in params),
-                has_top_p=any(each.top_p < 1.0 for each in params),
-            )
+            slots = self._buffers.sample_slots.view(len(samples))[index]
+            draws = self._draws(slots, self._buffers.sample_lengths.view(len(samples))[index])
             tokens, largest = torch.empty_like(index), logits.new_empty(len(some))
             self._draw_changed(logits[first : first + len(some)], draws, tokens, largest)
             choice.tokens[index], choice.largest[index] = tokens, largest
 
-    def _draws(self, slots: Tensor, lengths: Tensor, *, has_top_k: bool, has_top_p: bool) -> Draws:
-        state = self.state
-        return Draws(slots, lengths, state.seeds, state.settings, self.last_tokens, has_top_k, has_top_p)
+    def _draws(self, slots: Tensor, lengths: Tensor) -> Draws:
+        state, asked = self.state, self.state.asked
+        return Draws(slots, lengths, state.seeds, state.settings, self.last_tokens, asked.top_k, asked.top_p)

@@ -52,7 +52,9 @@ class Sampler:
         others: the way it is computed depends on its own request only. With `has_best` the likeliest tokens were found
         when the hidden states were computed."""
         choice, left = self._choose_plain(samples, hidden, has_best)
-        reported = [nth for nth, request in enumerate(samples.requests) if request.params.logprobs is not None]
+        reported: list[int] = []
+        if self.state.asked.logprobs:
+            reported = [nth for nth, request in enumerate(samples.requests) if request.params.logprobs is not None]
         if wanted := sorted({*left, *reported}):
             index = self._column(wanted)
             logits = self.model.logits(hidden[index])
@@ -66,7 +68,8 @@ class Sampler:
                 most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
                 choice.reported = reported
                 choice.report = report(logprobs, choice.tokens[self._column(reported)], most)
-        self._count(samples, choice)
+        if self.state.changes:
+            self._count(samples, choice)
         return choice
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
@@ -79,10 +82,11 @@ class Sampler:
         assert not has_best
         plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
         left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best]
+        tokens, largest = self.model.best(hidden, plain) if plain else ([], [])
+        if not left:
+            return Choice(torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)), left
         choice = Choice(torch.zeros(len(samples), dtype=torch.int64), torch.zeros(len(samples)))
-        if plain:
-            tokens, scores = self.model.best(hidden, plain)
-            choice.tokens[plain], choice.largest[plain] = torch.tensor(tokens), torch.tensor(scores)
+        choice.tokens[plain], choice.largest[plain] = torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)
         return choice, left
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:

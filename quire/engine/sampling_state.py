@@ -7,6 +7,8 @@ its seed and its sampling settings. What it changes about its logits is kept bes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,17 @@ from quire.engine.logits import LogitChanges, TokenCounts
 
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
 PLANS = 2  # that may be under way: their requests keep their slots
+
+
+class Asked(NamedTuple):
+    """What some request of a plan asks for: whether a step has to look for it."""
+
+    draws: bool = False  # from logits as they are
+    top_k: bool = False
+    top_p: bool = False
+    changes: bool = False  # logits before a token is chosen
+    logprobs: bool = False
+    needs_tokens: bool = False  # the host must know all tokens before the next one is chosen
 
 
 class SamplingState:
@@ -34,6 +47,7 @@ class SamplingState:
         self.changes: dict[Request, LogitChanges] = {}
         self._slots: dict[Request, int] = {}
         self._free = list(reversed(range(self.num_slots)))
+        self.asked = Asked()  # by the last plan
         self._requests: list[Request] = []  # of the last plan
         self._rows: list[int] = []  # its slots
 
@@ -57,6 +71,7 @@ class SamplingState:
                 self._settings.send_rows(min(new), max(new) + 1)
             self._requests = list(plan.requests)
             self._rows = [self._slots[request] for request in plan.requests]
+            self.asked = find_asked(plan.requests)
         return self._rows
 
     def changes_of(self, request: Request) -> LogitChanges:
@@ -87,6 +102,18 @@ class SamplingState:
             self._free.append(self._slots.pop(request))
             if (changes := self.changes.pop(request, None)) is not None:
                 changes.release()
+
+
+def find_asked(requests: Sequence[Request]) -> Asked:
+    params = [request.params for request in requests]
+    return Asked(
+        draws=any(not request.params.greedy and not request.changes_logits for request in requests),
+        top_k=any(each.top_k for each in params),
+        top_p=any(each.top_p < 1.0 for each in params),
+        changes=any(request.changes_logits for request in requests),
+        logprobs=any(each.logprobs is not None for each in params),
+        needs_tokens=any(request.needs_tokens for request in requests),
+    )
 
 
 def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
