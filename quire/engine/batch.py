@@ -29,7 +29,7 @@ class Samples:
     indices: list[int] = field(default_factory=list)  # of the step's tokens
     lengths: list[int] = field(default_factory=list)  # tokens before the chosen one; its noise depends on this number
     nums_drafts: list[int] = field(default_factory=list)  # of these, how many are drafts
-    slots: list[int] = field(default_factory=list)  # of the sampling state
+    entries: list[int] = field(default_factory=list)  # indices into the sampling state
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -43,7 +43,7 @@ class Batch:
     positions: Tensor  # [tokens] int64
     paging: Paging
     samples: Samples
-    feeds: Tensor | None = None  # [rows] int32: the slot that has a row's first token, or -1 if the host knew it
+    feeds: Tensor | None = None  # [rows] int32: the sampling state that has its first token; -1: known
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class BatchBuffers:
         self.query_starts.host[: num_rows + 1] = query_starts
         self.seq_lens.host[:num_rows] = seq_lens
         self._fill_positions(plan, query_starts)
-        state_slots = self.state.assign(plan)
-        has_feeds = self._fill_tokens(plan, state_slots)
+        entries = self.state.assign(plan)
+        has_feeds = self._fill_tokens(plan, entries)
         for group in range(len(self.tables)):
             self._fill_blocks(plan, group, query_starts)
         max_blocks = -(-max(seq_lens) // self.block_size)
@@ -114,7 +114,7 @@ class BatchBuffers:
                 query_starts,
                 seq_lens,
             ),
-            find_samples(plan, query_starts, seq_lens, state_slots),
+            find_samples(plan, query_starts, seq_lens, entries),
             self.feeds.send(num_rows) if has_feeds else None,
         )
 
@@ -143,11 +143,11 @@ class BatchBuffers:
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
             self.positions.host[first : first + count] = np.arange(start, start + count)
 
-    def _fill_tokens(self, plan: Plan, state_slots: list[int]) -> bool:
+    def _fill_tokens(self, plan: Plan, entries: list[int]) -> bool:
         """Returns whether some are still on the device: those of a step that the host has not read yet."""
         tokens: list[int] = []
         feeds: list[int] = []
-        for request, start, count, slot in zip(plan.requests, plan.starts, plan.counts, state_slots, strict=True):
+        for request, start, count, entry in zip(plan.requests, plan.starts, plan.counts, entries, strict=True):
             known = request.tokens[start : start + count]
             tokens += known
             feed = -1
@@ -155,7 +155,7 @@ class BatchBuffers:
                 missing = request.drafts[: count - len(known)]
                 if not missing:
                     assert count == 1, "only the last token of a request can be in flight"
-                    missing, feed = [0], slot
+                    missing, feed = [0], entry
                 tokens += missing
             feeds.append(feed)
         self.tokens.host[: len(tokens)] = tokens
@@ -176,11 +176,11 @@ class BatchBuffers:
             slots[first : first + count] = self.tables[group].buffer.host[row, places // size] * size + places % size
 
 
-def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], slots: list[int]) -> Samples:
+def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entries: list[int]) -> Samples:
     """Where tokens are chosen: at the last positions of each row, as many as it yields."""
     if plan.num_tokens == len(plan) and all(plan.yields):
         count = len(plan)
-        return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, slots)
+        return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, entries)
     samples = Samples()
     for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
         for nth in range(num_yields):
@@ -189,5 +189,5 @@ def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], slots
             samples.indices.append(query_starts[row + 1] - num_yields + nth)
             samples.lengths.append(seq_lens[row] - num_yields + nth + 1)
             samples.nums_drafts.append(nth)
-            samples.slots.append(slots[row])
+            samples.entries.append(entries[row])
     return samples

@@ -54,7 +54,7 @@ class GpuBuffers(BatchBuffers):
         self.items = {
             window: Buffer((self._room_for_items(max_tokens),), torch.int32, device, delivery) for window in windows
         }  # fmt: skip
-        self.sample_slots = Buffer((max_tokens,), torch.int32, device, delivery)
+        self.sample_entries = Buffer((max_tokens,), torch.int32, device, delivery)
         self.sample_lengths = Buffer((max_tokens,), torch.int32, device, delivery)
         # Of steps with prompts: what the last layer computes, which are the samples and no other tokens.
         self.sample_indices = Buffer((max_tokens,), torch.int64, device, delivery)
@@ -148,10 +148,10 @@ class GpuBuffers(BatchBuffers):
     def _send_samples(self, samples: Samples, size: int) -> None:
         """The columns of a step's samples, filled up to so many."""
         count = len(samples)
-        self.sample_slots.host[:count], self.sample_slots.host[count:size] = samples.slots, self.state.unused
+        self.sample_entries.host[:count], self.sample_entries.host[count:size] = samples.entries, self.state.unused
         self.sample_lengths.host[:count], self.sample_lengths.host[count:size] = samples.lengths, 0
         self.sample_indices.host[:count] = samples.indices
-        self.sample_slots.send(size)
+        self.sample_entries.send(size)
         self.sample_lengths.send(size)
 
     def fill_nothing(self, size: int, rows: int) -> None:

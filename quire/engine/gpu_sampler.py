@@ -25,7 +25,7 @@ class GpuSampler(Sampler):
         self._max_rows = max_rows
         self._tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
         self._largest = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
-        self.last_tokens = torch.zeros(self.state.num_slots + 1, dtype=torch.int64, device=device)  # by slot
+        self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
         self._find_best = BestFinder(max_rows, device)
         vocab_size = model.head.weight.shape[0]
         self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
@@ -33,13 +33,13 @@ class GpuSampler(Sampler):
 
     def find_best(self, hidden: Tensor) -> None:
         """The likeliest token of each sample; captured with the layers. hidden [samples, hidden_size]"""
-        slots = self._buffers.sample_slots.view(len(hidden))
-        self._find_best(self.model.products(hidden), slots, self._tokens, self._largest, self.last_tokens)
+        entries = self._buffers.sample_entries.view(len(hidden))
+        self._find_best(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
 
     def prepare(self, hidden: Tensor) -> None:
         """Run every kernel once, for a sample that nobody wants. hidden [1 or more, hidden_size]"""
-        slots, lengths = self._buffers.sample_slots.view(1), self._buffers.sample_lengths.view(1)
-        draws = self._draws(slots, lengths)._replace(has_top_k=True, has_top_p=True)
+        entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
+        draws = self._draws(entries, lengths)._replace(has_top_k=True, has_top_p=True)
         self._draw(self.model.products(hidden), draws, self._tokens, self._largest)
         self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
 
@@ -59,26 +59,26 @@ class GpuSampler(Sampler):
         is_drawn = self.state.asked.draws
         if has_best and not is_drawn:
             return
-        slots = self._buffers.sample_slots.view(stop)[first:]
+        entries = self._buffers.sample_entries.view(stop)[first:]
         lengths = self._buffers.sample_lengths.view(stop)[first:]
         products = self.model.products(hidden)[: stop - first]
         tokens, largest = self._tokens[first:stop], self._largest[first:stop]
         if not is_drawn:
-            self._find_best(products, slots, tokens, largest, self.last_tokens)
+            self._find_best(products, entries, tokens, largest, self.last_tokens)
             return
-        self._draw(products, self._draws(slots, lengths), tokens, largest)
+        self._draw(products, self._draws(entries, lengths), tokens, largest)
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         self._change(samples, chosen, logits)
         for first in range(0, len(chosen), self._max_rows):
             some = chosen[first : first + self._max_rows]
             index = self._column(some)
-            slots = self._buffers.sample_slots.view(len(samples))[index]
-            draws = self._draws(slots, self._buffers.sample_lengths.view(len(samples))[index])
+            entries = self._buffers.sample_entries.view(len(samples))[index]
+            draws = self._draws(entries, self._buffers.sample_lengths.view(len(samples))[index])
             tokens, largest = torch.empty_like(index), logits.new_empty(len(some))
             self._draw_changed(logits[first : first + len(some)], draws, tokens, largest)
             choice.tokens[index], choice.largest[index] = tokens, largest
 
-    def _draws(self, slots: Tensor, lengths: Tensor) -> Draws:
+    def _draws(self, entries: Tensor, lengths: Tensor) -> Draws:
         state, asked = self.state, self.state.asked
-        return Draws(slots, lengths, state.seeds, state.settings, self.last_tokens, asked.top_k, asked.top_p)
+        return Draws(entries, lengths, state.seeds, state.settings, self.last_tokens, asked.top_k, asked.top_p)

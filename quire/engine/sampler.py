@@ -92,9 +92,9 @@ class Sampler:
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
         self._change(samples, chosen, logits)
-        slots = self._column(samples.slots[nth] for nth in chosen)
+        entries = self._column(samples.entries[nth] for nth in chosen)
         lengths = self._column(samples.lengths[nth] for nth in chosen)
-        tokens, largest = self.ops.sample(logits, self.state.settings[slots], self.state.seeds[slots], lengths)
+        tokens, largest = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
         index = self._column(chosen)
         choice.tokens[index], choice.largest[index] = tokens, largest
 

@@ -1,6 +1,6 @@
 """SamplingState: what sampling keeps of running requests from step to step, on the model's device.
 
-A request has a slot while it runs: an index into tensors that never move, so captured steps can read them. They hold
+A request has an entry while it runs: an index into tensors that never move, so captured steps can read them. They hold
 its seed and its sampling settings. What it changes about its logits is kept beside them (`logits.py`).
 """
 
@@ -20,7 +20,7 @@ from quire.engine.buffers import Buffer, Outbox
 from quire.engine.logits import LogitChanges, TokenCounts
 
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
-PLANS = 2  # that may be under way: their requests keep their slots
+PLANS = 2  # that may be under way: their requests keep their entries
 
 
 class Asked(NamedTuple):
@@ -35,42 +35,43 @@ class Asked(NamedTuple):
 
 
 class SamplingState:
-    """Slots of the requests in the last two plans. Others lose theirs, and are set up anew when they come back."""
+    """Entries of the requests in the last two plans. A request that is in neither loses its entry. When it is planned
+    again, it gets a new one."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, outbox: Outbox) -> None:
-        self.num_slots = PLANS * max_rows
-        self.unused = self.num_slots  # the slot of rows that only fill a step up
+        self.size = PLANS * max_rows
+        self.unused = self.size  # the entry of rows that only fill a step up
         self._device = device
-        self._seeds = Buffer((self.num_slots + 1,), torch.int64, device, outbox)
-        self._settings = Buffer((self.num_slots + 1, len(settings_of(SamplingParams()))), torch.float64, device, outbox)
+        self._seeds = Buffer((self.size + 1,), torch.int64, device, outbox)
+        self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, outbox)
         self.counts = TokenCounts(vocab_size, device)
         self.changes: dict[Request, LogitChanges] = {}
-        self._slots: dict[Request, int] = {}
-        self._free = list(reversed(range(self.num_slots)))
+        self._indices: dict[Request, int] = {}
+        self._free = list(reversed(range(self.size)))
         self.asked = Asked()  # by the last plan
         self._requests: list[Request] = []  # of the last plan
-        self._rows: list[int] = []  # its slots
+        self._rows: list[int] = []  # its entries
 
     @property
     def seeds(self) -> Tensor:
-        """[slots] int64"""
-        return self._seeds.view(self.num_slots + 1)
+        """[entries] int64"""
+        return self._seeds.view(self.size + 1)
 
     @property
     def settings(self) -> Tensor:
-        """[slots, NUM_SETTINGS] float64"""
-        return self._settings.view(self.num_slots + 1)
+        """[entries, NUM_SETTINGS] float64"""
+        return self._settings.view(self.size + 1)
 
     def assign(self, plan: Plan) -> list[int]:
-        """The slot of each row. New requests get one, and their seeds and settings are put into the outbox."""
+        """The entry of each row. New requests get one, and their seeds and settings are put into the outbox."""
         if plan.requests != self._requests:
             self._release_others(plan)
-            new = [self._take(request) for request in plan.requests if request not in self._slots]
+            new = [self._take(request) for request in plan.requests if request not in self._indices]
             if new:
                 self._seeds.send_rows(min(new), max(new) + 1)
                 self._settings.send_rows(min(new), max(new) + 1)
             self._requests = list(plan.requests)
-            self._rows = [self._slots[request] for request in plan.requests]
+            self._rows = [self._indices[request] for request in plan.requests]
             self.asked = find_asked(plan.requests)
         return self._rows
 
@@ -84,22 +85,22 @@ class SamplingState:
 
     def clear(self) -> None:
         """Forget all requests: plans were dropped, so what was counted on the device may be wrong."""
-        self._release(list(self._slots))
+        self._release(list(self._indices))
         self._requests, self._rows = [], []
 
     def _take(self, request: Request) -> int:
-        slot = self._slots[request] = self._free.pop()
-        self._seeds.host[slot] = signed(request.seed)
-        self._settings.host[slot] = settings_of(request.params)
-        return slot
+        index = self._indices[request] = self._free.pop()
+        self._seeds.host[index] = signed(request.seed)
+        self._settings.host[index] = settings_of(request.params)
+        return index
 
     def _release_others(self, plan: Plan) -> None:
         kept = {*self._requests, *plan.requests}
-        self._release([request for request in self._slots if request not in kept])
+        self._release([request for request in self._indices if request not in kept])
 
     def _release(self, requests: list[Request]) -> None:
         for request in requests:
-            self._free.append(self._slots.pop(request))
+            self._free.append(self._indices.pop(request))
             if (changes := self.changes.pop(request, None)) is not None:
                 changes.release()
 

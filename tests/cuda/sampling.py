@@ -21,13 +21,13 @@ SPARE_ROWS = 2
 def draws_of(
     params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int], device: torch.device
 ) -> Draws:
-    """The slots are in another order than the rows."""
-    slots = list(reversed(range(len(params))))
+    """The entries are in another order than the rows."""
+    entries = list(reversed(range(len(params))))
     return Draws(
-        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(entries, dtype=torch.int32, device=device),
         torch.tensor(places, dtype=torch.int32, device=device),
-        torch.tensor([signed(seeds[slot]) for slot in slots], device=device),
-        torch.tensor([settings_of(params[slot]) for slot in slots], dtype=torch.float64, device=device),
+        torch.tensor([signed(seeds[state]) for state in entries], device=device),
+        torch.tensor([settings_of(params[state]) for state in entries], dtype=torch.float64, device=device),
         torch.full((len(params) + 1,), -7, device=device),
         has_top_k=any(each.top_k for each in params),
         has_top_p=any(each.top_p < 1.0 for each in params),

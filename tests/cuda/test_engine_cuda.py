@@ -102,7 +102,6 @@ def test_drawn_answers_are_the_same_alone_in_a_batch_and_by_the_reference(model)
     expected = answer(start(model, kernels="torch"), draw_sampled_requests(7, 24), 1)
     client = start(model)
     assert answer(client, draw_sampled_requests(7, 24), 2) == expected
-    assert client.engine.runner.depth == 2, "nothing of this needs the host"
     alone: Answers = {}
     for request in draw_sampled_requests(7, 24):
         alone |= answer(client, [request], 3)
@@ -193,14 +192,53 @@ def test_a_prompt_is_scored_while_tokens_of_others_are_on_their_way(model):
     assert ask(start(model)) == expected
 
 
-def test_log_probabilities_do_not_keep_the_host_waiting(model):
+class OtherParity:
+    """A constraint that allows tokens of the other parity than the last one's."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def allowed(self) -> bytes:
+        return (b"\x55" if self._last % 2 else b"\xaa") * 400
+
+    def advance(self, token: int) -> None:
+        assert (token + self._last) % 2
+        self._last = token
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "log probabilities": {"logprobs": 2}, "penalties": {"frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    "prompt log probabilities": {"prompt_logprobs": 1}, "bias": {"logit_bias": {3: 2.0}}, "constraint": {},
+    "draw": {"temperature": 0.9, "top_p": 0.8},
+}  # fmt: skip
+
+
+def ask(name: str, kind: str | None, max_tokens: int = 9) -> Request:
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | ASKED.get(kind or "", {})
+    )
+    constraint = OtherParity() if kind == "constraint" else None
+    return Request(name, [5, 6, 7, 8], params, max_tokens=max_tokens, seed=4, constraint=constraint)
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_no_request_keeps_its_neighbours_waiting(model, kind):
     client = start(model)
-    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9, ignore_eos=True)
-    client.add(Request("asks", [5, 6, 7], params, max_tokens=9))
+    client.add(ask("asks", kind))
+    client.add(ask("plain", None))
     for _ in range(4):
         client.step()
-    assert client.engine.runner.depth == 2
     assert len(client.engine._launched) == 1, "the next step is under way"
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_what_is_asked_for_is_what_the_reference_gives(model, kind):
+    def answers(client: InProcess) -> Any:
+        return answer(client, [ask("asks", kind, 20), ask("plain", None, 20), ask("late", kind, 5)], 6)
+
+    assert answers(start(model)) == answers(start(model, kernels="torch"))
 
 
 @pytest.mark.parametrize("seed", range(4))

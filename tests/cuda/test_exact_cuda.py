@@ -122,6 +122,46 @@ def alone(request: pytest.FixtureRequest, model: Path) -> tuple[str, dict[str, A
     return request.param, answers
 
 
+class AllowMany:
+    """A constraint that allows three of four tokens."""
+
+    error = ""
+
+    def allowed(self) -> bytes:
+        return b"\x77" * 400
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+def neighbours() -> list[Request]:
+    """One of each kind that goes a way of its own."""
+    asked: list[dict[str, Any]] = [
+        {"logprobs": 4}, {"prompt_logprobs": 2}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 3.0}}, {"temperature": 0.7, "top_k": 9}, {"min_p": 0.1, "temperature": 1.0}, {},
+        {"allowed_token_ids": list(range(100))},
+    ]  # fmt: skip
+    many = []
+    for number, options in enumerate(asked):
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 25, "ignore_eos": True} | options)
+        constraint = AllowMany() if not options else None
+        prompt = list(range(number + 2, number + 90))
+        many.append(Request(f"n{number}", prompt, params, max_tokens=25, seed=number, constraint=constraint))
+    return many
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8"}, {"max_tokens_per_step": 70, "max_requests": 30}], ids=str)
+@pytest.mark.parametrize("vocab_size", [2048, 2047])
+def test_the_same_bits_beside_every_kind_of_neighbour(model, options, vocab_size):
+    def start() -> InProcess:
+        return gpu.start(model, vocab_size=vocab_size, dtype="bfloat16", exact=True, kv_memory=1.0, **options)
+
+    client, expected = start(), dict[str, Answer]()
+    for one in [*draw_requests(), *neighbours()]:
+        expected |= answer(client, [one])
+    assert answer(start(), [*draw_requests(), *neighbours()]) == expected
+
+
 @pytest.mark.parametrize(
     "options",
     [

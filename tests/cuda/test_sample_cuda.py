@@ -69,7 +69,7 @@ def test_extreme_logits(dtype):
 def test_every_search_ends_in_one_value(scale, dtype):
     size, params = 9000, [SamplingParams(top_k=3000, top_p=0.97), SamplingParams(top_k=20, top_p=0.3)]
     logits = (torch.randn(2, size, device=DEVICE) * scale).to(dtype)
-    cutter, settings = Cutter(2, size, None, DEVICE), draws_of(params, [0, 0], DEVICE).settings
+    cutter, draws = Cutter(2, size, None, DEVICE), draws_of(params, [0, 0], [0, 0], DEVICE)
     for by_mass in (False, True):
-        cutter(logits, logits.float().max(dim=1).values, settings, by_mass=by_mass)
-        assert (cutter.state[:, HIGH.value] - cutter.state[:, LOW.value]).tolist() == [1.0, 1.0]
+        cutter(logits, logits.float().max(dim=1).values, draws.entries, draws.settings, by_mass=by_mass)
+        assert (cutter.cuts[:, HIGH.value] - cutter.cuts[:, LOW.value]).tolist() == [1.0, 1.0]

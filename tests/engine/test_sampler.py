@@ -130,17 +130,17 @@ def test_penalties_see_the_drafts_before_a_position() -> None:
     assert chosen == sample(after, [position(output=[3, 5, 5], **options)], OPS)[0]
 
 
-def test_requests_keep_their_slots_while_they_run() -> None:
+def test_requests_keep_their_entries_while_they_run() -> None:
     sampler, rng = make_sampler(8, 4, OPS), random.Random(5)
     running, owners = [position(seed=seed) for seed in range(4)], dict[int, Request]()
     for number in range(200):
         running = [request if rng.random() < 0.8 else position(seed=100 + number) for request in running]
         samples = samples_of(sampler, rng.sample(running, rng.randint(1, 4)))
-        assert len(set(samples.slots)) == len(samples)
-        for request, slot in zip(samples.requests, samples.slots, strict=True):
-            owners[slot] = request
-            assert sampler.state.seeds[slot] == request.seed
-        assert len(sampler.state._free) + len(sampler.state._slots) == sampler.state.num_slots
+        assert len(set(samples.entries)) == len(samples)
+        for request, entry in zip(samples.requests, samples.entries, strict=True):
+            owners[entry] = request
+            assert sampler.state.seeds[entry] == request.seed
+        assert len(sampler.state._free) + len(sampler.state._indices) == sampler.state.size
 
 
 def test_temperature_one_draws_from_the_softmax() -> None:

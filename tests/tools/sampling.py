@@ -1,4 +1,4 @@
-"""The engine's sampler without a model: rows of logits stand in for hidden states."""
+"""The engine's sampler without a model: rows of logits stand in for hidden entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.kernels import Kernels
 
 
 class NoModel:
-    """Its hidden states are the logits."""
+    """Its hidden entries are the logits."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float().clone()
@@ -36,7 +36,7 @@ def make_sampler(vocab_size: int, max_rows: int, ops: Kernels) -> Sampler:
 
 def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
     """The next token of each request; one that has drafts has a sample behind each of them."""
-    slots = sampler.state.assign(Plan(0, list(requests)))
+    entries = sampler.state.assign(Plan(0, list(requests)))
     samples = Samples()
     for row, request in enumerate(requests):
         for num_drafts in range(len(request.drafts) + 1):
@@ -45,7 +45,7 @@ def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
             samples.indices.append(len(samples.indices))
             samples.lengths.append(len(request.tokens) + num_drafts)
             samples.nums_drafts.append(num_drafts)
-            samples.slots.append(slots[row])
+            samples.entries.append(entries[row])
     return samples
 
 

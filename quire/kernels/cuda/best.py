@@ -17,7 +17,7 @@ PROGRAMS = 132 * 8  # as many as an H200 runs at once
 @triton.jit(do_not_specialize=["splits"])
 def _best(
     logits,
-    slots,
+    entries,
     tokens,
     scores,
     last_tokens,
@@ -61,7 +61,7 @@ def _best(
         token = tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64)
         tl.store(scores + row, top)
         tl.store(tokens + row, token)
-        tl.store(last_tokens + tl.load(slots + row), token)
+        tl.store(last_tokens + tl.load(entries + row), token)
         tl.store(arrived + row, 0)
 
 
@@ -73,12 +73,12 @@ class BestFinder:
         self._places = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, slots: Tensor, tokens: Tensor, scores: Tensor, last_tokens: Tensor) -> None:
-        """logits [rows, vocab], slots [rows] -> the first `rows` of tokens and scores, and last_tokens[slots]."""
+    def __call__(self, logits: Tensor, entries: Tensor, tokens: Tensor, scores: Tensor, last_tokens: Tensor) -> None:
+        """logits [rows, vocab], entries [rows] -> the first `rows` of tokens and scores, and last_tokens[entries]."""
         rows, size = logits.shape
         assert logits.stride(1) == 1
         splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
         _best[(rows, splits)](
-            logits, slots, tokens, scores, last_tokens, self._parts, self._places, self._arrived, logits.stride(0),
+            logits, entries, tokens, scores, last_tokens, self._parts, self._places, self._arrived, logits.stride(0),
             size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **chained(),
         )  # fmt: skip

@@ -32,7 +32,7 @@ TEMPERATURE, TOP_K = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.T
 TOP_P, FLOOR = tl.constexpr(sampling.TOP_P), tl.constexpr(sampling.FLOOR)
 NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
 
-# Columns of `state`, what is known of a row's cut.
+# Columns of `cuts`, what is known of a row's cut.
 LOW = tl.constexpr(0)  # the number of a value that enough reaches
 HIGH = tl.constexpr(1)  # and of one that too little does
 ABOVE = tl.constexpr(2)  # how much reaches HIGH
@@ -100,7 +100,7 @@ def place(part, low, high, reach, even, LOW_BITS: tl.constexpr, PARTS: tl.conste
 
 @triton.jit(do_not_specialize=["number"])  # one compilation for all passes: the first draw waits for it
 def _search(
-    logits, scores, slots, settings, state, sums, arrived, number, row_stride, size, softcap,
+    logits, scores, entries, settings, cuts, sums, arrived, number, row_stride, size, softcap,
     BY_MASS: tl.constexpr, NUM_EVEN: tl.constexpr, LOW_BITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +109,8 @@ def _search(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
-    known = state + row * NUM_COLUMNS
-    wanted = settings + tl.load(slots + row) * NUM_SETTINGS
+    known = cuts + row * NUM_COLUMNS
+    wanted = settings + tl.load(entries + row) * NUM_SETTINGS
     temperature = tl.load(wanted + TEMPERATURE).to(tl.float32)
     floor = tl.load(wanted + FLOOR).to(tl.float32)
     top_k = tl.load(wanted + TOP_K)
@@ -192,22 +192,22 @@ def _search(
 
 
 class Cutter:
-    """Finds the cuts of up to so many rows of `size` logits; `state` holds what was found."""
+    """Finds the cuts of up to so many rows of `size` logits; `cuts` holds what was found."""
 
     def __init__(self, max_rows: int, size: int, softcap: float | None, device: torch.device) -> None:
         self.num_tiles = triton.cdiv(size, WIDTH)
-        self.state = torch.zeros(max_rows, NUM_COLUMNS.value, dtype=torch.float64, device=device)
+        self.cuts = torch.zeros(max_rows, NUM_COLUMNS.value, dtype=torch.float64, device=device)
         self._softcap = softcap
         self._sums = torch.empty(max_rows * self.num_tiles * PARTS, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, scores: Tensor, slots: Tensor, settings: Tensor, *, by_mass: bool) -> None:
+    def __call__(self, logits: Tensor, scores: Tensor, entries: Tensor, settings: Tensor, *, by_mass: bool) -> None:
         """By mass for rows with a top-p, after those with a top-k were cut by count; other rows are passed over."""
         rows, size = logits.shape
         low_bits = LOW_BITS[logits.dtype]
         for number in range(num_passes(low_bits)):
             _search[(rows, self.num_tiles)](
-                logits, scores, slots, settings, self.state, self._sums, self._arrived, number, logits.stride(0), size,
+                logits, scores, entries, settings, self.cuts, self._sums, self._arrived, number, logits.stride(0), size,
                 self._softcap or 0.0, BY_MASS=by_mass, NUM_EVEN=NUM_EVEN, LOW_BITS=low_bits, WIDTH=WIDTH,
                 LANES=triton.next_power_of_2(self.num_tiles), PARTS=PARTS, CAPPED=self._softcap is not None,
                 num_warps=WARPS, **chained(),

@@ -38,11 +38,11 @@ from quire.kernels.cuda.noise import gumbel
 class Draws(NamedTuple):
     """What rows of logits want: where each row's request has its settings, and how many tokens it has."""
 
-    slots: Tensor  # [rows] int32
+    entries: Tensor  # [rows] int32
     lengths: Tensor  # [rows] int32: tokens before the one to be chosen
-    seeds: Tensor  # [slots] int64
-    settings: Tensor  # [slots, NUM_SETTINGS] float64, see `quire.kernels.sampling`
-    last_tokens: Tensor  # [slots] int64: what is chosen is put here too
+    seeds: Tensor  # [entries] int64
+    settings: Tensor  # [entries, NUM_SETTINGS] float64, see `quire.kernels.sampling`
+    last_tokens: Tensor  # [entries] int64: what is chosen is put here too
     has_top_k: bool  # some row
     has_top_p: bool
 
@@ -64,7 +64,7 @@ def _best_of(scores, columns, size):
 
 @triton.jit
 def _pick(
-    logits, tokens, scores, slots, lengths, seeds, settings, last_tokens, state, bests, ids, ties, arrived, row_stride,
+    logits, tokens, scores, entries, lengths, seeds, settings, last_tokens, cuts, bests, ids, ties, arrived, row_stride,
     size, softcap,
     WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -73,17 +73,17 @@ def _pick(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
-    slot = tl.load(slots + row)
-    wanted = settings + slot * NUM_SETTINGS
+    entry = tl.load(entries + row)
+    wanted = settings + entry * NUM_SETTINGS
     temperature = tl.load(wanted + TEMPERATURE).to(tl.float32)
     floor = tl.load(wanted + FLOOR).to(tl.float32)
     top = tl.load(scores + row)
     if not is_drawn(temperature, top):
         return
     has_cut = is_counted(tl.load(wanted + TOP_K), size) | (tl.load(wanted + TOP_P) < 1.0)
-    cut = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
-    keep = tl.where(has_cut, tl.load(state + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
-    seed, position = tl.load(seeds + slot), tl.load(lengths + row).to(tl.int64)
+    cut = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
+    keep = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
+    seed, position = tl.load(seeds + entry), tl.load(lengths + row).to(tl.int64)
 
     # Each tile leaves the best of its ids above the cut, and of those at the cut: how many of these are kept depends on
     # the tiles before it.
@@ -132,7 +132,7 @@ def _pick(
         best_tie, its_tie = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
         its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
     tl.store(tokens + row, its.to(tl.int64))
-    tl.store(last_tokens + slot, its.to(tl.int64))
+    tl.store(last_tokens + entry, its.to(tl.int64))
 
 
 class TokenSampler:
@@ -149,21 +149,21 @@ class TokenSampler:
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor, draws: Draws, tokens: Tensor, scores: Tensor) -> None:
-        """logits [n, vocab] before any cap -> tokens and scores, as many as there are slots in `draws`.
+        """logits [n, vocab] before any cap -> tokens and scores, as many as there are entries in `draws`.
 
         A score is the largest logit.
         """
-        logits = logits[: len(draws.slots)]
+        logits = logits[: len(draws.entries)]
         rows, size = logits.shape
         num_tiles = self._cut.num_tiles
-        self._find_best(logits, draws.slots, tokens, scores, draws.last_tokens)
+        self._find_best(logits, draws.entries, tokens, scores, draws.last_tokens)
         if draws.has_top_k:
-            self._cut(logits, scores, draws.slots, draws.settings, by_mass=False)
+            self._cut(logits, scores, draws.entries, draws.settings, by_mass=False)
         if draws.has_top_p:
-            self._cut(logits, scores, draws.slots, draws.settings, by_mass=True)
+            self._cut(logits, scores, draws.entries, draws.settings, by_mass=True)
         _pick[(rows, num_tiles)](
-            logits, tokens, scores, draws.slots, draws.lengths, draws.seeds, draws.settings, draws.last_tokens,
-            self._cut.state, self._bests, self._ids, self._ties, self._arrived, logits.stride(0), size,
+            logits, tokens, scores, draws.entries, draws.lengths, draws.seeds, draws.settings, draws.last_tokens,
+            self._cut.cuts, self._bests, self._ids, self._ties, self._arrived, logits.stride(0), size,
             self._softcap or 0.0, WIDTH=WIDTH, LANES=triton.next_power_of_2(num_tiles),
             CAPPED=self._softcap is not None, num_warps=WARPS, **chained(),
         )  # fmt: skip
