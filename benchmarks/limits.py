@@ -165,7 +165,7 @@ def trace_step(bench: gpu.Bench) -> str:
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
-    begins = [place for place, kernel in enumerate(kernels) if kernel[2].startswith("_deliver")]
+    begins = [place for place, kernel in enumerate(kernels) if kernel[2].startswith("_upload")]
     steps = [kernels[begin:end] for begin, end in zip(begins, [*begins[1:], len(kernels)], strict=True)]
     return describe_step(next(step for step in steps if any("_varlen" in name for _, _, name in step)))
 

@@ -43,7 +43,7 @@ class Batch:
     positions: Tensor  # [tokens] int64
     paging: Paging
     samples: Samples
-    feeds: Tensor | None = None  # [rows] int32: the sampling state that has its first token; -1: known
+    last_token_entries: Tensor | None = None  # [rows] int32: the sampling state that has its first token; -1: known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class BatchBuffers:
         self.max_blocks = max_blocks
         self.state = SamplingState(max_rows, shape.vocab_size, device, self.outbox)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.feeds = Buffer((max_rows,), torch.int32, device, self.outbox)
+        self.last_token_entries = Buffer((max_rows,), torch.int32, device, self.outbox)
         self.tokens = Buffer((max_tokens,), torch.int64, device, self.outbox)
         self.positions = Buffer((max_tokens,), torch.int64, device, self.outbox)
         self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.outbox)
@@ -95,13 +95,13 @@ class BatchBuffers:
         self.seq_lens.host[:num_rows] = seq_lens
         self._fill_positions(plan, query_starts)
         entries = self.state.assign(plan)
-        has_feeds = self._fill_tokens(plan, entries)
+        has_unknown = self._fill_tokens(plan, entries)
         for group in range(len(self.tables)):
             self._fill_blocks(plan, group, query_starts)
         max_blocks = -(-max(seq_lens) // self.block_size)
         if size is not None and rows is not None:
             self._pad(num_tokens, size, num_rows, rows)
-            num_rows, num_tokens, max_blocks, has_feeds = rows, size, self.max_blocks, True
+            num_rows, num_tokens, max_blocks, has_unknown = rows, size, self.max_blocks, True
         return Batch(
             self.tokens.send(num_tokens),
             self.positions.send(num_tokens),
@@ -115,7 +115,7 @@ class BatchBuffers:
                 seq_lens,
             ),
             find_samples(plan, query_starts, seq_lens, entries),
-            self.feeds.send(num_rows) if has_feeds else None,
+            self.last_token_entries.send(num_rows) if has_unknown else None,
         )
 
     def _has_sent(self) -> None:
@@ -133,7 +133,7 @@ class BatchBuffers:
         for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slots)):
             buffer.host[num_tokens:size] = value
         self.seq_lens.host[num_rows:rows] = 0
-        self.feeds.host[num_rows:rows] = -1
+        self.last_token_entries.host[num_rows:rows] = -1
         self.query_starts.host[num_rows + 1 : rows + 1] = self.query_starts.host[num_rows]
 
     def _fill_positions(self, plan: Plan, query_starts: list[int]) -> None:
@@ -146,21 +146,21 @@ class BatchBuffers:
     def _fill_tokens(self, plan: Plan, entries: list[int]) -> bool:
         """Returns whether some are still on the device: those of a step that the host has not read yet."""
         tokens: list[int] = []
-        feeds: list[int] = []
+        unknown: list[int] = []
         for request, start, count, entry in zip(plan.requests, plan.starts, plan.counts, entries, strict=True):
             known = request.tokens[start : start + count]
             tokens += known
-            feed = -1
+            its_entry = -1
             if len(known) < count:
                 missing = request.drafts[: count - len(known)]
                 if not missing:
                     assert count == 1, "only the last token of a request can be in flight"
-                    missing, feed = [0], entry
+                    missing, its_entry = [0], entry
                 tokens += missing
-            feeds.append(feed)
+            unknown.append(its_entry)
         self.tokens.host[: len(tokens)] = tokens
-        self.feeds.host[: len(feeds)] = feeds
-        return max(feeds) >= 0
+        self.last_token_entries.host[: len(unknown)] = unknown
+        return max(unknown) >= 0
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
         """Where each token's k and v go: its block's first slot and its place in the block."""

@@ -394,8 +394,8 @@ def build_runner(
         return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
     from quire.engine.gpu_batch import GpuBuffers, Heads  # these load Triton
     from quire.engine.gpu_runner import GpuRunner
-    from quire.kernels.cuda import varlen_items
-    from quire.kernels.cuda.scoring import Scoring
+    from quire.kernels.cuda.attention import varlen_items
+    from quire.kernels.cuda.attention.scoring import Scoring
 
     scoring = Scoring(model.scale, None, None, model.attention_softcap)
     uses_items = not ops.exact and varlen_items.suits(dtype, cache.layers[0], scoring)

@@ -15,11 +15,11 @@ from torch import Tensor
 from quire.core.plan import Plan
 from quire.engine.batch import Batch, BatchBuffers, BufferShape, Samples
 from quire.engine.buffers import Buffer
-from quire.kernels.cuda import varlen_items
-from quire.kernels.cuda.attention import Work, cut_items, cut_tiles, split_rows
-from quire.kernels.cuda.deliver import Delivery
-from quire.kernels.cuda.parts import FIELDS, NOBODY, room_for_splits
-from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles
+from quire.kernels.cuda.attention import varlen_items
+from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
+from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
+from quire.kernels.cuda.attention.split_kv import FIELDS, NOBODY, room_for_splits
+from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
 NUM_BUFFERS = 13  # of a step, beside a table and slots for each group of layers and splits for each window
@@ -42,7 +42,7 @@ class GpuBuffers(BatchBuffers):
 
     def __init__(self, shape: BufferShape, heads: Heads) -> None:
         max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
-        delivery = Delivery(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)))
+        delivery = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)))
         super().__init__(shape, delivery)
         self.device = device
         self.max_tokens = max_tokens
@@ -89,7 +89,9 @@ class GpuBuffers(BatchBuffers):
         slots = [slots.view(size) for slots in self.slots]
         starts, seq_lens = self.query_starts.view(rows + 1), self.seq_lens.view(rows)
         paging = Paging(starts, seq_lens, tables, slots, self.block_size, [], [], work=work)
-        return Batch(self.tokens.view(size), self.positions.view(size), paging, Samples(), self.feeds.view(rows))
+        return Batch(
+            self.tokens.view(size), self.positions.view(size), paging, Samples(), self.last_token_entries.view(rows)
+        )
 
     def _splits(self, rows: int) -> dict[int | None, Tensor]:
         return {window: buffer.view(self._room_for_splits(rows)) for window, buffer in self.splits.items()}
@@ -167,7 +169,7 @@ class GpuBuffers(BatchBuffers):
             buffer.send(size)
         self.query_starts.send(rows + 1)
         self.seq_lens.send(rows)
-        self.feeds.send(rows)
+        self.last_token_entries.send(rows)
         self.tiles.send(1)
         for items in self.items.values():
             items.host[0] = 0

@@ -22,7 +22,7 @@ from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, RunningStep, Scores, collect, scores_prompt, select_samples
 from quire.engine.sampler import Choice, Report
 from quire.kernels import Kernels
-from quire.kernels.cuda.feed import feed
+from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
@@ -58,7 +58,7 @@ class GpuStep:
     samples: Samples
     hidden: Tensor  # [samples or more, hidden_size]
     landing: Landing
-    has_best: bool = False  # the likeliest token of each sample was found with the layers
+    has_argmax: bool = False  # the likeliest token of each sample was found with the layers
     scores: list[Scores] = field(default_factory=list)
     choice: Choice | None = None  # on its way to the host
 
@@ -78,7 +78,7 @@ class GpuStep:
     def sample(self) -> None:
         if self.choice is not None:
             return
-        choice = self.runner.sampler.choose(self.samples, self.hidden, self.has_best)
+        choice = self.runner.sampler.choose(self.samples, self.hidden, self.has_argmax)
         landing, count = self.landing, len(self.samples)
         landing.tokens[:count].copy_(choice.tokens, non_blocking=True)
         landing.largest[:count].copy_(choice.largest, non_blocking=True)
@@ -146,7 +146,7 @@ class GpuRunner(ModelRunner):
         assert found, "the largest step of single tokens is captured when the engine is built"
         key = min(found, key=lambda key: key.size)
         samples = self.buffers.fill_decode(plan, key.size)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), landing, has_best=key.kind == "decode")
+        return GpuStep(self, plan, samples, self.graphs.replay(key), landing, has_argmax=key.kind == "decode")
 
     def _run_mixed(self, plan: Plan, landing: Landing) -> GpuStep:
         """Chunks of prompts, drafts, and single tokens among them."""
@@ -169,8 +169,9 @@ class GpuRunner(ModelRunner):
         return GpuStep(self, plan, batch.samples, select_samples(hidden, batch.samples), landing, scores=scores)
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
-        if batch.feeds is not None:
-            feed(batch.tokens, batch.paging.query_starts, batch.feeds, self.sampler.last_tokens, num_rows)
+        if batch.last_token_entries is not None:
+            entries, last_tokens = batch.last_token_entries, self.sampler.last_tokens
+            fill_last_tokens(batch.tokens, batch.paging.query_starts, entries, last_tokens, num_rows)
         return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
 
     def _run_captured(self, key: Key) -> Tensor:
@@ -178,7 +179,7 @@ class GpuRunner(ModelRunner):
         if key.kind in ("decode", "layers"):
             hidden = self._forward(self.buffers.decode_batch(key.size), key.size)
             if key.kind == "decode":
-                self.sampler.find_best(hidden)
+                self.sampler.argmax(hidden)
             return hidden
         rows = self._most_rows(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")

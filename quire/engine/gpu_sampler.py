@@ -12,8 +12,8 @@ from quire.engine.batch import Samples
 from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.sampler import Choice, Sampler
 from quire.kernels import Kernels
-from quire.kernels.cuda.best import BestFinder
-from quire.kernels.cuda.sample import Draws, TokenSampler
+from quire.kernels.cuda.sampling.argmax import Argmax
+from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
 from quire.models.decoder import Decoder
 
 
@@ -26,15 +26,15 @@ class GpuSampler(Sampler):
         self._tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
         self._largest = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
         self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
-        self._find_best = BestFinder(max_rows, device)
+        self._argmax = Argmax(max_rows, device)
         vocab_size = model.head.weight.shape[0]
         self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
         self._draw_changed = TokenSampler(max_rows, vocab_size, None, device)  # from logits that are capped already
 
-    def find_best(self, hidden: Tensor) -> None:
+    def argmax(self, hidden: Tensor) -> None:
         """The likeliest token of each sample; captured with the layers. hidden [samples, hidden_size]"""
         entries = self._buffers.sample_entries.view(len(hidden))
-        self._find_best(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
+        self._argmax(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
 
     def prepare(self, hidden: Tensor) -> None:
         """Run every kernel once, for a sample that nobody wants. hidden [1 or more, hidden_size]"""
@@ -43,28 +43,28 @@ class GpuSampler(Sampler):
         self._draw(self.model.products(hidden), draws, self._tokens, self._largest)
         self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor, has_best: bool) -> tuple[Choice, list[int]]:
+    def _choose_plain(self, samples: Samples, hidden: Tensor, has_argmax: bool) -> tuple[Choice, list[int]]:
         for first in range(0, len(samples), self._max_rows):
             stop = min(first + self._max_rows, len(samples))
             self._choose_some(
-                samples, hidden if len(samples) <= self._max_rows else hidden[first:stop], first, stop, has_best
+                samples, hidden if len(samples) <= self._max_rows else hidden[first:stop], first, stop, has_argmax
             )
         changed: list[int] = []
         if self.state.asked.changes:
             changed = [nth for nth, request in enumerate(samples.requests) if request.changes_logits]
         return Choice(self._tokens[: len(samples)], self._largest[: len(samples)]), changed
 
-    def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_best: bool) -> None:
+    def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_argmax: bool) -> None:
         """Samples first:stop, from their hidden states, which may be followed by others."""
         is_drawn = self.state.asked.draws
-        if has_best and not is_drawn:
+        if has_argmax and not is_drawn:
             return
         entries = self._buffers.sample_entries.view(stop)[first:]
         lengths = self._buffers.sample_lengths.view(stop)[first:]
         products = self.model.products(hidden)[: stop - first]
         tokens, largest = self._tokens[first:stop], self._largest[first:stop]
         if not is_drawn:
-            self._find_best(products, entries, tokens, largest, self.last_tokens)
+            self._argmax(products, entries, tokens, largest, self.last_tokens)
             return
         self._draw(products, self._draws(entries, lengths), tokens, largest)
 

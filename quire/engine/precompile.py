@@ -119,7 +119,7 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
 
 
 def start_child(model: bytes, index: int, count: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "quire.kernels.cuda.precompile", str(index), str(count)]
+    command = [sys.executable, "-m", "quire.kernels.cuda.launch.precompile", str(index), str(count)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment

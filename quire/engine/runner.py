@@ -130,7 +130,7 @@ class ModelRunner:
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         batch = self.buffers.fill(plan)
-        assert batch.feeds is None, "a token that the host does not know"
+        assert batch.last_token_entries is None, "a token that the host does not know"
         hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
         step = Step(
             self, plan, batch.samples, select_samples(hidden, batch.samples), self._score(plan, batch, hidden),

@@ -47,11 +47,13 @@ class Sampler:
         self.state = state
         self.ops = ops
 
-    def choose(self, samples: Samples, hidden: Tensor, has_best: bool = False) -> Choice:
-        """hidden [n or more, hidden_size], of the samples in their order. What a sample gets does not depend on the
-        others: the way it is computed depends on its own request only. With `has_best` the likeliest tokens were found
-        when the hidden states were computed."""
-        choice, left = self._choose_plain(samples, hidden, has_best)
+    def choose(self, samples: Samples, hidden: Tensor, has_argmax: bool = False) -> Choice:
+        """hidden [n or more, hidden_size], of the samples in their order.
+
+        How a sample is computed depends on its own request only, so its token does not depend on the other samples. With
+        `has_argmax` the greedy tokens were found together with the hidden states.
+        """
+        choice, left = self._choose_plain(samples, hidden, has_argmax)
         reported: list[int] = []
         if self.state.asked.logprobs:
             reported = [nth for nth, request in enumerate(samples.requests) if request.params.logprobs is not None]
@@ -77,9 +79,9 @@ class Sampler:
         logprobs = torch.log_softmax(self.model.logits(hidden), -1)
         return report(logprobs, self._column(targets), num_top)
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor, has_best: bool) -> tuple[Choice, list[int]]:
+    def _choose_plain(self, samples: Samples, hidden: Tensor, has_argmax: bool) -> tuple[Choice, list[int]]:
         """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
-        assert not has_best
+        assert not has_argmax
         plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
         left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best]
         tokens, largest = self.model.best(hidden, plain) if plain else ([], [])

@@ -23,8 +23,8 @@ __all__ = ["Kernels", "select"]
 class Fused:
     """Ops that do several of the others at once, for backends that launch each of them."""
 
-    turn_and_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
-    turn_and_attend: Callable[..., Tensor]  # those, and attention
+    rope_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
+    rope_attention: Callable[..., Tensor]  # those, and attention
     gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear, and silu_mul or gelu_mul
 
 
@@ -82,10 +82,10 @@ def _backend(kind: str, native: Native | None, exact: bool) -> Any:
     if kind == "cuda":
         from quire.kernels.cuda import exact as same_bits
         from quire.kernels.cuda import ops as in_triton
-        from quire.kernels.cuda.varlen_items import is_hopper
+        from quire.kernels.cuda.attention.varlen_items import is_hopper
 
         if is_hopper() and not exact:
-            from quire.kernels.cuda import varlen  # noqa: F401  a Triton that lacks what it needs is found out here
+            from quire.kernels.cuda.attention import varlen  # noqa: F401  a Triton that lacks what it needs is found out here
 
         return same_bits if exact else in_triton
     from quire.kernels import reference

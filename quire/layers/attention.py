@@ -60,21 +60,21 @@ class Attention:
         table, interleaved = self.rotary.table, self.rotary.interleaved
         options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if ends is None and self.ops.fused is not None:
-            out = self.ops.fused.turn_and_attend(q, k, v, positions, table, interleaved, cache, paging, **options)
+            out = self.ops.fused.rope_attention(q, k, v, positions, table, interleaved, cache, paging, **options)
             return self.output(out.flatten(1))
-        q, k = self._turn_and_store(q, k, v, positions, paging.slots[cache.group], cache)
+        q, k = self._rope_and_store(q, k, v, positions, paging.slots[cache.group], cache)
         if ends is None:
             out = self.ops.attention(q, cache, paging, **options)
         else:
             out = self.ops.attention(q[ends.tokens], cache, ends.paging, **options)
         return self.output(out.flatten(1))
 
-    def _turn_and_store(
+    def _rope_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         ops, table, interleaved = self.ops, self.rotary.table, self.rotary.interleaved
         if ops.fused is not None:
-            return ops.fused.turn_and_store(q, k, v, positions, table, interleaved, cache, slots)
+            return ops.fused.rope_store(q, k, v, positions, table, interleaved, cache, slots)
         q, k = ops.rope(q, k, positions, table, interleaved)
         ops.store_kv(k, v, cache, slots)
         return q, k

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.params import SamplingParams
 from quire.engine.sampling_state import settings_of, signed
-from quire.kernels.cuda.sample import Draws, TokenSampler
+from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
 from quire.kernels.sampling import gumbel, keep
 
 ROUNDING = 1e-4  # of scores

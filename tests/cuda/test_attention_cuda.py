@@ -12,7 +12,7 @@ from tests.cuda.gpu import DEVICE, DTYPES, assert_near  # skips this module wher
 
 from quire.kernels import reference  # isort: skip
 from quire.kernels.cuda import ops
-from quire.kernels.cuda.rotary import MOST
+from quire.kernels.cuda.rope import MOST
 from quire.kernels.paging import LayerCache, Paging
 from tests.tools.paged import PagedCache
 
@@ -192,9 +192,7 @@ def test_new_tokens_are_turned_and_stored_on_the_way(
     turned_q, turned_k = reference.rope(q, k, positions, angles, interleaved)
     reference.store_kv(turned_k, v, whole, paging.slots[0])
     expected = reference.attention(turned_q, whole, paging, scale=dim**-0.5, window=window)
-    got = ops.fused.turn_and_attend(
-        q, k, v, positions, angles, interleaved, own, paging, scale=dim**-0.5, window=window
-    )
+    got = ops.fused.rope_attention(q, k, v, positions, angles, interleaved, own, paging, scale=dim**-0.5, window=window)
     assert_near(got, expected, dtype)
     block, offset = paging.slots[0] // 16, paging.slots[0] % 16
     assert_near(own.k[block, :, offset], whole.k[block, offset], dtype)

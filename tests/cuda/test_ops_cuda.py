@@ -9,9 +9,9 @@ from tests.cuda.gpu import DEVICE, DTYPES, assert_near  # skips this module wher
 
 from quire.kernels import reference  # isort: skip
 from quire.kernels.cuda import ops
-from quire.kernels.cuda.best import BestFinder
-from quire.kernels.cuda.deliver import Delivery
-from quire.kernels.cuda.feed import feed
+from quire.kernels.cuda.launch.upload import Upload
+from quire.kernels.cuda.sampling.argmax import Argmax
+from quire.kernels.cuda.sampling.last_tokens import feed
 from quire.kernels.paging import LayerCache
 
 pytestmark = pytest.mark.cuda
@@ -67,7 +67,7 @@ def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
     own = LayerCache(*(torch.zeros(8, kv_heads, block, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
     expected_q, expected_k = reference.rope(q, k, positions, table, interleaved)
     reference.store_kv(expected_k[kept], v[kept], plain, slots[kept])
-    got_q, got_k = ops.fused.turn_and_store(q, k, v, positions, table, interleaved, own, slots)
+    got_q, got_k = ops.fused.rope_store(q, k, v, positions, table, interleaved, own, slots)
     assert_near(got_q, expected_q, dtype)
     assert_near(got_k[kept], expected_k[kept], dtype)
     assert_near(own.k.transpose(1, 2), plain.k, dtype)
@@ -82,7 +82,7 @@ def test_what_fp8_cannot_say_is_stored_as_its_largest():
     for store in ("turned", "plain"):
         cache = LayerCache(*(torch.zeros(2, 2, 4, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"), 0, 4)
         if store == "turned":
-            ops.fused.turn_and_store(q, k, v, positions, one, False, cache, slots)
+            ops.fused.rope_store(q, k, v, positions, one, False, cache, slots)
         else:
             ops.store_kv(k, v, cache, slots)
         for kept, new in ((cache.k, k), (cache.v, v)):
@@ -112,7 +112,7 @@ def test_gated_linear(rows, size, inputs, dtype):
 
 @pytest.mark.parametrize("size", [5, 4096, 20_011, 128_256])
 def test_best(size):
-    find = BestFinder(8, DEVICE)
+    find = Argmax(8, DEVICE)
     tokens, scores = torch.full((8,), -7, device=DEVICE), torch.zeros(8, device=DEVICE)
     entries = torch.tensor([3, 0, 9, 1, 4], dtype=torch.int32, device=DEVICE)
     last = torch.full((12,), -7, device=DEVICE)
@@ -140,7 +140,7 @@ def test_feed():
 
 
 def test_numbers_are_delivered_from_the_host_together():
-    letters = Delivery(4)
+    letters = Upload(4)
     sources = [
         torch.arange(5000, dtype=torch.int64), torch.arange(30 * 700, dtype=torch.int32).view(30, 700),
         torch.randn(9, 4, dtype=torch.float64),

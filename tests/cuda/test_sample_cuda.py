@@ -8,7 +8,7 @@ import torch
 from tests.cuda.gpu import DEVICE, DTYPES  # skips this module where there is no GPU
 
 from quire.core.params import SamplingParams  # isort: skip
-from quire.kernels.cuda.cut import HIGH, LOW, Cutter
+from quire.kernels.cuda.sampling.top_k_top_p import HIGH, LOW, TopKTopP
 from tests.cuda.sampling import (
     check,
     check_alone_and_among_others,
@@ -69,7 +69,7 @@ def test_extreme_logits(dtype):
 def test_every_search_ends_in_one_value(scale, dtype):
     size, params = 9000, [SamplingParams(top_k=3000, top_p=0.97), SamplingParams(top_k=20, top_p=0.3)]
     logits = (torch.randn(2, size, device=DEVICE) * scale).to(dtype)
-    cutter, draws = Cutter(2, size, None, DEVICE), draws_of(params, [0, 0], [0, 0], DEVICE)
+    cutter, draws = TopKTopP(2, size, None, DEVICE), draws_of(params, [0, 0], [0, 0], DEVICE)
     for by_mass in (False, True):
         cutter(logits, logits.float().max(dim=1).values, draws.entries, draws.settings, by_mass=by_mass)
         assert (cutter.cuts[:, HIGH.value] - cutter.cuts[:, LOW.value]).tolist() == [1.0, 1.0]

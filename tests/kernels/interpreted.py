@@ -12,9 +12,9 @@ import torch
 from triton.runtime import interpreter
 
 from quire.kernels import reference
-from quire.kernels.cuda.attention import Work, find_splits
-from quire.kernels.cuda.decode import decode_attention
-from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.cuda.attention.decode import decode_attention
+from quire.kernels.cuda.attention.dispatch import Work, find_splits
+from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.paging import LayerCache
 from tests.tools.paged import PagedCache
 

@@ -18,8 +18,8 @@ from quire.engine import gpu_batch
 from quire.engine.batch import BufferShape
 from quire.engine.buffers import Copies
 from quire.engine.gpu_batch import GpuBuffers, Heads
-from quire.kernels.cuda import varlen_items
-from quire.kernels.cuda.parts import NOBODY, UNIT, most_slots, room_for_splits, split_contexts
+from quire.kernels.cuda.attention import varlen_items
+from quire.kernels.cuda.attention.split_kv import NOBODY, UNIT, max_partials, room_for_splits, split_contexts
 
 pytestmark = pytest.mark.cpu
 
@@ -49,7 +49,7 @@ def test_splits_cover_each_context_once(seed: int) -> None:
         assert (lengths[1:] <= lengths[:-1]).all(), "the longest come first"
         cut = splits[splits[:, 5] > 1]
         assert len(set(cut[:, 3])) == len(cut), "two splits share a slot"
-        assert (cut[:, 3] < most_slots(kv_heads)).all()
+        assert (cut[:, 3] < max_partials(kv_heads)).all()
 
 
 def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
@@ -68,7 +68,7 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
 
 
 def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
-    monkeypatch.setattr(gpu_batch, "Delivery", lambda most: Copies())
+    monkeypatch.setattr(gpu_batch, "Upload", lambda most: Copies())
     shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, torch.device("cpu"))
     return GpuBuffers(shape, Heads(4, kv_heads, None, uses_items=True, exact=exact))
 
@@ -106,7 +106,7 @@ def test_captured_steps_cut_their_rows_as_others_do(
         expected = split_contexts(np.zeros_like(ends), ends, kv_heads, room_for_splits(rows, kv_heads))
         expected[:, 7], expected[:, 0] = tokens[expected[:, 0]], numbers[expected[:, 0]]
         assert (used == expected).all()
-        assert (used[used[:, 5] > 1, 3] < most_slots(kv_heads)).all(), "a slot outside of the workspace"
+        assert (used[used[:, 5] > 1, 3] < max_partials(kv_heads)).all(), "a slot outside of the workspace"
 
 
 def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:

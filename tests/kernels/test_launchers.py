@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from quire.kernels.cuda.launchers import build_quickly
+from quire.kernels.cuda.launch.launchers import build_quickly
 
 pytestmark = pytest.mark.cpu
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
 WIDTH = 1024
 
@@ -24,9 +24,9 @@ def gelu(x):
 
 
 @triton.jit
-def _gate(x, y, size, IS_SILU: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr):
-    let_next(CHAINED)
-    after_last(CHAINED)
+def _gate(x, y, size, IS_SILU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < size
@@ -43,7 +43,7 @@ def _launch(gate_up: Tensor, is_silu: bool) -> Tensor:
     rows = gate_up.numel() // (2 * size)
     if rows:
         _gate[(rows, triton.cdiv(size, WIDTH))](
-            gate_up, y, size, IS_SILU=is_silu, WIDTH=WIDTH, num_warps=4, **chained()
+            gate_up, y, size, IS_SILU=is_silu, WIDTH=WIDTH, num_warps=4, **pdl_options()
         )
     return y
 

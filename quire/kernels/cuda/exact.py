@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import Fused
-from quire.kernels.cuda import attention as ways
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
+from quire.kernels.cuda.attention import dispatch as ways
+from quire.kernels.cuda.gemm.skinny import Tile, multiply
 from quire.kernels.cuda.norm import rms_norm
 from quire.kernels.cuda.ops import cache_shapes
-from quire.kernels.cuda.rotary import rope_store, store_kv
-from quire.kernels.cuda.skinny import Tile, multiply
+from quire.kernels.cuda.rope import rope_store, store_kv
 
 __all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
 
@@ -41,4 +41,4 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 
 attention = partial(ways.attention, exact=True)
-fused = Fused(rope_store, partial(ways.turn_and_attend, exact=True), gated_linear)
+fused = Fused(rope_store, partial(ways.rope_attention, exact=True), gated_linear)

@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
 
 @triton.jit
 def _norm(
     x, residual, weight, y, total, groups, x_row, x_group, size, eps,
-    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
+    launch_dependents(PDL)
     at = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    after_last(CHAINED)
+    wait_for_previous(PDL)
     values = tl.load(x + at // groups * x_row + at % groups * x_group + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + at * size + columns, mask=inside, other=0.0).to(tl.float32)
@@ -45,6 +45,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         _norm[(count,)](
             rows, total, weight, y, total, rows.shape[1], rows.stride(0), rows.stride(1), size, eps,
             HAS_RESIDUAL=residual is not None, WIDTH=width, num_warps=min(16, max(1, width // 512)),
-            **chained(),
+            **pdl_options(),
         )  # fmt: skip
     return y if residual is None else (y, residual)

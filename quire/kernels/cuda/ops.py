@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import Fused
-from quire.kernels.cuda import launchers
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
-from quire.kernels.cuda.attention import attention, turn_and_attend
+from quire.kernels.cuda.attention.dispatch import attention, rope_attention
+from quire.kernels.cuda.gemm.skinny import gated_linear, linear
+from quire.kernels.cuda.launch import launchers
 from quire.kernels.cuda.norm import rms_norm
-from quire.kernels.cuda.rotary import rope_store, store_kv
-from quire.kernels.cuda.skinny import gated_linear, linear
+from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.reference import DTYPES
 
 __all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
 
 launchers.use()
-fused = Fused(rope_store, turn_and_attend, gated_linear)
+fused = Fused(rope_store, rope_attention, gated_linear)
 
 
 def cache_shapes(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.cuda.scoring import soften
+from quire.kernels.cuda.attention.scoring import softcap_scores
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def read_tile(
+def load_tile(
     keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def score(products, distance, scale, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOP
     if HAS_CAP or HAS_SLOPES:
         scores = products * scale
         if HAS_CAP:
-            scores = soften(scores, cap)
+            scores = softcap_scores(scores, cap)
         if HAS_SLOPES:
             scores += slope * distance.to(tl.float32)
         scores *= LOG2_E
@@ -52,7 +52,7 @@ def score(products, distance, scale, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOP
 
 
 @triton.jit
-def absorb(
+def update_softmax(
     query, key, value, seen, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip

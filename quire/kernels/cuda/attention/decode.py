@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, after_last_once, chained, let_next
-from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
-from quire.kernels.cuda.rotary import fit
-from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import score
+from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.attention.softmax import score
+from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
+from quire.kernels.cuda.rope import fit
 from quire.kernels.paging import LayerCache, Paging
 
 QUERIES = 8  # columns that a matrix instruction has: the most query heads of a key head
@@ -29,32 +29,32 @@ NEW_ROWS = 64  # with more, `New` costs more than kernels of their own do
 
 
 @triton.jit
-def _partner(columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each column: the one it is turned with, which angle is theirs, and the sign of the partner's share."""
+def _partner(columns, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each column: its partner in the rotation, the index of their angle, and the sign of the partner's term."""
     if INTERLEAVED:
         return columns ^ 1, columns // 2, tl.where(columns % 2 == 0, -1.0, 1.0)
-    half: tl.constexpr = TURNED // 2
+    half: tl.constexpr = ROTARY_DIM // 2
     is_first = columns < half
     return tl.where(is_first, columns + half, columns - half), columns % half, tl.where(is_first, -1.0, 1.0)
 
 
 @triton.jit
-def _read_angles(table, columns, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_angles(table, columns, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Of a row of the table, for each column: the cosine, and the sine with the sign of the partner's share."""
-    _, angle, sign = _partner(columns, TURNED, INTERLEAVED)
-    is_turned = columns < TURNED
-    cosines = tl.load(table + angle, mask=is_turned, other=1.0)
-    return cosines, tl.load(table + TURNED // 2 + angle, mask=is_turned, other=0.0) * sign
+    _, angle, sign = _partner(columns, ROTARY_DIM, INTERLEAVED)
+    is_rotary = columns < ROTARY_DIM
+    cosines = tl.load(table + angle, mask=is_rotary, other=1.0)
+    return cosines, tl.load(table + ROTARY_DIM // 2 + angle, mask=is_rotary, other=0.0) * sign
 
 
 @triton.jit
-def _turned(x, columns, inside, cosines, sines, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _rotated(x, columns, inside, cosines, sines, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
     """x points to heads [1, lanes]; what comes back is rotated by these angles, and rounded as a head is stored."""
-    partner, _, _ = _partner(columns, TURNED, INTERLEAVED)
+    partner, _, _ = _partner(columns, ROTARY_DIM, INTERLEAVED)
     own = tl.load(x + columns[:, None], mask=inside, other=0.0)
-    other = tl.load(x + partner[:, None], mask=inside & (columns < TURNED)[:, None], other=0.0)
-    turned = own.to(tl.float32) * cosines[:, None] + other.to(tl.float32) * sines[:, None]
-    return turned.to(own.dtype)
+    other = tl.load(x + partner[:, None], mask=inside & (columns < ROTARY_DIM)[:, None], other=0.0)
+    rotated = own.to(tl.float32) * cosines[:, None] + other.to(tl.float32) * sines[:, None]
+    return rotated.to(own.dtype)
 
 
 @triton.jit
@@ -84,11 +84,11 @@ def _read(
 
 
 @triton.jit
-def _take_in(
+def _update(
     query, key, value, seen, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """As `absorb`, the other way round: query and total [dim, queries], mass [keys, queries] and not summed yet."""
+    """`update_softmax`, transposed: query and total [dim, queries], mass [keys, queries] and not summed yet."""
     key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(key, query, input_precision="ieee")
     scores = score(products, distance[:, None], scale, cap, slope, HAS_CAP, HAS_SLOPES)
@@ -103,7 +103,7 @@ def _take_in(
 
 
 @triton.jit
-def _take_in_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_CAP: tl.constexpr):
+def _update_with_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_CAP: tl.constexpr):
     """The newest token's key and value, [dim, 1] each, if they are this program's; mass is summed already."""
     products = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=0)
     its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
@@ -122,15 +122,15 @@ def _decode(
     v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NEW: tl.constexpr,
-    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, CHAINED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
+    KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
+    launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
-        after_last_once(CHAINED)
+        wait_for_previous_once(PDL)
         return
     begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     newest, token = tl.load(split + 6) - 1, tl.load(split + 7).to(tl.int64)
@@ -153,7 +153,7 @@ def _decode(
         slope = tl.load(slopes + heads, mask=is_query, other=0.0)[None, :]
 
     if not IS_NEW:
-        after_last(CHAINED)
+        wait_for_previous(PDL)
     is_early: tl.constexpr = IS_NEW or HAS_WINDOW  # whether the first tile is taken by itself
     places = begin + within
     seen = (places < stop) & (places >= first)
@@ -163,16 +163,18 @@ def _decode(
         )
     if IS_NEW:
         newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
-        cosines, sines = _read_angles(angles + tl.maximum(newest, 0) * TURNED, columns, TURNED, INTERLEAVED)
-        after_last(CHAINED)
+        cosines, sines = _load_angles(angles + tl.maximum(newest, 0) * ROTARY_DIM, columns, ROTARY_DIM, INTERLEAVED)
+        wait_for_previous(PDL)
     at_query = q + token * q_row + heads[None, :] * DIM
     is_its = is_column[:, None] & is_query[None, :]
     if IS_NEW:
         one = tl.arange(0, 1)[None, :]
         wanted = is_column[:, None] & is_mine
-        new_key = _turned(k + token * k_row + head * DIM + one, columns, wanted, cosines, sines, TURNED, INTERLEAVED)
+        new_key = _rotated(
+            k + token * k_row + head * DIM + one, columns, wanted, cosines, sines, ROTARY_DIM, INTERLEAVED
+        )
         new_value = tl.load(v + token * v_row + head * DIM + one + columns[:, None], mask=wanted, other=0.0)
-        query = _turned(at_query, columns, is_its, cosines, sines, TURNED, INTERLEAVED)
+        query = _rotated(at_query, columns, is_its, cosines, sines, ROTARY_DIM, INTERLEAVED)
         new_key, new_value = fit(new_key, keys), fit(new_value, values)
         place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[:, None]
         tl.store(keys + place, new_key, mask=wanted)
@@ -183,7 +185,7 @@ def _decode(
     masses = tl.zeros([TILE, QUERIES], tl.float32)
     total = tl.zeros([WIDTH, QUERIES], tl.float32)
     if is_early:
-        top, masses, total = _take_in(
+        top, masses, total = _update(
             query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
     after_first = begin + TILE if is_early else begin
@@ -193,7 +195,7 @@ def _decode(
         key, value = _read(
             keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, False
         )
-        top, masses, total = _take_in(
+        top, masses, total = _update(
             query, key, value, places, places - newest, top, masses, total, scale, cap, slope, False, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
@@ -203,12 +205,12 @@ def _decode(
         key, value = _read(
             keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, True
         )
-        top, masses, total = _take_in(
+        top, masses, total = _update(
             query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
     mass = tl.sum(masses, axis=0)
     if IS_NEW:
-        top, mass, total = _take_in_new(query, new_key, new_value, is_mine, top, mass, total, scale, cap, HAS_CAP)
+        top, mass, total = _update_with_new(query, new_key, new_value, is_mine, top, mass, total, scale, cap, HAS_CAP)
 
     total = tl.trans(total)
     inside = is_query[:, None] & is_column[None, :]
@@ -218,13 +220,13 @@ def _decode(
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
     else:
         slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
-        is_last = leave_part(
+        is_last = store_partial(
             parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
             at_part = first_slot * QUERIES + lanes
-            mass, total = join_parts(
+            mass, total = merge_partials(
                 parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 4
             )
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -232,7 +234,7 @@ def _decode(
 
 
 class New(NamedTuple):
-    """The new tokens' keys and values [rows, kv_heads, dim], not turned yet, and what turns them."""
+    """The new tokens' keys and values [rows, kv_heads, dim], before rotation, and the angles."""
 
     k: Tensor
     v: Tensor
@@ -271,7 +273,7 @@ def decode_attention(
     kv_heads, page, dim = cache.k.shape[1:]
     tile, warps, stages = shape or choose_shape(dim)
     width = triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace("decode", most_slots(kv_heads) * kv_heads, QUERIES, width, q.device)
+    parts, tops, arrived = workspace("decode", max_partials(kv_heads) * kv_heads, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
     tables, nothing = paging.block_tables[cache.group], splits
     k, v, angles, interleaved = new or New(q, q, q, False)
@@ -282,6 +284,6 @@ def decode_attention(
         k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
-        TURNED=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,
-        KV_HEADS=kv_heads, IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **chained(),
+        ROTARY_DIM=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,
+        KV_HEADS=kv_heads, IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **pdl_options(),
     )  # fmt: skip

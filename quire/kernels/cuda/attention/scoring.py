@@ -19,6 +19,6 @@ class Scoring(NamedTuple):
 
 
 @triton.jit
-def soften(scores, cap):
+def softcap_scores(scores, cap):
     """cap * tanh(scores / cap)"""
     return cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)

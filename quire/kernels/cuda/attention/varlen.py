@@ -33,10 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import workspace
-from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.varlen_items import ITEM_FIELDS, KEYS, PART_UNITS, STAGES, num_programs
+from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.attention.split_kv import workspace
+from quire.kernels.cuda.attention.varlen_items import ITEM_FIELDS, KEYS, PART_UNITS, STAGES, num_programs
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.paging import LayerCache, Paging
 
 BUFFERS = 2  # tiles of queries in shared memory
@@ -229,7 +229,7 @@ def step(
 
 
 @gluon.jit
-def leave_part(parts, tops, arrived, place, counter, count, shift, mass, total):
+def store_partial(parts, tops, arrived, place, counter, count, shift, mass, total):
     """Leave what was found of a part in the workspace; whether all others of its tile had been left before."""
     DIM: gl.constexpr = total.shape[1]
     layout: gl.constexpr = total.type.layout
@@ -246,7 +246,7 @@ def leave_part(parts, tops, arrived, place, counter, count, shift, mass, total):
 
 
 @gluon.jit
-def join_parts(parts, tops, place, stride, count, total):
+def merge_partials(parts, tops, place, stride, count, total):
     """The parts of a tile, put together in their order: the sum does not depend on who was last."""
     DIM: gl.constexpr = total.shape[1]
     layout: gl.constexpr = total.type.layout
@@ -350,9 +350,9 @@ def attend(
             counter = gl.load(item + 6) * stride + head * SIDES + SIDE
             place = counter + gl.load(item + 4) * stride
             shift = gl.convert_layout(top * scale, gl.SliceLayout(1, in_sums))
-            is_done = leave_part(parts, tops, arrived, place, counter, num_parts, shift, mass, total)
+            is_done = store_partial(parts, tops, arrived, place, counter, num_parts, shift, mass, total)
             if is_done:
-                mass, total = join_parts(parts, tops, counter, stride, num_parts, total)
+                mass, total = merge_partials(parts, tops, counter, stride, num_parts, total)
         if is_done:
             # Loaded again, and under other names: these would take registers all through the loop.
             start = starts + gl.load(item)
@@ -370,7 +370,7 @@ def _varlen(
     k_source, v_source, q, out, parts, tops, arrived, tables, seq_lens, starts, items, programs, scale, window, q_row,
     out_row, table_row, block_rows, head_rows, KV_HEADS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr, CHAINED: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = k_source.layout
     dtype: gl.constexpr = k_source.dtype
@@ -393,8 +393,8 @@ def _varlen(
         mbarrier.init(v_full.index(nth), count=1)
         mbarrier.init(v_free.index(nth), count=SIDES)
     fence_async_shared()
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     shared = (queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free)
     work = (items, programs)
     attended = (out, parts, tops, arrived, starts, seq_lens, scale, window, out_row)
@@ -432,7 +432,7 @@ def varlen_attention(
         paging.query_starts, items, programs, scoring.scale * LOG2_E.value, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0) // dim, cache.k.stride(1) // dim,
         KV_HEADS=kv_heads, DIM=dim, GROUP=q.shape[1] // kv_heads, PAGE=page, KEYS=KEYS, STAGES=STAGES[dim],
-        BUFFERS=BUFFERS, HAS_WINDOW=window is not None, REGISTERS=240, FEED_REGISTERS=24, num_warps=4, **chained(),
+        BUFFERS=BUFFERS, HAS_WINDOW=window is not None, REGISTERS=240, FEED_REGISTERS=24, num_warps=4, **pdl_options(),
     )  # fmt: skip
 
 

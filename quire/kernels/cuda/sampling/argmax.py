@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
 WIDTH = 4096
 MAX_SPLITS = 16
@@ -15,7 +15,7 @@ PROGRAMS = 132 * 8  # as many as an H200 runs at once
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _best(
+def _argmax(
     logits,
     entries,
     tokens,
@@ -29,10 +29,10 @@ def _best(
     splits,
     WIDTH: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(size, splits), 16) * 16  # so many lie side by side in one load
@@ -65,7 +65,7 @@ def _best(
         tl.store(arrived + row, 0)
 
 
-class BestFinder:
+class Argmax:
     """Finds the first largest of each row; a NaN counts as infinity."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class BestFinder:
         rows, size = logits.shape
         assert logits.stride(1) == 1
         splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
-        _best[(rows, splits)](
+        _argmax[(rows, splits)](
             logits, entries, tokens, scores, last_tokens, self._parts, self._places, self._arrived, logits.stride(0),
-            size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **chained(),
+            size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **pdl_options(),
         )  # fmt: skip

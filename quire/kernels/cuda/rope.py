@@ -1,6 +1,6 @@
 """Rotation and the cache's write in one kernel: what comes out of the projection is read once.
 
-Queries and keys are turned in place, and keys and values go to their slots. A slot of -1 is nobody's: rows that
+Queries and keys are rotated in place, and keys and values go to their slots. A slot of -1 is nobody's: rows that
 only fill up a captured batch have those.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.paging import LayerCache
 
 HEADS = 8  # in a program
@@ -33,37 +33,37 @@ def fit(x, like):
 
 
 @triton.jit
-def _turn(a, b, cosines, sines):
+def _rotate_pair(a, b, cosines, sines):
     return a * cosines - b * sines, b * cosines + a * sines
 
 
 @triton.jit
 def _rope_store(
     q, k, v, positions, table, keys, values, slots, q_row, k_row, v_row, num_q, num_kv, block_size, block_stride,
-    head_stride, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    head_stride, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots + token)
     place = slot // block_size * block_stride + slot % block_size * DIM
     pairs = tl.arange(0, HALF)
     first = 2 * pairs if INTERLEAVED else pairs
-    second = first + 1 if INTERLEAVED else pairs + TURNED // 2
-    exists = (pairs < TURNED // 2)[None, :]
+    second = first + 1 if INTERLEAVED else pairs + ROTARY_DIM // 2
+    exists = (pairs < ROTARY_DIM // 2)[None, :]
     position = tl.load(positions + token)
-    row = table + position * TURNED
-    cosines = tl.load(row + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
-    sines = tl.load(row + TURNED // 2 + pairs, mask=pairs < TURNED // 2, other=0.0)[None, :]
+    row = table + position * ROTARY_DIM
+    cosines = tl.load(row + pairs, mask=pairs < ROTARY_DIM // 2, other=0.0)[None, :]
+    sines = tl.load(row + ROTARY_DIM // 2 + pairs, mask=pairs < ROTARY_DIM // 2, other=0.0)[None, :]
 
     if tl.program_id(1) * HEADS < num_q:
         is_q = (heads < num_q)[:, None] & exists
         at = q + token * q_row + heads[:, None] * DIM
         a = tl.load(at + first[None, :], mask=is_q, other=0.0).to(tl.float32)
         b = tl.load(at + second[None, :], mask=is_q, other=0.0).to(tl.float32)
-        a, b = _turn(a, b, cosines, sines)
+        a, b = _rotate_pair(a, b, cosines, sines)
         tl.store(at + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
         tl.store(at + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
 
@@ -74,7 +74,7 @@ def _rope_store(
         at = k + token * k_row + key_heads[:, None] * DIM
         a = tl.load(at + first[None, :], mask=is_k, other=0.0).to(tl.float32)
         b = tl.load(at + second[None, :], mask=is_k, other=0.0).to(tl.float32)
-        a, b = _turn(a, b, cosines, sines)
+        a, b = _rotate_pair(a, b, cosines, sines)
         a, b = a.to(k.dtype.element_ty), b.to(k.dtype.element_ty)
         tl.store(at + first[None, :], a, mask=is_k)
         tl.store(at + second[None, :], b, mask=is_k)
@@ -83,8 +83,8 @@ def _rope_store(
         tl.store(to + second[None, :], fit(b, keys), mask=is_k)
 
         columns = tl.arange(0, WIDTH)
-        if TURNED < DIM:
-            passed = stored[:, None] & ((columns >= TURNED) & (columns < DIM))[None, :]
+        if ROTARY_DIM < DIM:
+            passed = stored[:, None] & ((columns >= ROTARY_DIM) & (columns < DIM))[None, :]
             rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
             tl.store(to + columns[None, :], fit(rest, keys), mask=passed)
 
@@ -99,18 +99,18 @@ def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, interleaved: bool, cache: LayerCache,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q and k [tokens, heads, dim] turned in place; k and v are in the cache."""
+    """Rotate q and k [tokens, heads, dim] in place, and store k and v in the cache."""
     tokens, num_q, dim = q.shape
     num_kv = k.shape[1]
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     if tokens:
-        turned = table.shape[1]
+        rotary_dim = table.shape[1]
         grid = (tokens, triton.cdiv(num_q + num_kv, HEADS))
         _rope_store[grid](
             q, k, v, positions, table, cache.k, cache.v, slots, q.stride(0), k.stride(0), v.stride(0), num_q, num_kv,
-            cache.block_size, cache.k.stride(0), cache.k.stride(1), DIM=dim, TURNED=turned, INTERLEAVED=interleaved,
-            HEADS=HEADS, HALF=triton.next_power_of_2(turned // 2), WIDTH=triton.next_power_of_2(dim), num_warps=2,
-            **chained(),
+            cache.block_size, cache.k.stride(0), cache.k.stride(1), DIM=dim, ROTARY_DIM=rotary_dim,
+            INTERLEAVED=interleaved, HEADS=HEADS, HALF=triton.next_power_of_2(rotary_dim // 2), WIDTH=triton.next_power_of_2(dim), num_warps=2,
+            **pdl_options(),
         )  # fmt: skip
     return q, k
 
@@ -118,10 +118,10 @@ def rope_store(
 @triton.jit
 def _store(
     k, v, keys, values, slots, k_row, v_row, num_kv, block_size, block_stride, head_stride, DIM: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
@@ -141,5 +141,5 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     if tokens:
         _store[(tokens, triton.cdiv(num_kv, HEADS))](
             k, v, cache.k, cache.v, slots, k.stride(0), v.stride(0), num_kv, cache.block_size, cache.k.stride(0),
-            cache.k.stride(1), DIM=dim, HEADS=HEADS, WIDTH=triton.next_power_of_2(dim), num_warps=2, **chained(),
+            cache.k.stride(1), DIM=dim, HEADS=HEADS, WIDTH=triton.next_power_of_2(dim), num_warps=2, **pdl_options(),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.cuda.activation import gelu, gelu_mul, silu, silu_mul
-from quire.kernels.cuda.chain import after_last, chained, let_next
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
 OUTPUTS, INPUTS = 2, 2048  # of one row's tile: the fastest of the sizes tried, for all of a model's matrices
 MIN_ROWS, MAX_ROWS = 16, 64
@@ -28,15 +28,15 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @triton.jit
 def _gemv(
-    x, weight, y, num_out, num_in, stride, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
+    x, weight, y, num_out, num_in, stride, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
+    launch_dependents(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = weight + outputs.to(tl.int64)[:, None] * stride
     is_output = (outputs < num_out)[:, None]
     inputs = tl.arange(0, INPUTS)
     first = tl.load(rows + inputs[None, :], mask=is_output & (inputs < num_in)[None, :], other=0.0).to(tl.float32)
-    after_last(CHAINED)
+    wait_for_previous(PDL)
     total = first * tl.load(x + inputs, mask=inputs < num_in, other=0.0).to(tl.float32)[None, :]
     for at in range(INPUTS, num_in, INPUTS):
         there = at + inputs < num_in
@@ -49,9 +49,9 @@ def _gemv(
 def _skinny(
     x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
-    IS_EVEN: tl.constexpr, CHAINED: tl.constexpr,
+    IS_EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
+    launch_dependents(PDL)
     tile, split = tl.program_id(1), tl.program_id(2)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows, inputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, INPUTS)
@@ -63,7 +63,7 @@ def _skinny(
     share = tl.cdiv(num_in, SPLITS * INPUTS) * INPUTS
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    after_last(CHAINED)
+    wait_for_previous(PDL)
     for at in range(split * share, tl.minimum(split * share + share, num_in), INPUTS):
         there = at + inputs < num_in
         wanted = is_output & there[None, :]
@@ -147,7 +147,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 def _one_row(x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(weight.shape[0], OUTPUTS),)](
-        x, weight, y, *weight.shape, weight.stride(0), OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=2, **chained()
+        x, weight, y, *weight.shape, weight.stride(0), OUTPUTS=OUTPUTS, INPUTS=INPUTS, num_warps=2, **pdl_options()
     )
     return y
 
@@ -165,6 +165,6 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile, activation: str | None = Non
         num_out * weight.stride(0), ROWS=rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits, IS_GATED=activation is not None,
         IS_SILU=activation == "silu", IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0,
-        num_warps=tile.warps, num_stages=tile.stages, **chained(),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_options(),
     )  # fmt: skip
     return y

@@ -30,8 +30,8 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads:
     """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
 
     A row that is cut has a slot for each of its splits; the others have none. `room` is `room_for_splits` of as many
-    rows, or their number: with more, there would be more slots than `most_slots`. The longest come first: programs are
-    started in this order, so the last ones to run are short. Rows' tokens are left out.
+    rows, or their number: with more, there would be more partials than `max_partials`. The longest come first: programs
+    are started in this order, so the last ones to run are short. Rows' tokens are left out.
     """
     if not len(ends):
         return np.zeros((0, FIELDS), np.int32)
@@ -88,13 +88,13 @@ def most_programs(kv_heads: int) -> int:
     return max(1, PROGRAMS // kv_heads)
 
 
-def most_slots(kv_heads: int) -> int:
+def max_partials(kv_heads: int) -> int:
     """A row that is cut has two splits or more, and there are at most so many more splits than rows."""
     return 2 * max(most_programs(kv_heads), SPARE_SPLITS)
 
 
 @triton.jit
-def leave_part(
+def store_partial(
     parts, tops, arrived, slot, pair, count, top, mass, total, lanes, columns, is_query, inside,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def leave_part(
 
 
 @triton.jit
-def join_parts(
+def merge_partials(
     parts, tops, first_part, stride, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import sampling
-from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.scoring import soften
+from quire.kernels.cuda.attention.scoring import softcap_scores
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
 WIDTH = 4096  # of a tile
 PARTS = 8  # thresholds a pass: each costs three operations a logit, a pass fifteen and a reading of all logits
@@ -62,8 +62,8 @@ def value_of(number, LOW_BITS: tl.constexpr):
 def scale(value, top, temperature, floor, softcap, CAPPED: tl.constexpr):
     """A token's logit less the largest one, by the temperature; minus infinity below min-p's floor."""
     if CAPPED:
-        value = soften(value, softcap)
-        top = soften(top, softcap)
+        value = softcap_scores(value, softcap)
+        top = softcap_scores(top, softcap)
     below = value - top
     return tl.where(below < floor, float("-inf"), below / temperature)
 
@@ -102,10 +102,10 @@ def place(part, low, high, reach, even, LOW_BITS: tl.constexpr, PARTS: tl.conste
 def _search(
     logits, scores, entries, settings, cuts, sums, arrived, number, row_stride, size, softcap,
     BY_MASS: tl.constexpr, NUM_EVEN: tl.constexpr, LOW_BITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
@@ -191,7 +191,7 @@ def _search(
         tl.store(known + SPARE, reached - above - keep)
 
 
-class Cutter:
+class TopKTopP:
     """Finds the cuts of up to so many rows of `size` logits; `cuts` holds what was found."""
 
     def __init__(self, max_rows: int, size: int, softcap: float | None, device: torch.device) -> None:
@@ -210,7 +210,7 @@ class Cutter:
                 logits, scores, entries, settings, self.cuts, self._sums, self._arrived, number, logits.stride(0), size,
                 self._softcap or 0.0, BY_MASS=by_mass, NUM_EVEN=NUM_EVEN, LOW_BITS=low_bits, WIDTH=WIDTH,
                 LANES=triton.next_power_of_2(self.num_tiles), PARTS=PARTS, CAPPED=self._softcap is not None,
-                num_warps=WARPS, **chained(),
+                num_warps=WARPS, **pdl_options(),
             )  # fmt: skip
 
 

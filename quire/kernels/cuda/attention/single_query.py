@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, after_last_once, chained, let_next
-from quire.kernels.cuda.parts import FIELDS, join_parts, leave_part, most_slots, workspace
-from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, read_tile
+from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.attention.softmax import load_tile, update_softmax
+from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.paging import LayerCache, Paging
 
 EXACT_QUERIES = 64  # so many rows take the instructions that a tile of queries takes
@@ -26,16 +26,16 @@ def _single(
     block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
-    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
+    launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
-        after_last_once(CHAINED)
+        wait_for_previous_once(PDL)
         return
-    after_last(CHAINED)
+    wait_for_previous(PDL)
     begin, end, count = tl.load(split + 1) // TILE * TILE, tl.load(split + 2), tl.load(split + 5)
     seq_len, token = tl.load(split + 6), tl.load(split + 7).to(tl.int64)
     first = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
@@ -57,23 +57,23 @@ def _single(
     for at in range(begin, end, TILE):
         places = at + tl.arange(0, TILE)
         seen = (places < end) & (places >= first)
-        key, value = read_tile(
+        key, value = load_tile(
             keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
         )
         distance = (places - seq_len + 1)[None, :]
-        top, mass, total = absorb(
+        top, mass, total = update_softmax(
             query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
     is_last = count == 1
     if count > 1:
         slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
-        is_last = leave_part(
+        is_last = store_partial(
             parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
             at_part = first_slot * QUERIES + lanes
-            mass, total = join_parts(
+            mass, total = merge_partials(
                 parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 1
             )
     if is_last:
@@ -81,7 +81,7 @@ def _single(
         tl.store(out + token * out_row + at_heads, result.to(out.dtype.element_ty), mask=inside)
 
 
-def attend_singly(
+def single_query_attention(
     q: Tensor,
     cache: LayerCache,
     paging: Paging,
@@ -94,7 +94,7 @@ def attend_singly(
     kv_heads, page, dim = cache.k.shape[1:]
     group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
-    parts, tops, arrived = workspace("single", most_slots(kv_heads) * kv_heads, queries, width, q.device)
+    parts, tops, arrived = workspace("single", max_partials(kv_heads) * kv_heads, queries, width, q.device)
     scale, window, slopes, softcap = scoring
     tables, nothing = paging.block_tables[cache.group], splits
     is_short = exact_tile is not None or q.dtype == torch.float32
@@ -106,5 +106,5 @@ def attend_singly(
         cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=exact_tile or 64,
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, QUERIES=queries,
         FIELDS=FIELDS, KV_HEADS=kv_heads, num_warps=4, num_stages=2 if is_short else 3,
-        enable_fp_fusion=exact_tile is None, **chained(),
+        enable_fp_fusion=exact_tile is None, **pdl_options(),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.kernels.cuda.scoring import Scoring
+from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.paging import LayerCache
 
 H200_PROGRAMS = 132

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cuda import decode, varlen_items
-from quire.kernels.cuda.decode import NEW_ROWS, New, decode_attention
-from quire.kernels.cuda.parts import room_for_splits, split_contexts
-from quire.kernels.cuda.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
-from quire.kernels.cuda.rotary import rope_store
-from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.single import attend_singly
+from quire.kernels.cuda.attention import decode, varlen_items
+from quire.kernels.cuda.attention.decode import NEW_ROWS, New, decode_attention
+from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
+from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.attention.single_query import single_query_attention
+from quire.kernels.cuda.attention.split_kv import room_for_splits, split_contexts
+from quire.kernels.cuda.rope import rope_store
 from quire.kernels.paging import LayerCache, Paging
 
 
@@ -140,12 +140,12 @@ def attention(
     def attend_singles() -> None:
         attend = decode_attention
         if exact or not decode.suits(q, kv_heads):
-            attend = partial(attend_singly, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
+            attend = partial(single_query_attention, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
         attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
 
     def attend_others() -> None:
         if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
-            from quire.kernels.cuda.varlen import varlen_attention  # of no use on other GPUs
+            from quire.kernels.cuda.attention.varlen import varlen_attention  # of no use on other GPUs
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
@@ -179,11 +179,11 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def turn_and_attend(
+def rope_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, angles: Tensor, interleaved: bool, cache: LayerCache,
     paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`rope`, `store_kv` and `attention` of the reference; q and k may be turned where they are."""
+    """`rope`, `store_kv` and `attention` of the reference; q and k may be rotated in place."""
     kv_heads, work = cache.k.shape[1], find_work(paging)
     if not exact and not work.has_others and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

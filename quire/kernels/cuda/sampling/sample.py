@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.best import BestFinder
-from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.cut import (
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
+from quire.kernels.cuda.sampling.argmax import Argmax
+from quire.kernels.cuda.sampling.gumbel import gumbel
+from quire.kernels.cuda.sampling.top_k_top_p import (
     CUT,
     FLOOR,
     KEEP,
@@ -27,12 +28,11 @@ from quire.kernels.cuda.cut import (
     TOP_P,
     WARPS,
     WIDTH,
-    Cutter,
+    TopKTopP,
     is_counted,
     is_drawn,
     scale,
 )
-from quire.kernels.cuda.noise import gumbel
 
 
 class Draws(NamedTuple):
@@ -66,10 +66,10 @@ def _best_of(scores, columns, size):
 def _pick(
     logits, tokens, scores, entries, lengths, seeds, settings, last_tokens, cuts, bests, ids, ties, arrived, row_stride,
     size, softcap,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
@@ -139,8 +139,8 @@ class TokenSampler:
     """Chooses the tokens of up to so many rows of `size` logits; scores that are no numbers say where none is left."""
 
     def __init__(self, max_rows: int, size: int, softcap: float | None, device: torch.device) -> None:
-        self._find_best = BestFinder(max_rows, device)
-        self._cut = Cutter(max_rows, size, softcap, device)
+        self._argmax = Argmax(max_rows, device)
+        self._cut = TopKTopP(max_rows, size, softcap, device)
         self._softcap = softcap
         num_parts = max_rows * self._cut.num_tiles
         self._bests = torch.empty(2 * num_parts, dtype=torch.float32, device=device)
@@ -156,7 +156,7 @@ class TokenSampler:
         logits = logits[: len(draws.entries)]
         rows, size = logits.shape
         num_tiles = self._cut.num_tiles
-        self._find_best(logits, draws.entries, tokens, scores, draws.last_tokens)
+        self._argmax(logits, draws.entries, tokens, scores, draws.last_tokens)
         if draws.has_top_k:
             self._cut(logits, scores, draws.entries, draws.settings, by_mass=False)
         if draws.has_top_p:
@@ -165,5 +165,5 @@ class TokenSampler:
             logits, tokens, scores, draws.entries, draws.lengths, draws.seeds, draws.settings, draws.last_tokens,
             self._cut.cuts, self._bests, self._ids, self._ties, self._arrived, logits.stride(0), size,
             self._softcap or 0.0, WIDTH=WIDTH, LANES=triton.next_power_of_2(num_tiles),
-            CAPPED=self._softcap is not None, num_warps=WARPS, **chained(),
+            CAPPED=self._softcap is not None, num_warps=WARPS, **pdl_options(),
         )  # fmt: skip

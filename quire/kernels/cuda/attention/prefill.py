@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.chain import after_last, chained, let_next
-from quire.kernels.cuda.parts import join_parts, leave_part, workspace
-from quire.kernels.cuda.scoring import Scoring
-from quire.kernels.cuda.softmax import absorb, read_tile
+from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.attention.softmax import load_tile, update_softmax
+from quire.kernels.cuda.attention.split_kv import merge_partials, store_partial, workspace
+from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.paging import LayerCache, Paging
 
 TILE_QUERIES = 128
@@ -47,10 +47,10 @@ def _prefill(
     q_row, out_row, table_row, block_stride, head_stride, mask_row, heads, programs,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, LEAST: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_MASK: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
-    after_last(CHAINED)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     num_tiles = tl.load(tiles)
     num_pairs = num_tiles * heads
     most_splits = tl.maximum(programs // tl.maximum(num_pairs, 1), 1)
@@ -106,18 +106,18 @@ def _prefill(
     end = tl.minimum(end, begin + own)
     for key_at in range(begin, tl.minimum(common, end), TILE):
         places = key_at + within
-        key, value = read_tile(
+        key, value = load_tile(
             keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, False
         )
         distance = places[None, :] - at[:, None]
-        top, mass, total = absorb(
+        top, mass, total = update_softmax(
             query, key, value, distance, distance, top, mass, total, scale, cap, slope, False, HAS_CAP, HAS_SLOPES
         )
     ahead: tl.constexpr = 2 if HAS_WINDOW else 1  # tiles are few here without a window
     for key_at in tl.range(tl.maximum(common, begin), end, TILE, num_stages=ahead):
         places = key_at + within
         there = (places < end) & (places >= lowest)
-        key, value = read_tile(
+        key, value = load_tile(
             keys, values, table, places, there, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
         )
         keys_at = places
@@ -141,19 +141,19 @@ def _prefill(
         if HAS_WINDOW:
             seen &= keys_at[None, :] > at[:, None] - window
         distance = keys_at[None, :] - at[:, None]
-        top, mass, total = absorb(
+        top, mass, total = update_softmax(
             query, key, value, seen, distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
     is_last = splits == 1
     if splits > 1:
         in_tile = tl.arange(0, QUERIES)
-        is_last = leave_part(
+        is_last = store_partial(
             parts, tops, arrived, pair * most_splits + split, pair, splits, top, mass, total, in_tile, columns,
             is_query, inside, QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
             first_part = pair * most_splits * QUERIES + in_tile
-            mass, total = join_parts(
+            mass, total = merge_partials(
                 parts, tops, first_part, QUERIES, splits, columns, is_query, inside, QUERIES, WIDTH, 1
             )
     if is_last:
@@ -185,5 +185,5 @@ def prefill_attention(
         GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
         HAS_MASK=mask is not None, LEAST=LEAST_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
-        **chained(),
+        **pdl_options(),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """A step's numbers from the host to the device in one launch, in place of a copy for each of its buffers.
 
 The kernel reads pinned memory across the bus. Copies would take as long each as it does for all: they are small, and
-the GPU does nothing else between two of them. It is launched without `chained()`: later kernels of the step read what
-it brings, and what earlier steps wrote, before they wait for the kernel before them.
+the GPU does nothing else between two of them. The kernel is launched without PDL: later kernels of the step read what
+it uploads, and what earlier steps wrote, before they wait for the kernel before them (`pdl.py`).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ FIELDS = tl.constexpr(5)
 
 
 @triton.jit(do_not_specialize=["first"])
-def _deliver(letters, first, CHUNK: tl.constexpr):
-    letter = letters + (first + tl.program_id(0)) * FIELDS
-    source = tl.load(letter).to(tl.pointer_type(tl.int32))
-    target = tl.load(letter + 1).to(tl.pointer_type(tl.int32))
-    rows = tl.load(letter + 2).to(tl.int32)
-    words = tl.load(letter + 3).to(tl.int32)
-    stride = tl.load(letter + 4).to(tl.int32)
+def _upload(copies, first, CHUNK: tl.constexpr):
+    copy = copies + (first + tl.program_id(0)) * FIELDS
+    source = tl.load(copy).to(tl.pointer_type(tl.int32))
+    target = tl.load(copy + 1).to(tl.pointer_type(tl.int32))
+    rows = tl.load(copy + 2).to(tl.int32)
+    words = tl.load(copy + 3).to(tl.int32)
+    stride = tl.load(copy + 4).to(tl.int32)
     nth = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = nth < rows * words
     place = nth // words * stride + nth % words
     tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
 
 
-def compile_delivery(letters: Tensor) -> None:
-    _deliver[(1, 1)](letters, 0, CHUNK=CHUNK, num_warps=4)
+def compile_upload(copies: Tensor) -> None:
+    _upload[(1, 1)](copies, 0, CHUNK=CHUNK, num_warps=4)
 
 
-class Delivery:
-    """Letters that are due: from where to where, how many rows, how many words of each, and how far rows are apart.
+class Upload:
+    """Copies that are due: from where to where, how many rows, how many words of each, and how far rows are apart.
 
     None is written over before `clear` says that all have arrived.
     """
 
     def __init__(self, most: int) -> None:
-        self._letters = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=True)
-        self._rows = self._letters.numpy()
+        self._copies = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=True)
+        self._rows = self._copies.numpy()
         self._sent = self._count = self._most_words = 0
 
     def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
@@ -58,8 +58,8 @@ class Delivery:
 
     def send(self) -> None:
         if self._most_words:
-            num_letters, chunks = self._count - self._sent, triton.cdiv(self._most_words, CHUNK)
-            _deliver[(num_letters, chunks)](self._letters, self._sent, CHUNK=CHUNK, num_warps=4)
+            num_copies, chunks = self._count - self._sent, triton.cdiv(self._most_words, CHUNK)
+            _upload[(num_copies, chunks)](self._copies, self._sent, CHUNK=CHUNK, num_warps=4)
         self._sent, self._most_words = self._count, 0
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""All kernels of a model's steps, compiled into Triton's cache: `python -m quire.kernels.cuda.precompile`.
+"""All kernels of a model's steps, compiled into Triton's cache: `python -m quire.kernels.cuda.launch.precompile`.
 
 The functions that launch kernels are called in the ways that steps call them, on tensors without memory, and a launch
 compiles its kernel and goes no further. Needs no GPU and loads no torch. `engine/precompile.py` starts several such
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire.kernels.cuda import standin
+from quire.kernels.cuda.launch import torch_stub
 
 FEW_ROWS = 16
 MANY_ROWS = 128  # more than the kernels for few rows take
@@ -45,15 +45,15 @@ class Model:
     logit_softcap: float | None
 
 
-class Rehearsal:
-    """Every op in the ways that steps call it. To be made when the stand-in for torch is in its place."""
+class KernelCalls:
+    """Every op in the ways that steps call it. Make it after the stub of torch is installed."""
 
     def __init__(self, model: Model) -> None:
         from quire.kernels.cuda import exact, ops
 
         self.model = model
         self.ops: Any = exact if model.exact else ops
-        self.dtype = standin.DTYPES[model.dtype]
+        self.dtype = torch_stub.DTYPES[model.dtype]
 
     def tasks(self) -> Iterator[Callable[[], None]]:
         """Each compiles one kernel or a few; those that take longest come first."""
@@ -64,23 +64,23 @@ class Rehearsal:
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, MANY_ROWS)
         yield partial(self.draw, self.dtype, self.model.logit_softcap)
-        yield partial(self.draw, standin.DTYPES["float32"], None)
+        yield partial(self.draw, torch_stub.DTYPES["float32"], None)
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
         yield self.serve
 
     def attend_to_prompts(self, window: int | None) -> None:
-        from quire.kernels.cuda import varlen_items
-        from quire.kernels.cuda.attention import Work
-        from quire.kernels.cuda.prefill import Tiles
+        from quire.kernels.cuda.attention import varlen_items
+        from quire.kernels.cuda.attention.dispatch import Work
+        from quire.kernels.cuda.attention.prefill import Tiles
 
         items, tiles = numbers(1 + FEW_ROWS * varlen_items.ITEM_FIELDS), Tiles(numbers(1 + 2 * FEW_ROWS))
         self._attend(window, FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
 
     def attend_to_singles(self, window: int | None, rows: int) -> None:
-        from quire.kernels.cuda.attention import Work
-        from quire.kernels.cuda.parts import FIELDS
+        from quire.kernels.cuda.attention.dispatch import Work
+        from quire.kernels.cuda.attention.split_kv import FIELDS
 
         self._attend(window, rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
 
@@ -92,21 +92,21 @@ class Rehearsal:
         shape, _, kept = self.ops.cache_shapes(
             model.kv_dtype, model.block_size, model.num_kv_heads, model.head_dim
         )  # fmt: skip
-        kept_here: Any = standin.empty(2, *shape, dtype=kept)
+        kept_here: Any = torch_stub.empty(2, *shape, dtype=kept)
         cache = LayerCache(kept_here, kept_here, 0, model.block_size)
         tables, slots = [numbers(rows, 16)], [longs(tokens)]
         paging: Any = Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)
-        angles = standin.empty(1, model.rotary_dim)
-        self.ops.fused.turn_and_attend(
+        angles = torch_stub.empty(1, model.rotary_dim)
+        self.ops.fused.rope_attention(
             q, k, v, longs(tokens), angles, model.interleaved, cache, paging, scale=model.scale, window=window,
             softcap=model.attention_softcap,
         )  # fmt: skip
 
-    def _heads(self, tokens: int) -> list[standin.Tensor]:
+    def _heads(self, tokens: int) -> list[torch_stub.Tensor]:
         """Queries, keys and values, as they lie side by side in what their product gives."""
         model = self.model
         counts = model.num_heads, model.num_kv_heads, model.num_kv_heads
-        joined = standin.empty(tokens, sum(counts), model.head_dim, dtype=self.dtype)
+        joined = torch_stub.empty(tokens, sum(counts), model.head_dim, dtype=self.dtype)
         return [joined.narrow(1, count) for count in counts]
 
     def multiply(self, rows: int) -> None:
@@ -129,37 +129,37 @@ class Rehearsal:
 
     def serve(self) -> None:
         """What is done before and after the layers."""
-        from quire.kernels.cuda.best import BestFinder
-        from quire.kernels.cuda.deliver import compile_delivery
-        from quire.kernels.cuda.feed import feed
+        from quire.kernels.cuda.launch.upload import compile_upload
+        from quire.kernels.cuda.sampling.argmax import Argmax
+        from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 
-        compile_delivery(longs(FEW_ROWS, 8))
-        feed(longs(FEW_ROWS), numbers(FEW_ROWS + 1), numbers(FEW_ROWS), longs(FEW_ROWS), FEW_ROWS)
-        find: Any = BestFinder(MAX_ROWS, "meta")  # type: ignore[arg-type]
+        compile_upload(longs(FEW_ROWS, 8))
+        fill_last_tokens(longs(FEW_ROWS), numbers(FEW_ROWS + 1), numbers(FEW_ROWS), longs(FEW_ROWS), FEW_ROWS)
+        find: Any = Argmax(MAX_ROWS, "meta")  # type: ignore[arg-type]
         logits = self._rows(FEW_ROWS, self.model.vocab_size)
-        find(logits, numbers(FEW_ROWS), longs(MAX_ROWS), standin.empty(MAX_ROWS), longs(MAX_ROWS))
+        find(logits, numbers(FEW_ROWS), longs(MAX_ROWS), torch_stub.empty(MAX_ROWS), longs(MAX_ROWS))
 
-    def draw(self, dtype: standin.DType, softcap: float | None) -> None:
-        from quire.kernels.cuda.sample import Draws, TokenSampler
+    def draw(self, dtype: torch_stub.DType, softcap: float | None) -> None:
+        from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
         from quire.kernels.sampling import NUM_SETTINGS
 
         size = self.model.vocab_size
-        settings: Any = standin.empty(MAX_ROWS, NUM_SETTINGS, dtype=standin.DTYPES["float64"])
+        settings: Any = torch_stub.empty(MAX_ROWS, NUM_SETTINGS, dtype=torch_stub.DTYPES["float64"])
         rows = numbers(FEW_ROWS)
         draws = Draws(rows, rows, longs(MAX_ROWS), settings, longs(MAX_ROWS), has_top_k=True, has_top_p=True)
         sample: Any = TokenSampler(MAX_ROWS, size, softcap, "meta")  # type: ignore[arg-type]
-        sample(standin.empty(FEW_ROWS, size, dtype=dtype), draws, longs(MAX_ROWS), standin.empty(MAX_ROWS))
+        sample(torch_stub.empty(FEW_ROWS, size, dtype=dtype), draws, longs(MAX_ROWS), torch_stub.empty(MAX_ROWS))
 
-    def _rows(self, *shape: int) -> standin.Tensor:
-        return standin.empty(*shape, dtype=self.dtype)
+    def _rows(self, *shape: int) -> torch_stub.Tensor:
+        return torch_stub.empty(*shape, dtype=self.dtype)
 
 
 def numbers(*shape: int) -> Any:
-    return standin.empty(*shape, dtype=standin.DTYPES["int32"])
+    return torch_stub.empty(*shape, dtype=torch_stub.DTYPES["int32"])
 
 
 def longs(*shape: int) -> Any:
-    return standin.empty(*shape, dtype=standin.DTYPES["int64"])
+    return torch_stub.empty(*shape, dtype=torch_stub.DTYPES["int64"])
 
 
 class Driver:
@@ -208,11 +208,11 @@ def main() -> None:
     index, count = int(sys.argv[1]), int(sys.argv[2])
     given = json.loads(sys.stdin.buffer.read())
     model = Model(**given | {"capability": tuple(given["capability"]), "windows": tuple(given["windows"])})
-    standin.install(model.capability)
+    torch_stub.install(model.capability)
     from triton.backends.nvidia.driver import CudaLauncher
 
     compile_only(model.capability, CudaLauncher)
-    for task in share(list(Rehearsal(model).tasks()), index, count):
+    for task in share(list(KernelCalls(model).tasks()), index, count):
         task()
 
 
