@@ -50,8 +50,8 @@ class Sampler:
     def choose(self, samples: Samples, hidden: Tensor, has_argmax: bool = False) -> Choice:
         """hidden [n or more, hidden_size], of the samples in their order.
 
-        How a sample is computed depends on its own request only, so its token does not depend on the other samples. With
-        `has_argmax` the greedy tokens were found together with the hidden states.
+        How a sample is computed depends on its own request only, so its token does not depend on the other samples.
+        With `has_argmax` the greedy tokens were found together with the hidden states.
         """
         choice, left = self._choose_plain(samples, hidden, has_argmax)
         reported: list[int] = []

@@ -109,8 +109,8 @@ def rope_store(
         _rope_store[grid](
             q, k, v, positions, table, cache.k, cache.v, slots, q.stride(0), k.stride(0), v.stride(0), num_q, num_kv,
             cache.block_size, cache.k.stride(0), cache.k.stride(1), DIM=dim, ROTARY_DIM=rotary_dim,
-            INTERLEAVED=interleaved, HEADS=HEADS, HALF=triton.next_power_of_2(rotary_dim // 2), WIDTH=triton.next_power_of_2(dim), num_warps=2,
-            **pdl_options(),
+            INTERLEAVED=interleaved, HEADS=HEADS, HALF=triton.next_power_of_2(rotary_dim // 2),
+            WIDTH=triton.next_power_of_2(dim), num_warps=2, **pdl_options(),
         )  # fmt: skip
     return q, k
 
