@@ -58,7 +58,7 @@ class KVCache:
 
     def num_fixed(self, num_encoder_tokens: int) -> int:
         """Blocks of the groups that do not grow."""
-        return self.num_encoder_groups * ceil_div(num_encoder_tokens, self.block_size) + self.num_state_groups
+        return fixed_blocks(num_encoder_tokens, self.block_size, self.num_encoder_groups, self.num_state_groups)
 
     def lookup(self, request: Request) -> Match:
         """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
@@ -80,7 +80,7 @@ class KVCache:
         return max(0, peak_blocks(len(request.tokens), max_count, self.block_size, self.windows) - held)
 
     def adopt(self, request: Request, match: Match, copies: Pairs) -> None:
-        """Give the request what the look-up found, and the blocks of its encoder and its state, which the next step fills.
+        """Give the request what the look-up found, and blocks for its encoder and state, which its next step fills.
 
         The caller has seen that the cost is there.
         """
@@ -112,7 +112,7 @@ class KVCache:
         self._start(request, tables, request.stowed.num_computed)
 
     def fork(self, request: Request) -> bool:
-        """Share the leader's blocks of the whole prompt but its last token, and of the encoder, if it still has them."""
+        """Share the leader's blocks of the encoder and of the prompt but its last token, if it still has them."""
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
             return False
@@ -301,6 +301,11 @@ def peak_blocks(length: int, max_count: int, block_size: int, windows: Sequence[
     return sum(
         whole if window is None else min(whole, ceil_div(window - 1 + max_count, block_size) + 1) for window in windows
     )
+
+
+def fixed_blocks(num_encoder_tokens: int, block_size: int, num_encoder_groups: int, num_state_groups: int) -> int:
+    """The blocks of a request that do not depend on its length."""
+    return num_encoder_groups * ceil_div(num_encoder_tokens, block_size) + num_state_groups
 
 
 def ceil_div(a: int, b: int) -> int:

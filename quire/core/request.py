@@ -132,7 +132,11 @@ class Request:
         self.forks.clear()
 
     def holds_any(self, blocks: set[int]) -> bool:
-        return any(block in blocks for table in (*self.tables, *self.fixed_tables) for block in table)
+        return any(block in blocks for table in self.all_tables for block in table)
+
+    @property
+    def all_tables(self) -> list[Sequence[int | None]]:
+        return [*self.tables, *self.fixed_tables]
 
     @property
     def finished(self) -> bool:

@@ -623,7 +623,8 @@ class Scheduler:
         num_encoder = len(request.encoder_tokens)
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step, num_encoder)
         if needed > self.kv.pool.num_blocks:
+            num_prompt = request.num_prompt + num_encoder
             raise PromptTooLong(
-                f"{request.num_prompt + num_encoder} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
+                f"{num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
                 f"cache, which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
             )

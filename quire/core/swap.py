@@ -39,7 +39,8 @@ class Stowed:
 
     @property
     def slots(self) -> list[int]:
-        return [slot for table in (*self.tables, *self.fixed_tables) for slot in table if slot is not None]
+        fixed = [slot for table in self.fixed_tables for slot in table]
+        return [slot for table in self.tables for slot in table if slot is not None] + fixed
 
 
 class Swap:
@@ -62,7 +63,7 @@ class Swap:
         Blocks of the encoder and the state are copied whole.
         """
         tables, num_computed = [table[:num_blocks] for table in request.tables], request.num_computed
-        needed = sum(block is not None for table in (*tables, *request.fixed_tables) for block in table)
+        needed = sum(block is not None for table in tables for block in table) + sum(map(len, request.fixed_tables))
         if not num_computed or not needed or needed > self.num_free:
             return False
         if not self.costs.favour_copy(needed, num_computed + len(request.encoder_tokens)):

@@ -1,5 +1,6 @@
 """The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
-flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared while they are computed, preempted requests computed again or kept on the host.
+flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared while they are
+computed, preempted requests computed again or kept on the host.
 After every step the invariants hold, and every answer is the one the request would get alone."""
 
 from __future__ import annotations
@@ -129,7 +130,11 @@ class World:
             if not request.num_in_flight and self.random.random() < 0.3:
                 tokens = list(request.tokens)
                 for _ in range(self.random.randint(0, 4)):
-                    guess = next_token([*request.encoder_tokens, *tokens], request.seed) if self.random.random() < 0.7 else 1
+                    guess = (
+                        next_token([*request.encoder_tokens, *tokens], request.seed)
+                        if self.random.random() < 0.7
+                        else 1
+                    )
                     tokens.append(guess)
                     request.drafts.append(guess)
 

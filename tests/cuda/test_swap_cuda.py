@@ -16,10 +16,11 @@ from tests.cuda.gpu import DEVICE
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.request import Request
 from quire.engine import host_blocks
-from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.cache import CacheTensors, lay_out
 from quire.engine.client import InProcess
 from quire.engine.costs import time_copies
 from quire.engine.memory import CacheSize
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 
 pytestmark = pytest.mark.cuda
 
@@ -29,7 +30,9 @@ BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
 
 
 def make_cache(swap_slots: int) -> CacheTensors:
-    return CacheTensors(lay_out([None] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), BLOCK, DEVICE, swap_slots)
+    return CacheTensors(
+        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), DEVICE, swap_slots
+    )
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 7, 1000])

@@ -12,6 +12,7 @@ import torch
 from quire.core.params import SamplingParams
 from quire.core.policy import Policy, Static
 from quire.core.request import Request
+from quire.kernels.cache_spec import KVCacheSpec
 from tests.tools.tiny import FAMILIES, LLAMA, TinyEngine, tiny_model
 
 pytestmark = pytest.mark.cpu
@@ -166,3 +167,16 @@ def test_logits_are_the_same_in_one_chunk_and_token_by_token() -> None:
         scores.append(found)
     assert len(scores[0]) == len(scores[1]) == 58
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_others_in_the_same_blocks(family: str) -> None:
+    """A draft model's, of another shape: where there are windows, blocks of the model's own layers lie apart then."""
+    config, model = FAMILIES[family], MODELS[family]
+    window = config.windows[-1]
+    more = [KVCacheSpec(1, 24, window=window), KVCacheSpec(1, 40, is_latent=True, window=window, dtype="bfloat16")]
+    expected = TinyEngine(config, model=model).answer(questions(sampled=True))
+    engine = TinyEngine(config, model=model, more_specs=more, num_blocks=100, max_requests=16, swap_slots=20)
+    assert all(layer.k.is_contiguous() == (family != "gemma3") for layer in engine.runner.cache.layers)
+    assert engine.answer_preempted(questions(sampled=True), seed=3) == expected
+    assert engine.scheduler.counters.swaps
