@@ -1,7 +1,8 @@
 """A runner without a model: it keeps what each block would hold and checks every read a real kernel would make.
 
-A slot of the cache remembers (token, position) of what was written there. A row is right only if, position by position,
-the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early free is seen at once.
+A slot of the cache remembers token, position and encoder's input of what was written there. A row is right only if,
+position by position, the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early
+free is seen at once.
 A plan that fails leaves nothing in the blocks that it wrote, and what others computed from them is as worthless.
 The next token is a hash of all tokens before it, so an answer depends on the whole context and on nothing else.
 Encoder groups must hold the request's encoder tokens whenever it has a row; a state must be that of all tokens before.
@@ -22,13 +23,18 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
     return crc32(bytes(tokens), seed) % VOCABULARY
 
 
+def mark_of(request: Request) -> int:
+    """Keys and values of a request's tokens depend on what its encoder has read."""
+    return crc32(bytes(request.encoder_tokens))
+
+
 class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], kv: KVCache) -> None:
         self.block_size = block_size
         self.windows = windows
         self.kv = kv
-        self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
-        self.on_host: dict[int, list[tuple[int, int] | None]] = {}
+        self.cells: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+        self.on_host: dict[int, list[tuple[int, ...] | None]] = {}
         self.is_broken = False  # a plan in flight fails: those behind it may read what is not there
         self.num_read_in_flight = 0  # positions that were read by the plan that wrote them, in another row
         self.num_encoded = 0
@@ -57,6 +63,7 @@ class FakeRunner:
                 self.num_rows_lost += 1
         if fails:
             self._spoil(plan.filled_blocks | plan.computed_blocks(range(len(plan)), self.block_size))
+            self._spoil({block for request in plan.encodes for table in request.fixed_tables for block in table})
             self.is_broken = True
         return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
 
@@ -115,7 +122,7 @@ class FakeRunner:
                 is_new = block in self.kv.filling
                 assert is_new or self.kv.pool.refs[block] == 1, f"block {block} is written while it is shared"
                 assert is_new or block not in self.kv.tree.owners, f"block {block} is written though it is published"
-                self.cells[block][position % self.block_size] = (tokens[position], position)
+                self.cells[block][position % self.block_size] = (tokens[position], position, mark_of(request))
 
     def _read(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> bool:
         """Whether all that a row looks at is there."""
@@ -127,7 +134,7 @@ class FakeRunner:
                 cell = self.cells[block][position % self.block_size]
                 if cell is None and self.is_broken:
                     return False
-                assert cell == (tokens[position], position)
+                assert cell == (tokens[position], position, mark_of(request))
                 self.num_read_in_flight += position < start and writers.get(block, request) is not request
         return True
 
