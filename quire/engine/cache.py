@@ -20,6 +20,7 @@ import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from quire.kernels.paging import LayerCache
 
 ALIGNMENT = 256  # bytes, of each layer's part where blocks are packed: whole rows of every kernel's tiles
 MAX_PADDING = 8  # groups are made smaller, and so more, until at most one byte in so many is padding
+TYPICAL_LEN = 2048  # tokens of a request, and of what its encoder reads, for which padding is counted
+TYPICAL_BLOCK = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,13 @@ class CacheLayout:
         return sum(count * width for count, width in self.stacks)
 
     @property
-    def padding_bytes(self) -> int:
-        """Bytes that nobody uses, of one block of each group together."""
-        used = sum(block_bytes(place.block) for place in self.layers)
-        return self.num_groups * self.block_bytes - used
+    def padding(self) -> float:
+        """The share of a typical request's blocks that nobody uses."""
+        kinds = [(0, window) for window in self.windows]
+        kinds += [(1, None)] * self.num_encoder_groups + [(2, None)] * self.num_state_groups
+        tokens = [tokens_held(kind) for kind in kinds]
+        used = sum(tokens[place.group] * block_bytes(place.block) for place in self.layers)
+        return 1 - used / (sum(tokens) * self.block_bytes)
 
 
 def shape_blocks(specs: Sequence[CacheSpec], ops: Kernels, kv_dtype: str, block_size: int) -> list[BlockShape]:
@@ -114,7 +120,9 @@ def lay_out(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLa
         ]
     else:
         sizes = [align(nbytes(block.k, block)) + align(nbytes(block.v, block)) for block in blocks]
-        size = choose_block_bytes([[sizes[layer] for layer in layers] for layers in kinds.values()])
+        size = choose_block_bytes(
+            [Demand(tokens_held(kind), [sizes[layer] for layer in layers]) for kind, layers in kinds.items()]
+        )
         groups = [(kind, group) for kind, layers in kinds.items() for group in pack(layers, sizes, size)]
     members = [layers for _, layers in groups]
     found, stacks = place_in_planes(members, blocks) if has_planes else pack_blocks(members, blocks, size)
@@ -132,21 +140,36 @@ def kind_of(spec: CacheSpec) -> tuple[int, int | None]:
     return (2 if isinstance(spec, StateSpec) else 1), None
 
 
-def choose_block_bytes(kinds: Sequence[Sequence[int]]) -> int:
-    """The size of a block, for kinds of layers of these sizes: the one with the fewest groups whose padding is small.
+def tokens_held(kind: tuple[int, int | None]) -> int:
+    """For how many tokens a typical request holds blocks of a kind. A state is one block, whatever its length."""
+    rank, window = kind
+    return TYPICAL_BLOCK if rank == 2 else min(window or TYPICAL_LEN, TYPICAL_LEN)
 
-    If none has little padding, the one with the least.
+
+class Demand(NamedTuple):
+    """Layers of one kind: for how many tokens a request holds blocks, and each layer's bytes in a block."""
+
+    num_tokens: int
+    sizes: list[int]
+
+
+def choose_block_bytes(kinds: Sequence[Demand]) -> int:
+    """The size of a block: the one with the fewest groups, if little of what a typical request holds is padding.
+
+    If no size has little padding, the one with the least.
     """
-    sizes = [size for kind in kinds for size in kind]
+    sizes = [size for kind in kinds for size in kind.sizes]
     multiples = {count * size for size in set(sizes) for count in range(1, len(sizes) + 1)}
-    sums = {total for kind in kinds for total in accumulate(sorted(kind, reverse=True))}
-    candidates = sorted(size for size in multiples | sums if max(sizes) <= size <= max(map(sum, kinds)))
+    sums = {total for kind in kinds for total in accumulate(sorted(kind.sizes, reverse=True))}
+    largest = max(sum(kind.sizes) for kind in kinds)
+    candidates = sorted(size for size in multiples | sums if max(sizes) <= size <= largest)
+    used = sum(kind.num_tokens * sum(kind.sizes) for kind in kinds)
 
     def cost(size: int) -> tuple[int, int, int]:
-        num_groups = sum(len(pack(range(len(kind)), kind, size)) for kind in kinds)
-        total = num_groups * size
-        padding = total - sum(sizes)
-        return padding if padding > total // MAX_PADDING else 0, num_groups, padding
+        nums_groups = [len(pack(range(len(kind.sizes)), kind.sizes, size)) for kind in kinds]
+        total = sum(kind.num_tokens * count * size for kind, count in zip(kinds, nums_groups, strict=True))
+        padding = total - used
+        return padding if padding > total // MAX_PADDING else 0, sum(nums_groups), padding
 
     return min(candidates, key=cost)
 

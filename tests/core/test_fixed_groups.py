@@ -128,7 +128,7 @@ def test_a_preempted_request_has_them_filled_again_or_brought_back(groups: tuple
     after = [block for table in (*request.tables, *request.fixed_tables) for block in table]
     assert len(after) == len(before)
     if swap_slots:
-        slots = dict((slot, block) for block, slot in plan.swap_out)
+        slots = {slot: block for block, slot in plan.swap_out}
         assert {slots[slot]: block for slot, block in plan.swap_in} == dict(zip(before, after, strict=True))
         assert (plan.encodes, plan.starts) == ([], [5])
     else:

@@ -6,7 +6,7 @@ from quire.kernels.cache_spec import CacheSpec, KVCacheSpec, StateSpec
 
 LATENT = KVCacheSpec(1, 576, value_dim=512, is_latent=True)
 LARGE, SMALL = KVCacheSpec(8, 128), KVCacheSpec(2, 64)
-WINDOW = KVCacheSpec(8, 128, window=20)
+WINDOW = KVCacheSpec(8, 128, window=512)
 CROSS = KVCacheSpec(8, 128, is_cross=True)
 
 MIXED_SPECS: dict[str, list[CacheSpec]] = {
