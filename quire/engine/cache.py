@@ -19,6 +19,7 @@ import math
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -35,6 +36,21 @@ ALIGNMENT = 256  # bytes, of each layer's part where blocks are packed: whole ro
 MAX_PADDING = 8  # groups are made smaller, and so more, until at most one byte in so many is padding
 TYPICAL_LEN = 2048  # tokens of a request, and of what its encoder reads, for which padding is counted
 TYPICAL_BLOCK = 16  # tokens
+
+
+class Growth(IntEnum):
+    """What a layer keeps, in the order of the groups: the request's tokens, the encoder's, or a state."""
+
+    TOKENS = 0
+    ENCODER = 1
+    STATE = 2
+
+
+class Kind(NamedTuple):
+    """Layers of one kind keep the same tokens, so they can share a block table."""
+
+    growth: Growth
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +77,26 @@ class LayerPlace:
 class CacheLayout:
     """Where each layer's part of a block is. Groups that grow come first, then encoder groups, then state groups."""
 
-    windows: tuple[int | None, ...]  # a group each, of those that grow with the request
-    num_encoder_groups: int
-    num_state_groups: int
+    groups: tuple[Kind, ...]
     layers: tuple[LayerPlace, ...]
     stacks: tuple[tuple[int, int], ...]  # of planes of equal size: how many, and bytes of a block in each
 
     @property
-    def num_fixed_groups(self) -> int:
-        return self.num_encoder_groups + self.num_state_groups
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the groups that grow with the request."""
+        return tuple(kind.window for kind in self.groups if kind.growth is Growth.TOKENS)
 
     @property
-    def num_groups(self) -> int:
-        return len(self.windows) + self.num_fixed_groups
+    def num_encoder_groups(self) -> int:
+        return sum(kind.growth is Growth.ENCODER for kind in self.groups)
+
+    @property
+    def num_state_groups(self) -> int:
+        return sum(kind.growth is Growth.STATE for kind in self.groups)
+
+    @property
+    def num_fixed_groups(self) -> int:
+        return self.num_encoder_groups + self.num_state_groups
 
     @property
     def block_bytes(self) -> int:
@@ -82,9 +105,7 @@ class CacheLayout:
     @property
     def padding(self) -> float:
         """The share of a typical request's blocks that nobody uses."""
-        kinds = [(0, window) for window in self.windows]
-        kinds += [(1, None)] * self.num_encoder_groups + [(2, None)] * self.num_state_groups
-        tokens = [tokens_held(kind) for kind in kinds]
+        tokens = [tokens_held(kind) for kind in self.groups]
         used = sum(tokens[place.group] * block_bytes(place.block) for place in self.layers)
         return 1 - used / (sum(tokens) * self.block_bytes)
 
@@ -106,44 +127,43 @@ def lay_out(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLa
     each. So do layers of one kind, whatever their sizes: they are one group, without padding. Otherwise the size of a
     block is chosen (`choose_block_bytes`), and layers are packed into it.
     """
-    kinds: dict[tuple[int, int | None], list[int]] = {}
-    for layer, spec in enumerate(specs):
-        kinds.setdefault(kind_of(spec), []).append(layer)
-    kinds = dict(sorted(kinds.items(), key=lambda item: item[0][0]))  # a stable sort: windows stay in order
-    has_planes = len(kinds) == 1 or len({(nbytes(b.k, b), nbytes(b.v, b)) for b in blocks}) == 1
-    if has_planes:
+    kinds = sort_by_kind(specs)
+    if len(kinds) == 1 or len({(nbytes(block.k, block), nbytes(block.v, block)) for block in blocks}) == 1:
         num_slots = min(map(len, kinds.values()))
         groups = [
             (kind, layers[start : start + num_slots])
             for kind, layers in kinds.items()
             for start in range(0, len(layers), num_slots)
         ]
+        found, stacks = place_in_planes([layers for _, layers in groups], blocks)
     else:
         sizes = [align(nbytes(block.k, block)) + align(nbytes(block.v, block)) for block in blocks]
-        size = choose_block_bytes(
-            [Demand(tokens_held(kind), [sizes[layer] for layer in layers]) for kind, layers in kinds.items()]
-        )
+        demands = [Demand(tokens_held(kind), [sizes[n] for n in layers]) for kind, layers in kinds.items()]
+        size = choose_block_bytes(demands)
         groups = [(kind, group) for kind, layers in kinds.items() for group in pack(layers, sizes, size)]
-    members = [layers for _, layers in groups]
-    found, stacks = place_in_planes(members, blocks) if has_planes else pack_blocks(members, blocks, size)
-    group_of = {layer: group for group, layers in enumerate(members) for layer in layers}
-    places = [LayerPlace(spec, group_of[n], blocks[n], *found[n]) for n, spec in enumerate(specs)]
-    windows = tuple(window for (rank, window), _ in groups if rank == 0)
-    num_encoder, num_state = (sum(rank == each for (rank, _), _ in groups) for each in (1, 2))
-    return CacheLayout(windows, num_encoder, num_state, tuple(places), stacks)
+        found, stacks = pack_blocks([layers for _, layers in groups], blocks, size)
+    group_of = {layer: group for group, (_, layers) in enumerate(groups) for layer in layers}
+    places = tuple(LayerPlace(spec, group_of[n], blocks[n], *found[n]) for n, spec in enumerate(specs))
+    return CacheLayout(tuple(kind for kind, _ in groups), places, stacks)
 
 
-def kind_of(spec: CacheSpec) -> tuple[int, int | None]:
-    """Layers of one kind keep the same tokens: those that grow (0, window), the encoder's (1), states (2)."""
-    if isinstance(spec, KVCacheSpec) and not spec.is_cross:
-        return 0, spec.window
-    return (2 if isinstance(spec, StateSpec) else 1), None
+def sort_by_kind(specs: Sequence[CacheSpec]) -> dict[Kind, list[int]]:
+    """Layers by kind: those that grow in the order in which their windows come up, then others."""
+    kinds: dict[Kind, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        kinds.setdefault(kind_of(spec), []).append(layer)
+    return dict(sorted(kinds.items(), key=lambda item: item[0].growth))
 
 
-def tokens_held(kind: tuple[int, int | None]) -> int:
+def kind_of(spec: CacheSpec) -> Kind:
+    if isinstance(spec, StateSpec):
+        return Kind(Growth.STATE)
+    return Kind(Growth.ENCODER) if spec.is_cross else Kind(Growth.TOKENS, spec.window)
+
+
+def tokens_held(kind: Kind) -> int:
     """For how many tokens a typical request holds blocks of a kind. A state is one block, whatever its length."""
-    rank, window = kind
-    return TYPICAL_BLOCK if rank == 2 else min(window or TYPICAL_LEN, TYPICAL_LEN)
+    return TYPICAL_BLOCK if kind.growth is Growth.STATE else min(kind.window or TYPICAL_LEN, TYPICAL_LEN)
 
 
 class Demand(NamedTuple):

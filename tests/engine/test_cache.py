@@ -69,11 +69,11 @@ def test_layers_of_any_shape_have_memory_of_their_own(name: str, block_size: int
     """Each block is given to one group, and each of its layers writes a number there. All must be found again."""
     specs = MIXED_SPECS[name]
     layout = mixed_layout(specs, block_size)
-    cache = CacheTensors(layout, CacheSize(2 * layout.num_groups, block_size, 0, 12, 3), CPU)
+    cache = CacheTensors(layout, CacheSize(2 * len(layout.groups), block_size, 0, 12, 3), CPU)
     for part in cache._parts:
         assert not part.any()
-    owned = [(layer, block) for layer in cache.layers for block in range(layer.group + 1, 2 * layout.num_groups + 1)]
-    owned = [(layer, block) for layer, block in owned if (block - 1) % layout.num_groups == layer.group]
+    owned = [(layer, block) for layer in cache.layers for block in range(layer.group + 1, 2 * len(layout.groups) + 1)]
+    owned = [(layer, block) for layer, block in owned if (block - 1) % len(layout.groups) == layer.group]
     for number, (layer, block) in enumerate(owned):
         layer.k[block], expected_k = 2 * number, 2 * number
         if layer.v.data_ptr() != layer.k.data_ptr():
@@ -121,7 +121,7 @@ def test_a_latent_has_no_values_of_its_own() -> None:
 )
 def test_little_is_wasted(specs: list[CacheSpec], num_groups: int, share: float) -> None:
     layout = mixed_layout(specs)
-    assert layout.num_groups == num_groups
+    assert len(layout.groups) == num_groups
     assert layout.padding <= share + 1e-9
 
 

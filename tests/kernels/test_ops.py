@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import Kernels, reference, select
 from quire.kernels.cpu import ops as cpu
-from quire.kernels.paging import LayerCache
+from quire.kernels.paging import LayerCache, Paging
 
 pytestmark = pytest.mark.cpu
 
@@ -138,3 +138,19 @@ def test_kernels_are_the_ops_of_the_reference() -> None:
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, quire.kernels; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@BACKENDS
+def test_a_latent_is_both_keys_and_values(ops) -> None:
+    """MLA with its projections absorbed: all heads read one latent, whose first columns are the values."""
+    torch.manual_seed(0)
+    latents = torch.randn(3, 4, 1, 12)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    paging = Paging(torch.tensor([0, 2]), torch.tensor([10]), [table], [], 4, [0, 2], [10])
+    q = torch.randn(2, 5, 12)
+    got = ops.attention(q, LayerCache(latents, latents[..., :8], 0, 4), paging, scale=0.3)
+    k = latents[[2, 0, 1]].flatten(0, 2)[:10]
+    scores = torch.einsum("nhd,md->hnm", q, k) * 0.3
+    scores[:, 0, 9] = float("-inf")
+    expected = torch.einsum("hnm,md->nhd", scores.softmax(-1), k[:, :8])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
