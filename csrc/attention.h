@@ -23,8 +23,6 @@ struct CacheShape {
   int64_t scale_bytes() const { return type == CacheType::INT8 ? 4 * lanes() : 0; }
   int64_t key_head_bytes() const { return int64_t{head_dim} * lanes() * item() + scale_bytes(); }
   int64_t value_head_bytes() const { return int64_t{head_dim} * block_size * item() + scale_bytes(); }
-  int64_t key_bytes() const { return kv_heads * key_head_bytes(); }      // of a block
-  int64_t value_bytes() const { return kv_heads * value_head_bytes(); }  // of a block
 };
 
 // One layer's cache and the rows of a step: `kernels/paging.py` says what they mean.
@@ -32,6 +30,7 @@ struct Cache {
   CacheShape shape;
   uint8_t* keys;
   uint8_t* values;
+  int64_t key_stride, value_stride;  // bytes from one block to the next: a block may hold other layers' keys too
 };
 
 struct Rows {

@@ -40,8 +40,8 @@ static Pages open_pages(const Cache& cache, const Rows& rows, int row, int head)
   pages.table = rows.tables + row * rows.table_stride;
   pages.keys = cache.keys + head * shape.key_head_bytes();
   pages.values = cache.values + head * shape.value_head_bytes();
-  pages.key_block = shape.key_bytes();
-  pages.value_block = shape.value_bytes();
+  pages.key_block = cache.key_stride;
+  pages.value_block = cache.value_stride;
   pages.key_codes = shape.key_head_bytes() - shape.scale_bytes();
   pages.value_codes = shape.value_head_bytes() - shape.scale_bytes();
   pages.block_size = shape.block_size;

@@ -53,8 +53,13 @@ CacheType parse_cache_type(const std::string& name) {
   throw nb::value_error(("there is no cache of type '" + name + "'.").c_str());
 }
 
-Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, Address keys, Address values) {
-  return {{parse_cache_type(type), block_size, kv_heads, head_dim}, reinterpret_cast<uint8_t*>(keys), reinterpret_cast<uint8_t*>(values)};
+// `keys` and `values`: where block 0 is, and bytes from one block to the next.
+Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, View keys, View values) {
+  return {{parse_cache_type(type), block_size, kv_heads, head_dim},
+          reinterpret_cast<uint8_t*>(keys.first),
+          reinterpret_cast<uint8_t*>(values.first),
+          keys.second,
+          values.second};
 }
 
 void add_embed(Program& program, const PanelStore& weight, float scale, View out) {
@@ -105,8 +110,8 @@ void add_gate(Program& program, View x, View y, int64_t size, const std::string&
   program.add(std::move(op));
 }
 
-void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, Address keys,
-               Address values, int group, View k, View v) {
+void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
+               View values, int group, View k, View v) {
   auto op = std::make_unique<StoreOp>();
   op->cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
   op->group = group;
@@ -117,8 +122,8 @@ void add_store(Program& program, const std::string& type, int block_size, int kv
   program.add(std::move(op));
 }
 
-void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, Address keys,
-                   Address values, int group, View q, View out, int heads, float scale, int window, float softcap,
+void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
+                   View values, int group, View q, View out, int heads, float scale, int window, float softcap,
                    Address slopes, Address partials, int64_t num_partials) {
   auto op = std::make_unique<AttentionOp>();
   op->call = {};
@@ -305,7 +310,7 @@ void bind_program(nb::module_& module) {
   module.def(
       "cache_bytes",
       [](const std::string& type, int block_size, int kv_heads, int head_dim) {
-        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, 0, 0).shape;
+        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, {}, {}).shape;
         return std::make_pair(shape.key_head_bytes(), shape.value_head_bytes());
       },
       "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a);

@@ -73,8 +73,8 @@ static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, c
     const int offset = static_cast<int>(slots[token] % shape.block_size);
     const float* key = k + token * k_stride + head * shape.head_dim;
     const float* value = v + token * v_stride + head * shape.head_dim;
-    uint8_t* keys = cache.keys + block * shape.key_bytes() + head * shape.key_head_bytes();
-    uint8_t* values = cache.values + block * shape.value_bytes() + head * shape.value_head_bytes();
+    uint8_t* keys = cache.keys + block * cache.key_stride + head * shape.key_head_bytes();
+    uint8_t* values = cache.values + block * cache.value_stride + head * shape.value_head_bytes();
     switch (shape.type) {
       case CacheType::F32: store_dense<float>(shape, offset, key, value, keys, values); break;
       case CacheType::BF16: store_dense<uint16_t>(shape, offset, key, value, keys, values); break;

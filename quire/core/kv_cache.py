@@ -3,6 +3,12 @@
 A block may be written only while one request refers to it and it is not published; otherwise the writer gets a copy.
 Layers are grouped by how far back they look, and each group has a block table of its own, all from one pool. Only the
 scheduler calls this.
+
+Two kinds of groups do not grow with the request. An encoder group holds what cross-attention reads: it is filled once,
+by the request's first step. A state group holds one block of constant size, which every step rewrites (Mamba, linear
+attention). Both get all their blocks at admission and keep them until the request leaves. Neither is in the prefix
+tree. Decoder blocks are in the tree below a salt that stands for the encoder's input too (`Request.salt`); with state
+groups nothing is looked up or forked, because the state at the end of a shared prefix is gone.
 """
 
 from __future__ import annotations
@@ -19,11 +25,21 @@ class KVCache:
     """Blocks for requests: shared by prefix, copied on write, freed behind windows."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,), *, prefix_cache: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int | None] = (None,),
+        *,
+        num_encoder_groups: int = 0,
+        num_state_groups: int = 0,
+        prefix_cache: bool = True,
     ) -> None:
+        """`windows` has an entry for each group that grows with the request."""
         self.block_size = block_size
         self.windows = tuple(windows)
-        self.prefix_cache = prefix_cache
+        self.num_encoder_groups = num_encoder_groups
+        self.num_state_groups = num_state_groups
+        self.prefix_cache = prefix_cache and not num_state_groups
         self.has_windows = any(window is not None for window in self.windows)
         self.step = 0  # the scheduler's, to date evictions with
         self.filling: set[int] = set()  # published by the plan being made, which is also the one that computes them
@@ -36,8 +52,13 @@ class KVCache:
         self.pool = BlockPool(self.pool.num_blocks)
         self.tree = self._empty_tree()
 
-    def peak(self, length: int, max_count: int) -> int:
-        return peak_blocks(length, max_count, self.block_size, self.windows)
+    def peak(self, length: int, max_count: int, num_encoder_tokens: int = 0) -> int:
+        grown = peak_blocks(length, max_count, self.block_size, self.windows)
+        return grown + self.num_fixed(num_encoder_tokens)
+
+    def num_fixed(self, num_encoder_tokens: int) -> int:
+        """Blocks of the groups that do not grow."""
+        return fixed_blocks(num_encoder_tokens, self.block_size, self.num_encoder_groups, self.num_state_groups)
 
     def lookup(self, request: Request) -> Match:
         """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
@@ -49,23 +70,27 @@ class KVCache:
         """Free blocks that admitting the request uses up, those included that the match takes off the free list."""
         found = [block for table in self._visible(request, match) for block in table if block is not None]
         revived = sum(self.pool.refs[block] == 0 for block in found)
-        return self.peak(len(request.tokens), max_count) - len(found) + revived
+        return self.peak(len(request.tokens), max_count, len(request.encoder_tokens)) - len(found) + revived
 
     def missing(self, request: Request, max_count: int) -> int:
         """Blocks that a running request still needs for the tokens it has."""
         if request.capacity >= len(request.tokens):
             return 0
         held = sum(block is not None for table in request.tables for block in table)
-        return max(0, self.peak(len(request.tokens), max_count) - held)
+        return max(0, peak_blocks(len(request.tokens), max_count, self.block_size, self.windows) - held)
 
     def adopt(self, request: Request, match: Match, copies: Pairs) -> None:
-        """Give the request what the look-up found. The caller has seen that the cost is there."""
+        """Give the request what the look-up found, and blocks for its encoder and state, which its next step fills.
+
+        The caller has seen that the cost is there.
+        """
         tables = self._visible(request, match)
         self._revive(tables)
         self._publish_below(request, match)
         num_tokens = len(match.path) * self.block_size
         if match.partial is not None and self._copy_partial(match.partial, tables, copies):
             num_tokens += match.num_partial
+        self._take_fixed(request)
         self._start(request, tables, num_tokens)
         if match.num_partial and self.has_windows:
             self.trim(request)  # the copied tokens may have moved the window past a block that the path had
@@ -83,12 +108,15 @@ class KVCache:
         for table, slots in zip(tables, request.stowed.tables, strict=True):
             missing = slots[len(match.path) :]
             table.extend(None if slot is None else self._fetch(slot, swap_in) for slot in missing)
+        request.fixed_tables = [[self._fetch(slot, swap_in) for slot in slots] for slots in request.stowed.fixed_tables]
         self._start(request, tables, request.stowed.num_computed)
 
     def fork(self, request: Request) -> bool:
-        """Share the leader's blocks of the whole prompt but its last token, if the leader still has them."""
+        """Share the leader's blocks of the encoder and of the prompt but its last token, if it still has them."""
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
+            return False
+        if self.num_state_groups or leader.salt != request.salt:
             return False
         num_blocks = ceil_div(num_shared, self.block_size)
         tables = [table[:num_blocks] for table in leader.tables]
@@ -96,6 +124,8 @@ class KVCache:
             if None in table[first_block(num_shared, window, self.block_size) :]:
                 return False
         self._revive(tables)
+        request.fixed_tables = [list(table) for table in leader.fixed_tables]
+        self._revive(request.fixed_tables)
         self._start(request, tables, num_shared)
         leader.capacity = min(leader.capacity, leader.num_planned)  # its next write must look before it writes
         node = leader.node
@@ -174,7 +204,10 @@ class KVCache:
             for table in request.tables:
                 if index < len(table) and (block := table[index]) is not None:
                     self._release(block)
-        request.tables = []
+        for fixed in request.fixed_tables:
+            for block in fixed:
+                self._release(block)
+        request.tables, request.fixed_tables = [], []
         request.capacity = request.num_computed = request.num_planned = 0
         request.publish_at = NEVER
         self._move_to(request, None)
@@ -204,7 +237,12 @@ class KVCache:
             for group, first in enumerate(firsts)
         ]
 
-    def _revive(self, tables: list[list[int | None]]) -> None:
+    def _take_fixed(self, request: Request) -> None:
+        num_encoder = ceil_div(len(request.encoder_tokens), self.block_size)
+        sizes = [num_encoder] * self.num_encoder_groups + [1] * self.num_state_groups
+        request.fixed_tables = [[self._take() for _ in range(size)] for size in sizes]
+
+    def _revive(self, tables: Sequence[Sequence[int | None]]) -> None:
         for table in tables:
             for block in table:
                 if block is not None:
@@ -263,6 +301,11 @@ def peak_blocks(length: int, max_count: int, block_size: int, windows: Sequence[
     return sum(
         whole if window is None else min(whole, ceil_div(window - 1 + max_count, block_size) + 1) for window in windows
     )
+
+
+def fixed_blocks(num_encoder_tokens: int, block_size: int, num_encoder_groups: int, num_state_groups: int) -> int:
+    """The blocks of a request that do not depend on its length."""
+    return num_encoder_groups * ceil_div(num_encoder_tokens, block_size) + num_state_groups
 
 
 def ceil_div(a: int, b: int) -> int:

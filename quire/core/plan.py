@@ -24,6 +24,8 @@ class Plan:
     slot, block) of `swap_in`, then every (source, target) of `copies`, in order. A block may be in more than one list:
     what goes out may make room for what comes in, and that may be copied. Within `swap_out` and within `swap_in` no
     target is named twice, so each may be carried out at once. All of it comes after the steps planned before.
+
+    Then the encoder runs for the requests in `encodes`, which have a row in this plan, and fills their encoder groups.
     """
 
     step: int
@@ -34,6 +36,7 @@ class Plan:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    encodes: list[Request] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -48,12 +51,15 @@ class Plan:
         return {target for _, target in [*self.swap_in, *self.copies]}
 
     def computed_blocks(self, rows: Iterable[int], block_size: int) -> set[int]:
-        """Blocks that these rows write to."""
+        """Blocks that these rows write to, those included that the encoder fills for them."""
         blocks: set[int] = set()
         for row in rows:
+            request = self.requests[row]
             first, stop = self.starts[row] // block_size, -(-(self.starts[row] + self.counts[row]) // block_size)
-            for table in self.requests[row].tables:
+            for table in request.tables:
                 blocks.update(block for block in table[first:stop] if block is not None)
+            if request in self.encodes:
+                blocks.update(block for table in request.fixed_tables for block in table)
         return blocks
 
 

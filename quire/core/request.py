@@ -6,9 +6,11 @@ catches up with them, and a prompt chunk, a decoded token, drafts or a recomputa
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from quire.core.constraint import Constraint
@@ -53,7 +55,10 @@ class Request:
     num_planned    the same, plus those of plans still in flight; num_computed <= num_planned
     num_expected   sampled tokens that plans in flight will append to `tokens`
     capacity       tokens up to which positions from num_planned on may be written without asking the cache
-    tables         a block table for each cache group; an entry is None once its block fell behind the window
+    tables         a block table for each cache group that grows; an entry is None once its block fell behind the window
+    fixed_tables   a block table for each encoder group, then for each state group: these do not grow
+    encoder_tokens what an encoder reads before the first token is computed. The cache of the request's own tokens
+                   depends on them, so they become part of its salt
     """
 
     id: str
@@ -70,6 +75,7 @@ class Request:
     output: Sequence[int] = ()
     num_scored: int = 0  # prompt tokens after the first whose logprobs are delivered
     constraint: Constraint | None = None
+    encoder_tokens: Sequence[int] = ()
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # tokens it can ever have
@@ -80,6 +86,7 @@ class Request:
     num_expected: int = field(init=False, default=0)
     capacity: int = field(init=False, default=0)
     tables: list[list[int | None]] = field(init=False, default_factory=list)
+    fixed_tables: list[list[int]] = field(init=False, default_factory=list)
     state: State = field(init=False, default=State.NEW)
     place: int = field(init=False, default=0)  # in the queue, fair between tenants
     rank: tuple[int, int] = field(init=False, default=(0, 0))
@@ -107,6 +114,8 @@ class Request:
         self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
         self.needs_tokens = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
         self.takes_best = self.params.takes_best and not self.changes_logits
+        if self.encoder_tokens:
+            self.salt = blake2b(array("Q", self.encoder_tokens).tobytes() + self.salt, digest_size=16).digest()
 
     @property
     def num_output(self) -> int:
@@ -116,13 +125,18 @@ class Request:
         """Back to a request that waits with its tokens and holds nothing of the cache."""
         self.state = State.WAITING
         self.num_computed = self.num_planned = self.num_expected = self.capacity = self.num_in_flight = 0
-        self.tables, self.node, self.publish_at, self.stowed = [], None, NEVER, None
+        self.tables, self.fixed_tables = [], []
+        self.node, self.publish_at, self.stowed = None, NEVER, None
         self.release_due = False
         self.drafts.clear()
         self.forks.clear()
 
     def holds_any(self, blocks: set[int]) -> bool:
-        return any(block in blocks for table in self.tables for block in table)
+        return any(block in blocks for table in self.all_tables for block in table)
+
+    @property
+    def all_tables(self) -> list[Sequence[int | None]]:
+        return [*self.tables, *self.fixed_tables]
 
     @property
     def finished(self) -> bool:

@@ -64,13 +64,18 @@ class Scheduler:
         policy: Policy | None = None,
         *,
         windows: Sequence[int | None] = (None,),
+        num_encoder_groups: int = 0,
+        num_state_groups: int = 0,
         prefix_cache: bool = True,
         swap_slots: int = 0,
         costs: SwapCosts | None = None,
         pace: Pace | None = None,
     ) -> None:
         assert max_tokens_per_step >= max_requests >= 1
-        self.kv = KVCache(num_blocks, block_size, windows, prefix_cache=prefix_cache)
+        self.kv = KVCache(
+            num_blocks, block_size, windows, num_encoder_groups=num_encoder_groups, num_state_groups=num_state_groups,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
         self.swap = Swap(swap_slots, costs)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
@@ -341,6 +346,9 @@ class Scheduler:
         Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
         """
         size, num_groups = self.kv.block_size, len(self.kv.windows)
+        if self.kv.num_state_groups:
+            request.drafts.clear()  # a state that has taken in a refused draft cannot be had back
+            return 0
         if free is None:
             promised = sum(self.kv.missing(each, self.max_tokens_per_step) + num_groups for each in self.running)
             free = max(0, self.kv.pool.num_free - promised)
@@ -427,6 +435,8 @@ class Scheduler:
             return self._bring_back(request, match, plan)
         self.swap.drop(request)
         self.kv.adopt(request, match, plan.copies)
+        if request.encoder_tokens:
+            plan.encodes.append(request)
         self._count_hit(request, match)
         return True
 
@@ -610,9 +620,11 @@ class Scheduler:
         if request.id in self.requests:
             raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
         check_priority(request.priority)
-        needed = self.kv.peak(request.max_len, self.max_tokens_per_step)
+        num_encoder = len(request.encoder_tokens)
+        needed = self.kv.peak(request.max_len, self.max_tokens_per_step, num_encoder)
         if needed > self.kv.pool.num_blocks:
+            num_prompt = request.num_prompt + num_encoder
             raise PromptTooLong(
-                f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
+                f"{num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
                 f"cache, which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
             )

@@ -34,11 +34,13 @@ class Stowed:
     """What lies on the host of a request: so many computed tokens, in slots that stand where its blocks stood."""
 
     num_computed: int
-    tables: list[list[int | None]]  # a table for each cache group; None where a block fell behind the window
+    tables: list[list[int | None]]  # a table for each group that grows; None where a block fell behind the window
+    fixed_tables: list[list[int]]  # a table for each group that does not
 
     @property
     def slots(self) -> list[int]:
-        return [slot for table in self.tables for slot in table if slot is not None]
+        fixed = [slot for table in self.fixed_tables for slot in table]
+        return [slot for table in self.tables for slot in table if slot is not None] + fixed
 
 
 class Swap:
@@ -56,13 +58,19 @@ class Swap:
         return self.num_slots - self._num_touched + len(self._freed)
 
     def stow(self, request: Request, num_blocks: int) -> bool:
-        """Have the first `num_blocks` entries of the request's tables copied to the host, if that pays and fits."""
-        tables = [table[:num_blocks] for table in request.tables]
-        needed = sum(block is not None for table in tables for block in table)
-        if not needed or needed > self.num_free or not self.costs.favour_copy(needed, request.num_computed):
+        """Have the first `num_blocks` entries of the request's tables copied to the host, if that pays and fits.
+
+        Blocks of the encoder and the state are copied whole.
+        """
+        tables, num_computed = [table[:num_blocks] for table in request.tables], request.num_computed
+        needed = sum(block is not None for table in tables for block in table) + sum(map(len, request.fixed_tables))
+        if not num_computed or not needed or needed > self.num_free:
+            return False
+        if not self.costs.favour_copy(needed, num_computed + len(request.encoder_tokens)):
             return False
         slots = [[None if block is None else self._send(block) for block in table] for table in tables]
-        request.stowed = Stowed(request.num_computed, slots)
+        fixed = [[self._send(block) for block in table] for table in request.fixed_tables]
+        request.stowed = Stowed(num_computed, slots, fixed)
         return True
 
     def hand_over(self) -> Pairs:

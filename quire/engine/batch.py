@@ -48,7 +48,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BufferShape:
-    """The largest step there can be. `windows` has an entry for each group of layers that has a block table."""
+    """The largest step there can be. `windows` has an entry for each group that grows with its request."""
 
     max_tokens: int
     max_rows: int
@@ -57,6 +57,7 @@ class BufferShape:
     block_size: int
     vocab_size: int
     device: torch.device
+    num_fixed_groups: int = 0  # an encoder's and states, whose block tables come after those of `windows`
 
 
 class BatchBuffers:
@@ -77,6 +78,10 @@ class BatchBuffers:
         self.seq_lens = Buffer((max_rows,), torch.int32, device, self.outbox)
         self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in shape.windows]
         self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in shape.windows]
+        self.fixed_tables = [
+            TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in range(shape.num_fixed_groups)
+        ]
+        self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.outbox) if shape.num_fixed_groups else None
 
     def fill(self, plan: Plan) -> Batch:
         """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at."""
@@ -98,6 +103,7 @@ class BatchBuffers:
         has_unknown = self._fill_tokens(plan, entries)
         for group in range(len(self.tables)):
             self._fill_blocks(plan, group, query_starts)
+        self._fill_fixed(plan)
         max_blocks = -(-max(seq_lens) // self.block_size)
         if size is not None and rows is not None:
             self._pad(num_tokens, size, num_rows, rows)
@@ -108,11 +114,15 @@ class BatchBuffers:
             Paging(
                 self.query_starts.send(num_rows + 1),
                 self.seq_lens.send(num_rows),
-                [table.send(num_rows, max_blocks) for table in self.tables],
+                [
+                    *(table.send(num_rows, max_blocks) for table in self.tables),
+                    *(table.send(num_rows, self.max_blocks) for table in self.fixed_tables),
+                ],
                 [slots.send(num_tokens) for slots in self.slots],
                 self.block_size,
                 query_starts,
                 seq_lens,
+                encoder_lens=self.encoder_lens.send(num_rows) if self.encoder_lens else None,
             ),
             find_samples(plan, query_starts, seq_lens, entries),
             self.last_token_entries.send(num_rows) if has_unknown else None,
@@ -133,6 +143,8 @@ class BatchBuffers:
         for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slots)):
             buffer.host[num_tokens:size] = value
         self.seq_lens.host[num_rows:rows] = 0
+        if self.encoder_lens:
+            self.encoder_lens.host[num_rows:rows] = 0
         self.last_token_entries.host[num_rows:rows] = -1
         self.query_starts.host[num_rows + 1 : rows + 1] = self.query_starts.host[num_rows]
 
@@ -161,6 +173,15 @@ class BatchBuffers:
         self.tokens.host[: len(tokens)] = tokens
         self.last_token_entries.host[: len(unknown)] = unknown
         return max(unknown) >= 0
+
+    def _fill_fixed(self, plan: Plan) -> None:
+        """Blocks of the encoder and of states. They stay the same as long as a request runs."""
+        if self.encoder_lens is None:
+            return
+        self.encoder_lens.host[: len(plan)] = [len(request.encoder_tokens) for request in plan.requests]
+        for row, request in enumerate(plan.requests):
+            for table, blocks in zip(self.fixed_tables, request.fixed_tables, strict=True):
+                table.fill(row, blocks)
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
         """Where each token's k and v go: its block's first slot and its place in the block."""

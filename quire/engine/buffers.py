@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -72,13 +73,13 @@ class TableBuffer:
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
         self._changed: list[int] = []  # rows, since the last sending
 
-    def fill(self, row: int, blocks: list[int | None]) -> None:
+    def fill(self, row: int, blocks: Sequence[int | None]) -> None:
         kept = self._kept[row]
         if kept == blocks:
             return
         same = len(kept) if kept == blocks[: len(kept)] else 0
         self.buffer.host[row, same : len(blocks)] = [block or 0 for block in blocks[same:]]
-        self._kept[row] = blocks.copy()
+        self._kept[row] = list(blocks)
         self._changed.append(row)
 
     def send(self, num_rows: int, num_blocks: int) -> Tensor:

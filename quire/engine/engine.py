@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig
+from quire.core.kv_cache import fixed_blocks
 from quire.core.pace import Pace, blend
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
@@ -35,7 +36,7 @@ from quire.engine.backend import (
     describe_ops,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
+from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import StepCosts, time_copies
 from quire.engine.faults import LESS_WORK, explain, find_loss, give_back_memory, is_out_of_memory, told_clearly
 from quire.engine.memory import (
@@ -301,8 +302,8 @@ def build_engine(
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
-    layout = lay_out(model.windows)
-    block = BlockShape(*ops.cache_shapes(kv_dtype, config.block_size, model.num_kv_heads, model.head_dim))
+    specs = loaded.model.cache_specs()
+    layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
     if precompilation is not None:
         if ops.fused is None:
             precompilation.cancel()  # these ops need none of it
@@ -310,15 +311,14 @@ def build_engine(
             precompilation.wait()
     step_bytes = 0  # a CPU has nothing set aside for steps
     if libraries is not None:
-        trial = Trial(
-            loaded.model, ops, layout, block, step_tokens, max_requests, model.max_len, config.block_size
-        )  # fmt: skip
+        trial = Trial(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
         step_bytes = trial.measure(libraries)
     room = find_room(device, step_bytes)
     size = size_cache(
-        block_bytes=block_bytes(layout, block),
+        block_bytes=layout.block_bytes,
         block_size=config.block_size,
         windows=layout.windows,
+        num_fixed=fixed_blocks(model.max_len, config.block_size, layout.num_encoder_groups, layout.num_state_groups),
         max_tokens_per_step=step_tokens,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,
@@ -328,15 +328,17 @@ def build_engine(
         room=room,
     )
     computes = describe_ops(ops, dtype)
+    kv_dtypes = " and ".join(dict.fromkeys(spec.dtype or kv_dtype for spec in specs))
     summary = describe(
-        config.model, model.family, computes, loaded.weight_bytes, room.kept, size, kv_dtype, max_requests
+        config.model, model.family, computes, loaded.weight_bytes, room.kept, size, kv_dtypes, max_requests
     )  # fmt: skip
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
     swap_slots = size_swap(config.swap_memory, size.block_bytes, device)
     with told_clearly("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
-        cache = CacheTensors(layout, size, block, device, swap_slots)
+        cache = CacheTensors(layout, size, device, swap_slots)
         shape = BufferShape(
-            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device
+            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device,
+            layout.num_fixed_groups,
         )  # fmt: skip
         decoder = ops.record(loaded.model, cache.layers, step_tokens)
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
@@ -349,6 +351,8 @@ def build_engine(
         max_requests,
         Policy(choose_batching(config, max_requests), config.order),
         windows=layout.windows,
+        num_encoder_groups=layout.num_encoder_groups,
+        num_state_groups=layout.num_state_groups,
         prefix_cache=config.prefix_cache,
         swap_slots=swap_slots,
         costs=costs,

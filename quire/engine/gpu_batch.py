@@ -42,7 +42,8 @@ class GpuBuffers(BatchBuffers):
 
     def __init__(self, shape: BufferShape, heads: Heads) -> None:
         max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
-        delivery = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)))
+        num_fixed = shape.num_fixed_groups + 1  # and the encoder's lengths
+        delivery = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
         super().__init__(shape, delivery)
         self.device = device
         self.max_tokens = max_tokens
@@ -85,10 +86,13 @@ class GpuBuffers(BatchBuffers):
         )
 
     def _captured(self, size: int, rows: int, work: Work) -> Batch:
-        tables = [table.buffer.view(rows, self.max_blocks) for table in self.tables]
+        tables = [table.buffer.view(rows, self.max_blocks) for table in (*self.tables, *self.fixed_tables)]
         slots = [slots.view(size) for slots in self.slots]
         starts, seq_lens = self.query_starts.view(rows + 1), self.seq_lens.view(rows)
-        paging = Paging(starts, seq_lens, tables, slots, self.block_size, [], [], work=work)
+        encoder_lens = self.encoder_lens.view(rows) if self.encoder_lens else None
+        paging = Paging(
+            starts, seq_lens, tables, slots, self.block_size, [], [], work=work, encoder_lens=encoder_lens
+        )  # fmt: skip
         return Batch(
             self.tokens.view(size), self.positions.view(size), paging, Samples(), self.last_token_entries.view(rows)
         )

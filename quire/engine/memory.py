@@ -93,6 +93,7 @@ def size_cache(
     block_bytes: int,
     block_size: int,
     windows: Sequence[int | None],
+    num_fixed: int = 0,
     max_tokens_per_step: int,
     num_blocks: int | None,
     kv_memory: float | None,
@@ -101,11 +102,14 @@ def size_cache(
     max_requests: int,
     room: Room,
 ) -> CacheSize:
-    """Blocks as asked for, if they fit, or as many as fit; never more than all requests together could use."""
+    """Blocks as asked for, if they fit, or as many as fit; never more than all requests together could use.
+
+    `num_fixed` is how many blocks a request has at most in groups that do not grow with it.
+    """
     is_asked = num_blocks is not None or kv_memory is not None
 
     def needed(length: int) -> int:
-        return peak_blocks(length, max_tokens_per_step, block_size, windows)
+        return peak_blocks(length, max_tokens_per_step, block_size, windows) + num_fixed
 
     if num_blocks is None:
         num_bytes = int(kv_memory * GIB) if kv_memory is not None else room.share

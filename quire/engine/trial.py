@@ -15,7 +15,7 @@ import torch
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, BufferShape
-from quire.engine.cache import BlockShape, CacheLayout, CacheTensors
+from quire.engine.cache import CacheLayout, CacheTensors
 from quire.engine.faults import kernels_tried, told_clearly
 from quire.engine.memory import CacheSize
 from quire.kernels import Kernels
@@ -31,7 +31,6 @@ class Trial:
     model: Decoder
     ops: Kernels
     layout: CacheLayout
-    block: BlockShape
     max_tokens: int
     max_requests: int
     max_len: int
@@ -64,10 +63,11 @@ class Trial:
     def _lay_out(self, num_tokens: int, num_requests: int) -> tuple[Batch, CacheTensors]:
         windows, max_len, device = self.layout.windows, self.max_len, self.ops.device
         vocab_size = self.model.head.weight.shape[0]
-        shape = BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, vocab_size, device)
+        num_fixed = self.layout.num_fixed_groups
+        shape = BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, vocab_size, device, num_fixed)
         size = CacheSize(ONLY_BLOCK, self.block_size, 0, max_len, 1)
-        plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, len(windows))
-        return BatchBuffers(shape).fill(plan), CacheTensors(self.layout, size, self.block, device)
+        plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, len(windows), num_fixed)
+        return BatchBuffers(shape).fill(plan), CacheTensors(self.layout, size, device)
 
 
 def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
@@ -92,13 +92,16 @@ def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
     torch.log_softmax(model.logits(hidden[ends]), -1)
 
 
-def largest_plan(max_tokens: int, max_requests: int, max_len: int, block_size: int, num_groups: int) -> Plan:
+def largest_plan(
+    max_tokens: int, max_requests: int, max_len: int, block_size: int, num_groups: int, num_fixed_groups: int = 0
+) -> Plan:
     """As many rows as there may be, and as many tokens: long prompts first, then rows of one token."""
     plan, left = Plan(0), max_tokens
     for num_after in reversed(range(max_requests)):
         count = min(max_len, left - num_after)
         request = Request(f"trial {num_after}", [0] * count)
         request.tables = [[ONLY_BLOCK] * -(-count // block_size) for _ in range(num_groups)]
+        request.fixed_tables = [[ONLY_BLOCK] for _ in range(num_fixed_groups)]
         plan.requests.append(request)
         plan.starts.append(0)
         plan.counts.append(count)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from quire.kernels.cache_spec import BlockShape, KVCacheSpec
     from quire.kernels.cpu.native import Native
 
 __all__ = ["Kernels", "select"]
@@ -40,7 +41,7 @@ class Kernels:
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    cache_shapes: Callable[[str, int, int, int], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    cache_shapes: Callable[[KVCacheSpec, str, int], BlockShape]
     record: Callable[..., Any]
     linear: Callable[[Tensor, Tensor], Tensor]
     fused: Fused | None = None  # set on GPUs with our own kernels

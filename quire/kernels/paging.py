@@ -24,11 +24,12 @@ class Paging:
     query_starts: Tensor  # [rows + 1] int32
     seq_lens: Tensor  # [rows] int32
     block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries behind a window are 0 and never read
-    slots: list[Tensor]  # per group: [tokens] int64, block * block_size + offset: where each token's k and v go
+    slots: list[Tensor]  # per group that grows: [tokens] int64, block * block_size + offset: where k and v go
     block_size: int
     host_query_starts: list[int]
     host_seq_lens: list[int]
     ancestors: Tensor | None = None  # [tokens, max_query] bool, for trees of drafts: which of its row's tokens one sees
+    encoder_lens: Tensor | None = None  # [rows] int32: tokens in the encoder groups, if there are such groups
     work: Any = None  # what a backend has worked out about these rows, so that it does so once a step
 
     def ends(self) -> Ends:
@@ -61,9 +62,13 @@ class Ends:
 
 @dataclass(slots=True)
 class LayerCache:
-    """One layer's part of the cache. Layers of different groups may share storage: their block ids never meet."""
+    """One layer's part of the cache. Layers of different groups may share storage: their block ids never meet.
+
+    A block of keys, and one of values, is contiguous. Between two blocks there may be other layers' parts, so kernels
+    step from block to block by `k.stride(0)` and `v.stride(0)`.
+    """
 
     k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may lay a block out its own way
-    v: Tensor
+    v: Tensor  # the same; of a latent (MLA) the first columns of `k`, and of a state all of it
     group: int  # which of Paging.block_tables and Paging.slots is this layer's
     block_size: int

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import sample
 
@@ -155,12 +156,10 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     return at, keys_at, visible
 
 
-def cache_shapes(
-    dtype: str, block_size: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Shapes of one block of keys and one of values, and their dtype, for a cache of that kind."""
-    shape = (block_size, kv_heads, head_dim)
-    return shape, shape, DTYPES[dtype]
+def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
+    """How a block of a layer's keys and values lies in memory. `dtype` is the type for layers that declare none."""
+    k, v = ((block_size, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_dim or spec.head_dim))
+    return BlockShape(k, None if spec.is_latent else v, DTYPES[spec.dtype or dtype])
 
 
 def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels import Kernels
+from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -48,6 +49,10 @@ class Attention:
         self.softcap = softcap
         self.qk_norm = qk_norm
         self.ops = ops
+
+    @property
+    def cache_spec(self) -> KVCacheSpec:
+        return KVCacheSpec(self.heads[1], self.head_dim, window=self.window)
 
     def __call__(
         self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None

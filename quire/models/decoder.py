@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels import Kernels
+from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
@@ -76,6 +77,10 @@ class Decoder:
             x, residual = layer(x, residual, positions, paging, cache)
         x, residual = self.layers[-1](x, residual, positions, paging, kv[-1], ends)
         return self.norm.add(x, residual)[0]
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """What each layer keeps of a token. The model is called with as many caches, in this order."""
+        return [layer.attention.cache_spec for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden_size] -> [m, vocab_size] float32"""

@@ -1,9 +1,11 @@
 """A runner without a model: it keeps what each block would hold and checks every read a real kernel would make.
 
-A slot of the cache remembers (token, position) of what was written there. A row is right only if, position by position,
-the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early free is seen at once.
+A slot of the cache remembers token, position and encoder's input of what was written there. A row is right only if,
+position by position, the blocks in its table hold exactly its own tokens: so a wrong share, a missed copy or an early
+free is seen at once.
 A plan that fails leaves nothing in the blocks that it wrote, and what others computed from them is as worthless.
 The next token is a hash of all tokens before it, so an answer depends on the whole context and on nothing else.
+Encoder groups must hold the request's encoder tokens whenever it has a row; a state must be that of all tokens before.
 """
 
 from __future__ import annotations
@@ -21,20 +23,27 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
     return crc32(bytes(tokens), seed) % VOCABULARY
 
 
+def mark_of(request: Request) -> int:
+    """Keys and values of a request's tokens depend on what its encoder has read."""
+    return crc32(bytes(request.encoder_tokens))
+
+
 class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], kv: KVCache) -> None:
         self.block_size = block_size
         self.windows = windows
         self.kv = kv
-        self.cells: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
-        self.on_host: dict[int, list[tuple[int, int] | None]] = {}
+        self.cells: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+        self.on_host: dict[int, list[tuple[int, ...] | None]] = {}
         self.is_broken = False  # a plan in flight fails: those behind it may read what is not there
         self.num_read_in_flight = 0  # positions that were read by the plan that wrote them, in another row
+        self.num_encoded = 0
         self.num_rows_lost = 0  # that read what a plan which fails was to write
 
     def run(self, plan: Plan, context: dict[str, list[int]], *, fails: bool = False) -> Sampled:
         """`context` holds each request's tokens, those still in flight included. A plan that fails writes rubbish."""
         self._move(plan)
+        self._encode(plan)
         writers: dict[int, Request] = {}
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
         texts = [(context[r.id] + r.drafts)[: start + count] for r, start, count in rows]
@@ -48,11 +57,13 @@ class FakeRunner:
             )
             self._write(request, tokens, start, writers)
         for row, ((request, start, _), tokens) in enumerate(zip(rows, texts, strict=True)):
-            if not self._read(request, tokens, start, writers):
+            is_there = self._read(request, tokens, start, writers) and self._read_encoder(request)
+            if not (is_there and self._advance_state(request, tokens, start)):
                 self._spoil(plan.computed_blocks([row], self.block_size))
                 self.num_rows_lost += 1
         if fails:
             self._spoil(plan.filled_blocks | plan.computed_blocks(range(len(plan)), self.block_size))
+            self._spoil({block for request in plan.encodes for table in request.fixed_tables for block in table})
             self.is_broken = True
         return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
 
@@ -69,6 +80,39 @@ class FakeRunner:
         for source, target in plan.copies:
             self.cells[target] = list(self.cells[source])
 
+    def _encode(self, plan: Plan) -> None:
+        for request in plan.encodes:
+            assert request in plan.requests
+            for table in request.fixed_tables[: self.kv.num_encoder_groups]:
+                for position, token in enumerate(request.encoder_tokens):
+                    block = table[position // self.block_size]
+                    assert self.kv.pool.refs[block] == 1 or any(
+                        r is not request and block in table for r in plan.requests for table in r.fixed_tables
+                    ), f"encoder block {block} is filled while an earlier plan's request has it"
+                    self.cells[block][position % self.block_size] = (token, position)
+            self.num_encoded += 1
+
+    def _read_encoder(self, request: Request) -> bool:
+        for table in request.fixed_tables[: self.kv.num_encoder_groups]:
+            assert len(table) == -(-len(request.encoder_tokens) // self.block_size)
+            for position, token in enumerate(request.encoder_tokens):
+                cell = self.cells[table[position // self.block_size]][position % self.block_size]
+                if cell is None and self.is_broken:
+                    return False
+                assert cell == (token, position)
+        return True
+
+    def _advance_state(self, request: Request, tokens: list[int], start: int) -> bool:
+        """A state is all tokens that it has taken in. A row from position 0 begins a new one."""
+        for (block,) in request.fixed_tables[self.kv.num_encoder_groups :]:
+            assert self.kv.pool.refs[block] == 1, "a state is shared"
+            state = self.cells[block][0]
+            if start and state is None and self.is_broken:
+                return False
+            assert not start or state == (crc32(bytes(tokens[:start])), start)
+            self.cells[block][0] = (crc32(bytes(tokens)), len(tokens))
+        return True
+
     def _write(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> None:
         for table in request.tables:
             for position in range(start, len(tokens)):
@@ -78,7 +122,7 @@ class FakeRunner:
                 is_new = block in self.kv.filling
                 assert is_new or self.kv.pool.refs[block] == 1, f"block {block} is written while it is shared"
                 assert is_new or block not in self.kv.tree.owners, f"block {block} is written though it is published"
-                self.cells[block][position % self.block_size] = (tokens[position], position)
+                self.cells[block][position % self.block_size] = (tokens[position], position, mark_of(request))
 
     def _read(self, request: Request, tokens: list[int], start: int, writers: dict[int, Request]) -> bool:
         """Whether all that a row looks at is there."""
@@ -90,7 +134,7 @@ class FakeRunner:
                 cell = self.cells[block][position % self.block_size]
                 if cell is None and self.is_broken:
                     return False
-                assert cell == (tokens[position], position)
+                assert cell == (tokens[position], position, mark_of(request))
                 self.num_read_in_flight += position < start and writers.get(block, request) is not request
         return True
 
@@ -104,7 +148,7 @@ class FakeRunner:
             return []
         known, accepted = len(tokens) - num_yields + 1, []
         for draft in [*tokens[known:], None]:
-            token = next_token(tokens[:known] + accepted, request.seed)
+            token = next_token([*request.encoder_tokens, *tokens[:known], *accepted], request.seed)
             accepted.append(token)
             if token != draft:
                 break

@@ -22,13 +22,17 @@ def check(scheduler: Scheduler, held_in_flight: list[Request]) -> None:
 
 def check_blocks(scheduler: Scheduler, holders: list[Request]) -> None:
     pool = scheduler.kv.pool
-    refs = Counter(block for request in holders for table in request.tables for block in table if block is not None)
+    tables = [table for request in holders for table in (*request.tables, *request.fixed_tables)]
+    refs = Counter(block for table in tables for block in table if block is not None)
     assert 0 not in refs
     for block in range(1, pool.num_blocks + 1):
         assert pool.refs[block] == refs[block], f"block {block}: {pool.refs[block]} references, {refs[block]} holders"
     free = pool.free_order()
     assert len(free) == len(set(free)) == pool.num_free
     assert set(free) == {block for block in range(1, pool.num_blocks + 1) if not refs[block]}
+    fixed = {block for request in holders for table in request.fixed_tables for block in table}
+    assert fixed.isdisjoint(scheduler.kv.tree.owners), "a block that holds no tokens of a prefix is published"
+    assert fixed.isdisjoint(block for request in holders for table in request.tables for block in table)
 
 
 def check_host(scheduler: Scheduler, live: list[Request]) -> None:
@@ -79,6 +83,9 @@ def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
     for request in live:
         if request.state in (State.WAITING, State.HELD):
             assert not request.tables
+            assert not request.fixed_tables
             continue
+        num_fixed = sum(map(len, request.fixed_tables))
+        assert num_fixed == scheduler.kv.num_fixed(len(request.encoder_tokens))
         assert request.num_computed <= request.num_planned <= len(request.tokens) + request.num_expected + 8
         assert len({len(table) for table in request.tables}) <= 1

@@ -1,5 +1,6 @@
 """The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
-flight, plans that fail, prefixes shared while they are computed, preempted requests computed again or kept on the host.
+flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared while they are
+computed, preempted requests computed again or kept on the host.
 After every step the invariants hold, and every answer is the one the request would get alone."""
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class World:
         rng = self.random
         self.block_size = rng.choice([1, 2, 3, 4, 4, 8, 8])
         self.windows = rng.choice([(None,), (None,), (None,), (5,), (None, 4), (3, None, 9), (1,)])
-        self.num_blocks = -(-rng.randint(20, 100) // self.block_size) * len(self.windows)
+        self.num_encoder_groups = rng.choice([0, 0, 0, 1, 2])
+        self.num_state_groups = rng.choice([0, 0, 0, 0, 1, 2])
+        self.num_blocks = -(-rng.randint(20, 100) // self.block_size) * (len(self.windows) + self.num_encoder_groups)
+        self.num_blocks += 4 * self.num_state_groups
         self.depth = rng.choice([1, 1, 2])
         max_requests = rng.randint(1, 8)
         spare = rng.choice([rng.randint(0, 20), rng.randint(20, 120)])
@@ -49,6 +53,8 @@ class World:
             max_requests,
             Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_places=rng.choice([1, 5, 50])),
             windows=self.windows,
+            num_encoder_groups=self.num_encoder_groups,
+            num_state_groups=self.num_state_groups,
             prefix_cache=rng.random() < 0.8,
             swap_slots=rng.choice([0, rng.randint(1, 20), 1000]),
             costs=SwapCosts(rng.choice([None, 0.0, 1.0, 1.0]), rng.choice([None, 0.3, 1.0, 1.0])),
@@ -78,6 +84,9 @@ class World:
         if self.everyone and rng.random() < 0.6:  # begin like somebody before
             other = rng.choice(list(self.everyone.values())).tokens
             prompt = other[: rng.randint(1, len(other))] + prompt[: rng.randint(0, 5)]
+        encoder_tokens: list[int] = []
+        if self.num_encoder_groups:  # few that differ, so that prompts begin alike after the same and after others
+            encoder_tokens = [rng.randrange(2)] * rng.choice([0, 1, 7, 20])
         leader, salt, priority = None, rng.choice([b"", b"", b"tenant"]), rng.randint(-2, 2)
         are_samples = rng.random() < 0.5  # of one request; otherwise they only begin alike
         for _ in range(rng.choice([1, 1, 1, 2, 4])):
@@ -91,6 +100,7 @@ class World:
                 salt=salt,
                 max_tokens=rng.choice([0, rng.randint(2, 60), rng.randint(2, 60), rng.randint(2, 60)]),
                 leader=leader,
+                encoder_tokens=encoder_tokens,
             )
             leader = leader or (request if are_samples else None)
             self._submit(request)
@@ -99,7 +109,8 @@ class World:
         try:
             self.scheduler.add(request, self.now_s)
         except PromptTooLong:
-            needed = self.scheduler.kv.peak(request.max_len, self.scheduler.max_tokens_per_step)
+            kv, num_encoder_tokens = self.scheduler.kv, len(request.encoder_tokens)
+            needed = kv.peak(request.max_len, self.scheduler.max_tokens_per_step, num_encoder_tokens)
             assert needed > self.num_blocks
             return
         self.everyone[request.id] = request
@@ -119,7 +130,11 @@ class World:
             if not request.num_in_flight and self.random.random() < 0.3:
                 tokens = list(request.tokens)
                 for _ in range(self.random.randint(0, 4)):
-                    guess = next_token(tokens, request.seed) if self.random.random() < 0.7 else 1
+                    guess = (
+                        next_token([*request.encoder_tokens, *tokens], request.seed)
+                        if self.random.random() < 0.7
+                        else 1
+                    )
                     tokens.append(guess)
                     request.drafts.append(guess)
 
@@ -200,7 +215,7 @@ def ends(request: Request, tokens: list[int]) -> bool:
 def answer_alone(request: Request) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < request.max_tokens:
-        tokens.append(next_token([*request.prompt, *tokens], request.seed))
+        tokens.append(next_token([*request.encoder_tokens, *request.prompt, *tokens], request.seed))
         if ends(request, tokens):
             break
     return tokens
@@ -208,7 +223,7 @@ def answer_alone(request: Request) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed: int) -> None:
-    num_preemptions = num_swaps = num_cached = num_copies = num_read_in_flight = num_rows_lost = 0
+    num_preemptions = num_swaps = num_cached = num_copies = num_read_in_flight = num_rows_lost = num_encoded = 0
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
@@ -230,5 +245,6 @@ def test_random_traffic(seed: int) -> None:
         num_copies += world.num_copies
         num_read_in_flight += world.runner.num_read_in_flight
         num_rows_lost += world.runner.num_rows_lost
-    seen = (num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost)
+        num_encoded += world.runner.num_encoded
+    seen = (num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost, num_encoded)
     assert min(seen) > 0, f"the traffic was too light to show anything: {seen}"

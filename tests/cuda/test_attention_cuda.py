@@ -51,7 +51,7 @@ def on_gpu(paging: Paging) -> Paging:
 def check(
     steps: Steps, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16,
     window: int | None = None, softcap: float | None = None, with_slopes: bool = False, block_size: int = 16,
-    trees: bool = False, seed: int = 0, kept: torch.dtype | None = None,
+    trees: bool = False, seed: int = 0, kept: torch.dtype | None = None, packed: bool = False,
 ) -> None:  # fmt: skip
     """Store step by step on both sides, and compare what each step gives."""
     torch.manual_seed(seed)
@@ -75,6 +75,8 @@ def check(
         reference.store_kv(k.cpu(), v.cpu(), plain, paging.slots[0].cpu())
         own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
         own = LayerCache(poison(own.k.contiguous()), poison(own.v.contiguous()), 0, block_size)
+        if packed:
+            own = side_by_side(own)
         whole = LayerCache(*(x.to(dtype).transpose(1, 2).contiguous() for x in (own.k, own.v)), 0, block_size)
         expected = reference.attention(q, whole, paging, **options)
         assert_near(ops.attention(q, own, paging, **options), expected, dtype)
@@ -83,6 +85,18 @@ def check(
 def poison(kept: torch.Tensor) -> torch.Tensor:
     """A cache of half precision holds no NaN: its writers see to that."""
     return kept.nan_to_num(MOST[kept.dtype]) if kept.dtype in (torch.bfloat16, torch.float16) else kept
+
+
+def side_by_side(cache: LayerCache) -> LayerCache:
+    """The same in blocks that hold keys, values and another layer's part, as mixed layouts have them."""
+    parts = cache.k.view(torch.uint8), cache.v.view(torch.uint8)
+    sizes = [part[0].numel() for part in parts]
+    whole = torch.full((len(cache.k), sum(sizes) + 256), 255, dtype=torch.uint8, device=cache.k.device)
+    views = []
+    for view, part in zip(whole.split([*sizes, 256], dim=1), parts, strict=False):
+        view.copy_(part.flatten(1))
+        views.append(view.view(cache.k.dtype).view(cache.k.shape))
+    return LayerCache(views[0], views[1], cache.group, cache.block_size)
 
 
 def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
@@ -102,6 +116,13 @@ def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [MIXED, LONG, WITH_CONTEXT], ids=["mixed", "long", "with context"])
 def test_any_mix_of_rows(steps, dtype):
     check(steps, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps", [MIXED, LONG, WITH_CONTEXT], ids=["mixed", "long", "with context"])
+@pytest.mark.parametrize(("dim", "window"), [(64, None), (128, 30), (80, None)])
+def test_blocks_that_hold_more(dim, window, steps, dtype):
+    check(steps, dtype=dtype, dim=dim, window=window, packed=True)
 
 
 @pytest.mark.parametrize(

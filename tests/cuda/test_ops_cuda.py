@@ -64,7 +64,8 @@ def test_rope_store(heads, kv_heads, dim, turned, interleaved, dtype):
     slots[3] = -1
     kept = slots >= 0
     plain = LayerCache(*(torch.zeros(8, block, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
-    own = LayerCache(*(torch.zeros(8, kv_heads, block, dim, dtype=dtype, device=DEVICE) for _ in "kv"), 0, block)
+    both = torch.zeros(8, 2, kv_heads, block, dim, dtype=dtype, device=DEVICE)  # a block may hold more than keys
+    own = LayerCache(both[:, 0], both[:, 1], 0, block)
     expected_q, expected_k = reference.rope(q, k, positions, table, interleaved)
     reference.store_kv(expected_k[kept], v[kept], plain, slots[kept])
     got_q, got_k = ops.fused.rope_store(q, k, v, positions, table, interleaved, own, slots)

@@ -16,10 +16,13 @@ from tests.cuda.gpu import DEVICE
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.request import Request
 from quire.engine import host_blocks
-from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.client import InProcess
 from quire.engine.costs import time_copies
 from quire.engine.memory import CacheSize
+from quire.kernels import select
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from tests.tools.mixed_specs import MIXED_SPECS
 
 pytestmark = pytest.mark.cuda
 
@@ -29,7 +32,9 @@ BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
 
 
 def make_cache(swap_slots: int) -> CacheTensors:
-    return CacheTensors(lay_out([None] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), BLOCK, DEVICE, swap_slots)
+    return CacheTensors(
+        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), DEVICE, swap_slots
+    )
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 7, 1000])
@@ -51,6 +56,22 @@ def test_blocks_come_back_bit_for_bit(count: int, piece_blocks: int, monkeypatch
         expected[:, targets] = kept[:, blocks]
         assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
     assert all(piece.is_pinned() for piece in cache.host._pieces)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXED_SPECS if name != "keys wider than values"])
+def test_blocks_of_mixed_layers_are_copied_whole(name: str) -> None:
+    specs = MIXED_SPECS[name]
+    layout = lay_out(specs, shape_blocks(specs, select(DEVICE), "bfloat16", 16))
+    cache = CacheTensors(layout, CacheSize(9, 16, 0, 16, 1), DEVICE, 5)
+    for part in cache._parts:
+        part.random_(0, 100)
+    before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
+    cache.swap_blocks([(2, 4), (3, 0)], [(0, 5), (4, 6)])
+    cache.copy_blocks([(5, 7)])
+    sources = [0, 1, 2, 3, 4, 3, 2, 3, 8, 9]
+    for layer, (k, v) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.k, k[sources])
+        assert torch.equal(layer.v, v[sources])
 
 
 def test_many_swaps_in_a_row_keep_their_order() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.engine.batch import Buffer, Copies, TableBuffer
+from quire.core.plan import Plan
+from quire.core.request import Request
+from quire.engine.batch import BatchBuffers, BufferShape
+from quire.engine.buffers import Buffer, Copies, TableBuffer
 
 pytestmark = pytest.mark.cpu
 
@@ -53,3 +56,19 @@ def test_a_buffer_on_the_host_is_never_sent():
     far = Buffer((9,), torch.int32, NOWHERE, outbox)
     assert far.send(4).shape == (4,)
     assert outbox.take() == [(0, 4, None)]
+
+
+def test_blocks_of_the_encoder_and_of_states_come_after_those_that_grow():
+    shape = BufferShape(8, 4, 16, (None, 5), 4, 100, torch.device("cpu"), num_fixed_groups=2)
+    requests = [Request("a", [1, 2], encoder_tokens=range(7)), Request("b", [3])]
+    for request, tables, fixed in zip(
+        requests, ([[1], [2]], [[3], [4]]), ([[5, 6], [7]], [[], [8]]), strict=True
+    ):  # fmt: skip
+        request.tables, request.fixed_tables = tables, fixed
+    paging = BatchBuffers(shape).fill(Plan(1, requests, [0, 0], [2, 1], [1, 1])).paging
+    assert [table[:, :2].tolist() for table in paging.block_tables] == [
+        [[1], [3]], [[2], [4]], [[5, 6], [0, 0]], [[7, 0], [8, 0]],
+    ]  # fmt: skip
+    assert paging.encoder_lens is not None
+    assert paging.encoder_lens.tolist() == [7, 0]
+    assert len(paging.slots) == 2

@@ -1,11 +1,16 @@
 """Cache layout and size: which layer lives where, how many blocks there are, and the line that says so."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
+from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import GIB, CacheSize, Room, describe, readable, size_cache
 from quire.errors import NotEnoughMemory
+from quire.kernels import select
+from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
+from tests.tools.mixed_specs import LARGE, LATENT, MIXED_SPECS, SMALL, WINDOW
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -20,24 +25,126 @@ def size(**options) -> CacheSize:
     return size_cache(**(defaults | options))
 
 
+BLOCK = BlockShape((4, 2, 8), (4, 2, 8), torch.float32)
+
+
+def layout_of(windows: Sequence[int | None], block: BlockShape = BLOCK) -> CacheLayout:
+    return lay_out([KVCacheSpec(1, 1, window=window) for window in windows], [block] * len(windows))
+
+
+def mixed_layout(specs: Sequence[CacheSpec], block_size: int = 16) -> CacheLayout:
+    return lay_out(specs, shape_blocks(specs, select(CPU), "bfloat16", block_size))
+
+
+def places(layout: CacheLayout) -> list[tuple[int, int]]:
+    return [(place.group, place.k.plane) for place in layout.layers]
+
+
 def test_layers_of_one_kind_are_one_group() -> None:
-    layout = lay_out([None] * 5)
+    layout = layout_of([None] * 5)
     assert layout.windows == (None,)
-    assert layout.places == tuple((0, slot) for slot in range(5))
+    assert places(layout) == [(0, slot) for slot in range(5)]
 
 
 def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
-    layout = lay_out([8, 8, None, 8, 8, None, 8])
-    assert layout.num_slots == 2
+    layout = layout_of([8, 8, None, 8, 8, None, 8])
+    assert layout.stacks == ((2, 256), (2, 256))
     assert layout.windows == (8, 8, 8, None)
-    assert layout.places == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
+    assert places(layout) == [(0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0)]
+
+
+def test_layers_of_one_shape_have_blocks_that_lie_one_after_the_other() -> None:
+    """Keys of all slots and then values of all slots: so they have been since there were groups."""
+    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), CPU)
+    keys, values = cache._parts
+    for layer, (_, slot) in zip(cache.layers, places(layout_of([8, 8, None, 8, 8, None, 8])), strict=True):
+        for view, part in ((layer.k, keys), (layer.v, values)):
+            assert view.is_contiguous()
+            assert view.data_ptr() == part.data_ptr() + slot * 4 * 256
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("name", MIXED_SPECS)
+def test_layers_of_any_shape_have_memory_of_their_own(name: str, block_size: int) -> None:
+    """Each block is given to one group, and each of its layers writes a number there. All must be found again."""
+    specs = MIXED_SPECS[name]
+    layout = mixed_layout(specs, block_size)
+    cache = CacheTensors(layout, CacheSize(2 * len(layout.groups), block_size, 0, 12, 3), CPU)
+    for part in cache._parts:
+        assert not part.any()
+    owned = [(layer, block) for layer in cache.layers for block in range(layer.group + 1, 2 * len(layout.groups) + 1)]
+    owned = [(layer, block) for layer, block in owned if (block - 1) % len(layout.groups) == layer.group]
+    for number, (layer, block) in enumerate(owned):
+        layer.k[block], expected_k = 2 * number, 2 * number
+        if layer.v.data_ptr() != layer.k.data_ptr():
+            layer.v[block] = expected_k + 1
+    for number, (layer, block) in enumerate(owned):
+        has_values = layer.v.data_ptr() != layer.k.data_ptr()
+        assert layer.k[block].eq(2 * number).all()
+        assert layer.v[block].eq(2 * number + has_values).all()
+        assert layer.k[0].eq(0).all()
+
+
+@pytest.mark.parametrize("name", MIXED_SPECS)
+def test_layers_get_the_shapes_that_they_declared(name: str) -> None:
+    specs = MIXED_SPECS[name]
+    cache = CacheTensors(mixed_layout(specs), CacheSize(3, 16, 0, 12, 3), CPU)
+    for spec, layer in zip(specs, cache.layers, strict=True):
+        if isinstance(spec, StateSpec):
+            assert layer.k.shape == layer.v.shape == (4, *spec.shape)
+            continue
+        assert layer.k.shape == (4, 16, spec.num_kv_heads, spec.head_dim)
+        assert layer.v.shape == (4, 16, spec.num_kv_heads, spec.value_dim or spec.head_dim)
+        assert layer.k.dtype == (torch.float32 if spec.dtype == "float32" else torch.bfloat16)
+        assert layer.k[0].is_contiguous()
+
+
+def test_a_latent_has_no_values_of_its_own() -> None:
+    cache = CacheTensors(mixed_layout([LATENT] * 2), CacheSize(1, 16, 0, 12, 3), CPU)
+    assert mixed_layout([LATENT] * 2).block_bytes == 2 * 16 * 576 * 2
+    cache.layers[1].k[:] = torch.arange(576)
+    assert cache.layers[1].v[1, 3, 0].tolist() == torch.arange(512).bfloat16().tolist()
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_groups", "share"),
+    [
+        ([LARGE] * 3 + [SMALL] * 2, 1, 0.0),
+        ([LATENT, LARGE] * 3, 1, 0.0),
+        ([WINDOW, WINDOW, LARGE] * 2, 3, 0.0),
+        ([WINDOW] * 22 + [LARGE] * 4, 7, 0.051),
+        ([WINDOW, WINDOW, LATENT] * 5, 6, 0.133),
+        ([WINDOW] * 29 + [LARGE] * 5 + [SMALL] * 2, 6, 0.075),
+        ([LARGE] * 12 + [StateSpec((1 << 19,), "bfloat16")] * 36, 37, 0.2),
+    ],
+    ids=["draft", "latents", "windows", "gemma 3 1b", "latents and windows", "windows and draft", "states"],
+)
+def test_little_is_wasted(specs: list[CacheSpec], num_groups: int, share: float) -> None:
+    layout = mixed_layout(specs)
+    assert len(layout.groups) == num_groups
+    assert layout.padding <= share + 1e-9
+
+
+def test_groups_that_do_not_grow_come_last() -> None:
+    layout = mixed_layout(MIXED_SPECS["all kinds"])
+    assert (layout.windows, layout.num_encoder_groups, layout.num_state_groups) == ((None, 512), 1, 1)
+    assert [place.group for place in layout.layers] == [0, 1, 3, 2, 0]
+
+
+@pytest.mark.parametrize("name", MIXED_SPECS)
+def test_copies_take_all_that_a_block_holds(name: str) -> None:
+    cache = CacheTensors(mixed_layout(MIXED_SPECS[name], 4), CacheSize(3, 4, 0, 12, 3), CPU)
+    for part in cache._parts:
+        part.random_(0, 100)
+    before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
+    cache.copy_blocks([(1, 2), (2, 3)])
+    for layer, (k, v) in zip(cache.layers, before, strict=True):
+        for now, then in ((layer.k, k), (layer.v, v)):
+            assert [torch.equal(now[block], then[min(block, 1)]) for block in range(4)] == [True] * 4
 
 
 def test_layers_of_one_group_never_share_storage() -> None:
-    windows = [8, 8, None, 8, 8, None, 8]
-    cache = CacheTensors(
-        lay_out(windows), CacheSize(3, 4, 0, 12, 3), BlockShape((4, 2, 8), (4, 2, 8), torch.float32), CPU
-    )
+    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), CPU)
     for a, first in enumerate(cache.layers):
         for second in cache.layers[a + 1 :]:
             assert first.group != second.group or first.k.data_ptr() != second.k.data_ptr()
@@ -46,19 +153,16 @@ def test_layers_of_one_group_never_share_storage() -> None:
 
 
 def test_blocks_are_copied_in_order() -> None:
-    cache = CacheTensors(
-        lay_out([None]), CacheSize(3, 1, 0, 3, 3), BlockShape((1, 1, 1), (1, 1, 1), torch.float32), CPU
-    )
+    block = BlockShape((1, 1, 1), (1, 1, 1), torch.float32)
+    cache = CacheTensors(layout_of([None], block), CacheSize(3, 1, 0, 3, 3), CPU)
     cache.layers[0].k[1] = 5.0
     cache.copy_blocks([(1, 2), (2, 3)])
     assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
 
 
 def test_block_bytes() -> None:
-    assert (
-        block_bytes(lay_out([None] * 3), BlockShape((16, 2, 64), (16, 2, 64), torch.bfloat16))
-        == 2 * 3 * 16 * 2 * 64 * 2
-    )
+    block = BlockShape((16, 2, 64), (16, 2, 64), torch.bfloat16)
+    assert layout_of([None] * 3, block).block_bytes == 2 * 3 * 16 * 2 * 64 * 2
 
 
 def test_no_more_blocks_than_all_requests_could_use() -> None:

@@ -20,7 +20,7 @@ from quire.engine.backend import (
     choose_step_tokens,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.cache import BlockShape, CacheTensors, block_bytes, lay_out
+from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.engine import choose_batching
 from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, Room, check_weights, find_room
 from quire.engine.trial import Trial, largest_plan, read_libraries, run_step
@@ -177,21 +177,21 @@ def test_the_largest_step_has_all_rows_and_all_tokens(max_tokens, max_requests, 
     assert [[len(table) for table in request.tables] for request in plan.requests] == [[-(-n // 4)] * 2 for n in counts]
 
 
-def trial_parts(config: Any) -> tuple[Any, BlockShape]:
-    ops = select(CPU)
-    return lay_out(config.windows), BlockShape(*ops.cache_shapes("float32", 4, config.num_kv_heads, config.head_dim))
+def layout_of(config: Any) -> CacheLayout:
+    specs = tiny_model(config).cache_specs()
+    return lay_out(specs, shape_blocks(specs, select(CPU), "float32", 4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_tried(family, monkeypatch) -> None:
     """In a cache of one block, whatever the windows, with logits for every row."""
     config = FAMILIES[family]
-    layout, block = trial_parts(config)
+    layout = layout_of(config)
     model, shown = tiny_model(config), []
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: shown.append(hidden.shape) or logits(hidden))
     buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, config.vocab_size, CPU))
-    cache = CacheTensors(layout, CacheSize(1, 4, block_bytes(layout, block), config.max_len, 1), block, CPU)
+    cache = CacheTensors(layout, CacheSize(1, 4, layout.block_bytes, config.max_len, 1), CPU)
     run_step(model, buffers.fill(largest_plan(70, 9, config.max_len, 4, len(layout.windows))), cache)
     assert shown == [(9, config.hidden_size)]
 
@@ -203,7 +203,7 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    trial = Trial(tiny_model(LLAMA), select(CPU), *trial_parts(LLAMA), 40, 8, LLAMA.max_len, 4)
+    trial = Trial(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
     assert trial.measure(read_libraries(CPU, torch.float32)) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
@@ -217,7 +217,7 @@ def test_kernels_are_tried_on_a_token_before_the_largest_step(gpu, monkeypatch) 
     )
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    trial = Trial(tiny_model(config), select(CPU), *trial_parts(config), 40, 8, config.max_len, 4)
+    trial = Trial(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
     trial.measure(read_libraries(CPU, torch.float32))
     assert seen == [(9, 1), (9, 1), (None, 1), (9, 40), (9, 40), (None, 40)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,12 +20,15 @@ from quire.core.plan import Plan
 from quire.core.request import Finish, Request
 from quire.core.swap import SwapCosts
 from quire.engine import host_blocks, memory
-from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.client import InProcess
 from quire.engine.costs import StepCosts, time_copies
 from quire.engine.engine import Engine
 from quire.engine.memory import GIB, CacheSize, size_swap
 from quire.errors import InvalidParams, NotEnoughMemory
+from quire.kernels import select
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from tests.tools.mixed_specs import MIXED_SPECS
 from tests.tools.tiny import CPU, TinyEngine
 
 pytestmark = pytest.mark.cpu
@@ -36,6 +40,15 @@ SHAPES = {
 }
 
 
+def layout_of(block: BlockShape, windows: Sequence[int | None] = (None,)) -> CacheLayout:
+    return lay_out([KVCacheSpec(1, 1, window=window) for window in windows], [block] * len(windows))
+
+
+LAYOUTS = {name: layout_of(block, [8, 8, None, 8]) for name, block in SHAPES.items()} | {
+    name: lay_out(specs, shape_blocks(specs, select(CPU), "bfloat16", 4)) for name, specs in MIXED_SPECS.items()
+}
+
+
 def fill(cache: CacheTensors) -> list[torch.Tensor]:
     """Random bytes everywhere, and copies of them."""
     for part in cache._parts:
@@ -44,12 +57,11 @@ def fill(cache: CacheTensors) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 3, 100])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_come_back_bit_for_bit(shape: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, block, rng = lay_out([8, 8, None, 8]), SHAPES[shape], random.Random(2)
-    block_bytes = sum(part.numel() // 31 * part.element_size() for part in sizes(layout, block))
-    monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * block_bytes)
-    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), block, CPU, swap_slots=20)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, rng = LAYOUTS[name], random.Random(2)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * layout.block_bytes)
+    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), CPU, swap_slots=20)
     assert cache.host.piece_slots == min(piece_blocks, 20)
     before = fill(cache)
     blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
@@ -63,12 +75,8 @@ def test_blocks_come_back_bit_for_bit(shape: str, piece_blocks: int, monkeypatch
         assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
 
 
-def sizes(layout: Any, block: BlockShape) -> list[torch.Tensor]:
-    return list(CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), block, CPU)._parts)
-
-
 def test_what_goes_out_leaves_before_something_comes_in() -> None:
-    cache = CacheTensors(lay_out([None]), CacheSize(2, 1, 0, 2, 2), BlockShape((1,), (1,), torch.float32), CPU, 2)
+    cache = CacheTensors(layout_of(BlockShape((1,), (1,), torch.float32)), CacheSize(2, 1, 0, 2, 2), CPU, 2)
     cache.layers[0].k[1], cache.layers[0].k[2] = 5.0, 6.0
     cache.swap_blocks([(1, 0)], [])
     cache.swap_blocks([(2, 1)], [(0, 2), (1, 1)])
@@ -77,7 +85,7 @@ def test_what_goes_out_leaves_before_something_comes_in() -> None:
 
 def test_memory_is_taken_as_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", 4 * 8)
-    cache = CacheTensors(lay_out([None]), CacheSize(9, 1, 0, 9, 9), BlockShape((1,), (1,), torch.float32), CPU, 10)
+    cache = CacheTensors(layout_of(BlockShape((1,), (1,), torch.float32)), CacheSize(9, 1, 0, 9, 9), CPU, 10)
     assert cache.host._pieces == []
     cache.swap_blocks([(1, 5)], [])
     assert [len(piece) for piece in cache.host._pieces] == [4, 4]
@@ -86,7 +94,7 @@ def test_memory_is_taken_as_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_trial_copy_is_timed_and_leaves_the_cache_as_it_was() -> None:
-    cache = CacheTensors(lay_out([None]), CacheSize(9, 4, 0, 9, 9), SHAPES["float32"], CPU, 5)
+    cache = CacheTensors(layout_of(SHAPES["float32"]), CacheSize(9, 4, 0, 9, 9), CPU, 5)
     before = fill(cache)
     assert time_copies(cache, CPU) > 0
     for part, kept in zip(cache._parts, before, strict=True):

@@ -40,12 +40,13 @@ def check(dim: int, window: int | None, contexts: list[int]) -> None:
     reference.store_kv(k, v, plain, paging.slots[0])
     q = torch.randn(len(contexts), 2, dim).half()
     expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window)
-    own = LayerCache(plain.k.transpose(1, 2).contiguous(), plain.v.transpose(1, 2).contiguous(), 0, 16)
-    got, work = torch.empty_like(q), Work(True, False)
-    splits = find_splits(work, paging, window, 1, exact=False)
-    decode_attention(q, own, paging, splits, got, Scoring(dim**-0.5, window, None, None))
-    worst = float((got - expected).abs().max())
-    assert worst < 0.01, (dim, window, worst)
+    both = torch.stack((plain.k.transpose(1, 2), plain.v.transpose(1, 2)), dim=1)  # a block may hold keys and values
+    for k, v in ((both[:, 0].contiguous(), both[:, 1].contiguous()), (both[:, 0], both[:, 1])):
+        got, work = torch.empty_like(q), Work(True, False)
+        splits = find_splits(work, paging, window, 1, exact=False)
+        decode_attention(q, LayerCache(k, v, 0, 16), paging, splits, got, Scoring(dim**-0.5, window, None, None))
+        worst = float((got - expected).abs().max())
+        assert worst < 0.01, (dim, window, worst)
 
 
 if __name__ == "__main__":

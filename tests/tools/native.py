@@ -3,6 +3,7 @@ kernels' own layout, and tiny models that fit them. Importing this skips the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import Kernels, isa, select
+from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native import Missing, Native, load, usable
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
@@ -79,6 +81,14 @@ def kept(x: Tensor, kind: str) -> Tensor:
     return (x * inverse).clamp(-127, 127).round() * scale
 
 
+def side_by_side(count: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, value: float) -> list[Tensor]:
+    """Blocks of keys and of values, of which each holds both, and something else behind them."""
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = torch.full((count, sum(sizes) + 64), value, dtype=dtype)
+    parts = whole.split([*sizes, 64], dim=1)
+    return [part.view(count, *shape) for part, shape in zip(parts, shapes, strict=False)]
+
+
 class NativePagedCache(PagedCache):
     """The same tables as a PagedCache of the same seed, over caches that `cache_shapes` describes. -1 is int8's NaN:
     four of them are one where a scale stands."""
@@ -95,13 +105,12 @@ class NativePagedCache(PagedCache):
         **options: Any,
     ) -> None:
         super().__init__(kv_heads=kv_heads, head_dim=head_dim, num_blocks=num_blocks, block_size=block_size, **options)
-        k, v, dtype = ops.cache_shapes(kind, block_size, kv_heads, head_dim)
+        k, v, dtype = ops.cache_shapes(KVCacheSpec(kv_heads, head_dim), kind, block_size)
+        assert v is not None
         self.poison = -1 if dtype == torch.int8 else float("nan")
         self.layers = [
-            LayerCache(
-                *(torch.full((num_blocks, *shape), self.poison, dtype=dtype) for shape in (k, v)), group, block_size
-            )
-            for group in (layer.group for layer in self.layers)
+            LayerCache(*side_by_side(num_blocks, (k, v), dtype, self.poison), layer.group, block_size)
+            for layer in self.layers
         ]
 
     def _drop(self, group: int, table: list[int], index: int) -> None:

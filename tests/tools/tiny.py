@@ -13,10 +13,11 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.cache import BlockShape, CacheTensors, lay_out
+from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
 from quire.kernels import Kernels, select
+from quire.kernels.cache_spec import CacheSpec
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
@@ -69,9 +70,15 @@ class TinyEngine:
         ops: Kernels | None = None,
         kv_dtype: str = "float32",
         swap_slots: int = 0,
+        more_specs: Sequence[CacheSpec] = (),
     ) -> None:
-        """With `swap_slots`, whoever has to make room goes to the host, as far as that has room."""
-        layout = lay_out(config.windows)
+        """With `swap_slots`, whoever has to make room goes to the host, as far as that has room.
+
+        `more_specs` are kept in the same blocks, for a draft model that is not there.
+        """
+        ops, model = ops or select(CPU), model or tiny_model(config)
+        specs = [*model.cache_specs(), *more_specs]
+        layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, block_size))
         self.scheduler = Scheduler(
             num_blocks,
             block_size,
@@ -79,18 +86,22 @@ class TinyEngine:
             max_requests,
             policy,
             windows=layout.windows,
+            num_encoder_groups=layout.num_encoder_groups,
+            num_state_groups=layout.num_state_groups,
             prefix_cache=prefix_cache,
             swap_slots=swap_slots,
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        ops = ops or select(CPU)
-        block = BlockShape(*ops.cache_shapes(kv_dtype, block_size, config.num_kv_heads, config.head_dim))
-        cache = CacheTensors(layout, size, block, CPU, swap_slots)
+        cache = CacheTensors(layout, size, CPU, swap_slots)
         vocab_size = config.vocab_size
-        shape = BufferShape(max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, CPU)
+        shape = BufferShape(
+            max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, CPU,
+            layout.num_fixed_groups,
+        )  # fmt: skip
+        del cache.layers[len(model.layers) :]
         buffers = BatchBuffers(shape)
-        recorded = ops.record(model or tiny_model(config), cache.layers, max_tokens)
+        recorded = ops.record(model, cache.layers, max_tokens)
         self.runner = ModelRunner(recorded, cache, buffers, ops)
 
     def step(self) -> None:

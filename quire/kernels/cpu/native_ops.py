@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels import reference
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value
-from quire.kernels.cpu.tape_ops import Recorded
+from quire.kernels.cpu.tape_ops import Blocks, Recorded
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import NUM_SETTINGS
 
@@ -99,13 +101,16 @@ class NativeOps:
             return out.view(*gate_up.shape[:-1], out.shape[-1])
         return gate_up.tape.gate(gate_up, activation)
 
-    def cache_shapes(
-        self, dtype: str, block_size: int, kv_heads: int, head_dim: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    def cache_shapes(self, spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
+        """A latent lies as in the reference: there is no kernel here that reads one."""
+        if spec.is_latent:
+            return reference.cache_shapes(spec, dtype, block_size)
+        assert spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
+        dtype, heads = spec.dtype or dtype, spec.num_kv_heads
         kept = next(kind for kind, name in CACHE_TYPES.items() if name == dtype)
-        sizes = self.native.module.cache_bytes(dtype, block_size, kv_heads, head_dim)
-        k, v = ((kv_heads, num_bytes // kept.itemsize) for num_bytes in sizes)
-        return k, v, kept
+        sizes = self.native.module.cache_bytes(dtype, block_size, heads, spec.head_dim)
+        k, v = ((heads, num_bytes // kept.itemsize) for num_bytes in sizes)
+        return BlockShape(k, v, kept)
 
     def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
         return RecordedModel(model, kv, self.native, max_tokens)
@@ -165,7 +170,7 @@ def describe_cache(cache: LayerCache, head_dim: int) -> dict[str, Any]:
         "block_size": cache.block_size,
         "kv_heads": cache.k.shape[1],
         "head_dim": head_dim,
-        "keys": cache.k,
-        "values": cache.v,
+        "keys": Blocks(cache.k),
+        "values": Blocks(cache.v),
         "group": cache.group,
     }

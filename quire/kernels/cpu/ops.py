@@ -50,8 +50,10 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     for new, kept in ((k, cache.k), (v, cache.v)):
-        # view, not flatten: a cache whose slots do not lie one after the other must fail, not be copied.
-        kept.view(-1, *kept.shape[2:]).index_copy_(0, slots, new.to(kept.dtype))
+        if kept.is_contiguous():
+            kept.view(-1, *kept.shape[2:]).index_copy_(0, slots, new.to(kept.dtype))
+        else:  # other layers' keys lie between two blocks
+            kept[slots // cache.block_size, slots % cache.block_size] = new.to(kept.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

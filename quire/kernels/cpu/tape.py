@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -231,8 +232,8 @@ def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Pagi
     if paging is None:
         return (num_tokens, 0, at, turned, 0, 0, [], 0, 0)
     groups = [
-        (table.data_ptr(), table.stride(0), slots.data_ptr())
-        for table, slots in zip(paging.block_tables, paging.slots, strict=True)
+        (table.data_ptr(), table.stride(0), 0 if slots is None else slots.data_ptr())
+        for table, slots in zip_longest(paging.block_tables, paging.slots)  # groups that do not grow have no slots
     ]
     mask = paging.ancestors
     return (

@@ -103,7 +103,19 @@ class Recorded:
         getattr(program, self.method)(**{name: addressed(value) for name, value in self.arguments.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A layer's keys or values, [blocks, ...]. What lies between two blocks is not this layer's."""
+
+    items: Tensor
+
+    def view(self) -> tuple[int, int]:
+        """The address of block 0, and bytes from one block to the next."""
+        assert self.items[0].is_contiguous()
+        return self.items.data_ptr(), self.items.stride(0) * self.items.element_size()
+
+
 def addressed(value: Any) -> Any:
-    if isinstance(value, Reader):
+    if isinstance(value, Reader | Blocks):
         return value.view()
     return value.data_ptr() if isinstance(value, Tensor) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import Fused
+from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cuda.activation import gelu_mul, silu_mul
 from quire.kernels.cuda.attention.dispatch import attention, rope_attention
 from quire.kernels.cuda.gemm.skinny import gated_linear, linear
@@ -22,8 +23,8 @@ launchers.use()
 fused = Fused(rope_store, rope_attention, gated_linear)
 
 
-def cache_shapes(
-    dtype: str, block_size: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    shape = (kv_heads, block_size, head_dim)
-    return shape, shape, torch.float8_e4m3fn if dtype == "fp8" else DTYPES[dtype]
+def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
+    assert spec.is_latent or spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
+    dtype, shape = spec.dtype or dtype, (spec.num_kv_heads, block_size, spec.head_dim)
+    kept = torch.float8_e4m3fn if dtype == "fp8" else DTYPES[dtype]
+    return BlockShape(shape, None if spec.is_latent else shape, kept)

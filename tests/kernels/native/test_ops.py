@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.core.params import SamplingParams
 from quire.engine.sampling_state import settings_of
 from quire.kernels import reference
+from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
 from tests.tools.native import THREADS, draw, each_cache_type, each_isa, kept, ops_of
@@ -133,7 +134,8 @@ class Layout:
     """The caches as `csrc/attention.h` describes them, read back in plain torch."""
 
     def __init__(self, ops: NativeOps, kind: str, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None:
-        k, v, dtype = ops.cache_shapes(kind, block_size, kv_heads, head_dim)
+        k, v, dtype = ops.cache_shapes(KVCacheSpec(kv_heads, head_dim), kind, block_size)
+        assert v is not None
         self.lanes, self.head_dim = -(-block_size // 16) * 16, head_dim
         self.cache = LayerCache(
             torch.zeros(blocks, *k, dtype=dtype), torch.zeros(blocks, *v, dtype=dtype), 0, block_size

@@ -11,6 +11,7 @@ import pytest
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
+from quire.kernels.cache_spec import KVCacheSpec, StateSpec
 from tests.tools.native import FITTING, ISAS, each_isa, kernels_of, native_model
 from tests.tools.scores import Scores
 from tests.tools.tiny import TinyEngine
@@ -18,6 +19,19 @@ from tests.tools.tiny import TinyEngine
 pytestmark = pytest.mark.cpu
 
 CACHE_OF = dict(zip(FITTING, ("float32", "bfloat16", "int8", "bfloat16", "float32", "int8"), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_layers_of_others_in_the_same_blocks(kind: str) -> None:
+    """Of a draft model, an encoder and a state. Blocks of the model's own layers lie apart then."""
+    ops, config = kernels_of(), FITTING["gemma3"]
+    model = native_model(config, ops)
+    expected = TinyEngine(config, model=model, ops=ops, kv_dtype=kind).answer(questions())
+    more = [KVCacheSpec(1, 48), KVCacheSpec(1, 16, is_cross=True), StateSpec((3, 5), "float32")]
+    engine = TinyEngine(config, model=model, ops=ops, kv_dtype=kind, more_specs=more, num_blocks=120, swap_slots=60)
+    assert not any(layer.k.is_contiguous() for layer in engine.runner.cache.layers)
+    assert engine.answer_preempted(questions(), seed=3) == expected
+    assert engine.scheduler.counters.swaps
 
 
 def questions(seed: int = 1) -> list[Request]:

@@ -285,5 +285,6 @@ def decode_attention(
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
         ROTARY_DIM=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,
-        KV_HEADS=kv_heads, IS_LARGE=cache.k.numel() >= 2**31, num_warps=warps, num_stages=stages, **pdl_options(),
+        KV_HEADS=kv_heads, IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=warps, num_stages=stages,
+        **pdl_options(),
     )  # fmt: skip

@@ -426,6 +426,7 @@ def varlen_attention(
     assert q.stride(0) % 8 == out.stride(0) % 8 == 0
     assert cache.k.stride() == cache.v.stride()
     assert cache.k.stride()[2:] == (dim, 1)
+    assert cache.k.stride(0) % dim == 0
     _varlen[(programs,)](
         describe(cache.k), describe(cache.v), q, out,
         *workspace("varlen", PART_UNITS * SIDES.value, ROWS.value, dim, q.device), tables, paging.seq_lens,

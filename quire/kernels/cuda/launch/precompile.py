@@ -85,13 +85,13 @@ class KernelCalls:
         self._attend(window, rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
 
     def _attend(self, window: int | None, rows: int, tokens: int, work: Any) -> None:
+        from quire.kernels.cache_spec import KVCacheSpec
         from quire.kernels.paging import LayerCache, Paging
 
         model = self.model
         q, k, v = self._heads(tokens)
-        shape, _, kept = self.ops.cache_shapes(
-            model.kv_dtype, model.block_size, model.num_kv_heads, model.head_dim
-        )  # fmt: skip
+        spec = KVCacheSpec(model.num_kv_heads, model.head_dim)
+        shape, _, kept = self.ops.cache_shapes(spec, model.kv_dtype, model.block_size)
         kept_here: Any = torch_stub.empty(2, *shape, dtype=kept)
         cache = LayerCache(kept_here, kept_here, 0, model.block_size)
         tables, slots = [numbers(rows, 16)], [longs(tokens)]
