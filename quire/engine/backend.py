@@ -14,6 +14,7 @@ from quire.errors import EngineError, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, isa, select
 from quire.kernels.cpu.native import Missing, Native, find
 from quire.kernels.cpu.tape import DENSE_FORMATS
+from quire.layers.source import Part
 from quire.models.config import ModelConfig
 from quire.weights.checkpoint import Checkpoint
 
@@ -163,8 +164,8 @@ def choose_quantize(wanted: str, checkpoint: Checkpoint) -> str | None:
     """Our own int8 or int4 for matrices stored plainly; a file that has none cannot be rounded."""
     if wanted == "none":
         return None
-    matrices = [name for name, shape in checkpoint.shapes.items() if len(shape) == 2]
-    if not any(checkpoint.panel_format(name) in DENSE_FORMATS for name in matrices):
+    matrices = [(Part(name, shape[0]), shape[1]) for name, shape in checkpoint.shapes.items() if len(shape) == 2]
+    if not any(checkpoint.find(part, cols).panel_format in DENSE_FORMATS for part, cols in matrices):
         raise InvalidParams(f"quantize is {wanted!r}, but the model's matrices are quantized already; leave it out.")
     return wanted
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
 
 from quire.errors import InvalidParams
 from quire.kernels import Kernels
+from quire.layers.source import Part, Shape
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
@@ -25,18 +25,23 @@ from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
-from quire.weights.survey import Shape, Survey, check
+from quire.weights.survey import Survey, check
 
 Progress = Callable[[int, int], None]
+Asked = list[tuple[Part, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, what its files said about it, and the memory its weights take."""
+    """A model ready to run, what its files said about it, and the memory its weights take.
+
+    `unused` are the tensors that the files have and the model does not need; others than these would be refused.
+    """
 
     model: Decoder
     config: ModelConfig
     weight_bytes: int
+    unused: tuple[str, ...] = ()
 
 
 def load_model(
@@ -82,8 +87,7 @@ def build_model(
     they become dense, or with `packed` stay in the blocks they are stored in. `progress` is told how many bytes of how
     many have been read.
     """
-    expected = survey(config, checkpoint, ops)
-    total = sum(checkpoint.nbytes(name) for name in expected)
+    total = sum(checkpoint.find(part, cols).nbytes for part, cols in survey(config, checkpoint, ops))
     on_read = counter(total, progress)
     with CheckpointSource(
         checkpoint,
@@ -96,7 +100,8 @@ def build_model(
         on_read=on_read,
     ) as source:
         model = MODELS[config.family](config, source, ops)
-    return LoadedModel(model, config, source.nbytes)
+    unused = tuple(name for name in checkpoint.shapes if name not in source.used)
+    return LoadedModel(model, config, source.nbytes, unused)
 
 
 def build_random_model(
@@ -133,17 +138,20 @@ def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
         yield config, GGUFCheckpoint(file, config.family)
 
 
-def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[str]:
-    """The canonical names of the tensors that the model asks for, all of which the checkpoint has in that shape."""
+def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> Asked:
+    """The parts that the model asks for, whose tensors the checkpoint all has in the shape that they must have."""
     asked = ask(config, ops)
     available = checkpoint.shapes
     ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
-    check({checkpoint.own_name(name): shape for name, shape in asked.items()}, available, ignored)
-    return list(asked)
+    expected: dict[str, Shape] = {}
+    for part, cols in asked:
+        expected.update(checkpoint.find(part, cols).tensors)
+    check(expected, available, ignored)
+    return asked
 
 
-def ask(config: ModelConfig, ops: Kernels) -> dict[str, Shape]:
-    """What a model asks a source for, by canonical name."""
+def ask(config: ModelConfig, ops: Kernels) -> Asked:
+    """The parts that a model asks a source for, with their columns if they are of a matrix."""
     source = Survey()
     MODELS[config.family](replace(config, max_len=1), source, ops)  # max_len sizes tables, not weights
     return source.asked
@@ -151,7 +159,23 @@ def ask(config: ModelConfig, ops: Kernels) -> dict[str, Shape]:
 
 def count_weights(config: ModelConfig, ops: Kernels) -> int:
     """Numbers in all of a model's weights."""
-    return sum(map(prod, ask(config, ops).values()))
+    return sum(num_values(part, cols) for part, cols in ask(config, ops))
+
+
+def weight_bytes(
+    config: ModelConfig, checkpoint: Checkpoint, ops: Kernels, dtype: torch.dtype, *, packed: bool = False
+) -> int:
+    """Bytes that `build_model` will take for weights that are not packed for our own CPU kernels."""
+    total = 0
+    for part, cols in survey(config, checkpoint, ops):
+        stored = checkpoint.find(part, cols)
+        as_stored = packed and cols is not None and stored.quantized
+        total += stored.nbytes if as_stored else num_values(part, cols) * dtype.itemsize
+    return total
+
+
+def num_values(part: Part, cols: int | None) -> int:
+    return part.rows if cols is None else part.rows * part.width(cols)
 
 
 def counter(total: int, progress: Progress | None) -> Callable[[int], None]:
