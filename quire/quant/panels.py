@@ -100,7 +100,7 @@ class PanelWeight:
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):
             (part,) = self.parts
-            return index.tape.embed(part)
+            return index.tape.embed(part, by_position=index.are_positions)
         out = torch.empty(len(index), self.shape[1])
         for part, own, at in self._split(index):
             found = torch.empty(len(own), self.shape[1])

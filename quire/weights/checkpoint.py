@@ -156,17 +156,21 @@ class GGUFPart:
         step = max(1, SLICE_BYTES * self.info.rows // self.info.nbytes // unit) * unit
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def read_columns(self, start: int, stop: int) -> Bytes:
-        """Blocks of some of the part's rows, and of its columns only."""
-        data, columns, type = self._read(start, stop), self.part.columns, self.info.type
-        if columns is None:
-            return data
+    @property
+    def row_bytes(self) -> slice:
+        """Which bytes of a stored row hold the part's columns."""
+        type, columns = self.info.type, self.part.columns or range(self.info.cols)
         if columns.start % type.block_size or columns.stop % type.block_size:
             raise UnsupportedModel(
                 f"{self.name} is stored in {type.name} blocks of {type.block_size} columns, and cannot be cut at "
                 f"columns {columns.start} and {columns.stop}. Use fewer devices, or weights of another type."
             )
-        return np.ascontiguousarray(data[:, type.row_bytes(columns.start) : type.row_bytes(columns.stop)])
+        return slice(type.row_bytes(columns.start), type.row_bytes(columns.stop))
+
+    def read_columns(self, start: int, stop: int) -> Bytes:
+        """Blocks of some of the part's rows, and of its columns only."""
+        data = self._read(start, stop)
+        return data if self.part.columns is None else np.ascontiguousarray(data[:, self.row_bytes])
 
     def _read(self, start: int, stop: int) -> Bytes:
         runs = self.part.stored_runs(start, stop)
@@ -190,16 +194,16 @@ class GGUFCheckpoint:
 
     def weight(self, parts: Sequence[Part], cols: int, device: torch.device, dtype: torch.dtype) -> Weight | None:
         found = [self.find(part, cols) for part in parts]
-        type, width = found[0].info.type, parts[0].width(cols)
+        type = found[0].info.type
         if not type.quantized or any(stored.info.type != type for stored in found):
             return None
         check_supported(type)
-        rows = [part.rows for part in parts]
-        data = torch.empty(sum(rows), type.row_bytes(width), dtype=torch.uint8, device=device)
+        rows, kept = [part.rows for part in parts], found[0].row_bytes
+        data = torch.empty(sum(rows), kept.stop - kept.start, dtype=torch.uint8, device=device)
         for stored, own in zip(found, torch.split(data, rows), strict=True):
             for start, stop in stored.slices():
                 own[start:stop] = torch.from_numpy(stored.read_columns(start, stop))
-        return GGUFBlocks(type, data, width, dtype)
+        return GGUFBlocks(type, data, parts[0].width(cols), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +253,7 @@ class DensePart:
 
     def _runs(self) -> list[Tensor]:
         """The part's rows, as views of the mapped file."""
-        stored = self.files.read(self.name)
+        stored = self.files.read_floats(self.name)
         if self.part.transposed and self.cols is not None:
             stored = stored.T
         if self.part.columns is not None:

@@ -1,4 +1,4 @@
-"""A script: attention of single queries by Triton's interpreter, beside the reference. `test_interpreted.py` runs it.
+"""A script: kernels by Triton's interpreter, beside the reference. `test_interpreted.py` runs it.
 
 Triton looks at TRITON_INTERPRET when it is imported, so this needs a process of its own. bfloat16 is not computed right
 there, so float16 is used.
@@ -12,8 +12,10 @@ import torch
 from triton.runtime import interpreter
 
 from quire.kernels import reference
+from quire.kernels.cuda.activation import activate
 from quire.kernels.cuda.attention import Work, find_splits
 from quire.kernels.cuda.decode import decode_attention
+from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.paging import LayerCache
 from tests.tools.paged import PagedCache
@@ -27,7 +29,7 @@ def patch_index(tensor: Any, scope: Any) -> None:
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
-def check(dim: int, window: int | None, contexts: list[int]) -> None:
+def check_attention(dim: int, window: int | None, contexts: list[int], slopes: torch.Tensor | None = None) -> None:
     torch.manual_seed(0)
     paged = PagedCache(
         kv_heads=1, head_dim=dim, windows=[window], num_blocks=1000, block_size=16, dtype=torch.float16, seed=1
@@ -39,16 +41,43 @@ def check(dim: int, window: int | None, contexts: list[int]) -> None:
     k, v = (torch.randn(len(contexts), 1, dim).half() for _ in "kv")
     reference.store_kv(k, v, plain, paging.slots[0])
     q = torch.randn(len(contexts), 2, dim).half()
-    expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window)
+    expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window, slopes=slopes)
     own = LayerCache(plain.k.transpose(1, 2).contiguous(), plain.v.transpose(1, 2).contiguous(), 0, 16)
     got, work = torch.empty_like(q), Work(True, False)
     splits = find_splits(work, paging, window, 1, exact=False)
-    decode_attention(q, own, paging, splits, got, Scoring(dim**-0.5, window, None, None))
+    decode_attention(q, own, paging, splits, got, Scoring(dim**-0.5, window, slopes, None))
     worst = float((got - expected).abs().max())
     assert worst < 0.01, (dim, window, worst)
 
 
+def check_norms(size: int) -> None:
+    x, residual, (weight, bias) = 1 + torch.randn(3, size), torch.randn(3, size), torch.randn(2, size)
+    close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    for shift in (None, bias):
+        close(layer_norm(x, weight, shift, 1e-2), reference.layer_norm(x, weight, shift, 1e-2))
+        got = layer_norm(x, weight, shift, 1e-2, residual.clone())
+        for mine, wanted in zip(got, reference.layer_norm(x, weight, shift, 1e-2, residual), strict=True):
+            close(mine, wanted)
+
+
+def check_activations() -> None:
+    x = 3 * torch.randn(3, 700)
+    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+        close(activate(x, activation), reference.activate(x, activation))
+        close(activate(x.half(), activation), reference.activate(x.half(), activation))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    half = expected.dtype == torch.float16
+    torch.testing.assert_close(got, expected, atol=2e-3 if half else 1e-5, rtol=2e-3 if half else 1e-5)
+
+
 if __name__ == "__main__":
     interpreter._patch_lang_tensor = patch_index
+    contexts = [*range(1, 12), *range(60, 140, 7)]
     for dim, window in ((160, 40), (160, None), (64, 40)):
-        check(dim, window, [*range(1, 12), *range(60, 140, 7)])
+        check_attention(dim, window, contexts)
+    check_attention(64, None, contexts, slopes=torch.tensor([0.25, 0.0625]))
+    for size in (1, 48, 577):
+        check_norms(size)
+    check_activations()
