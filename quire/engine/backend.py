@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -14,9 +15,8 @@ from quire.errors import EngineError, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, isa, select
 from quire.kernels.cpu.native import Missing, Native, find
 from quire.kernels.cpu.tape import DENSE_FORMATS
-from quire.layers.source import Part
 from quire.models.config import ModelConfig
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import StoredPart
 
 log = logging.getLogger("quire.engine")
 
@@ -160,12 +160,11 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
     return wanted
 
 
-def choose_quantize(wanted: str, checkpoint: Checkpoint) -> str | None:
+def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
     """Our own int8 or int4 for matrices stored plainly; a file that has none cannot be rounded."""
     if wanted == "none":
         return None
-    matrices = [(Part(name, shape[0]), shape[1]) for name, shape in checkpoint.shapes.items() if len(shape) == 2]
-    if not any(checkpoint.find(part, cols).panel_format in DENSE_FORMATS for part, cols in matrices):
+    if not any(stored.panel_format in DENSE_FORMATS for stored in weights if stored.cols is not None):
         raise InvalidParams(f"quantize is {wanted!r}, but the model's matrices are quantized already; leave it out.")
     return wanted
 

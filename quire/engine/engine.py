@@ -64,6 +64,7 @@ from quire.weights.loader import (
     opened,
     read_config,
     shorten,
+    survey,
     weight_bytes,
 )
 
@@ -375,8 +376,9 @@ def load(
     with opened(path) as (described, checkpoint):
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        quantize = choose_quantize(config.quantize, checkpoint)
-        check_weights(weight_bytes(model, checkpoint, ops, dtype), device)
+        stored = survey(model, checkpoint, ops)
+        quantize = choose_quantize(config.quantize, stored)
+        check_weights(weight_bytes(stored, dtype), device)
         return build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         ), ops

@@ -39,8 +39,16 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class StoredPart(Protocol):
     """A part as files store it. A quantization scheme is a class with these methods, and a `Weight`.
 
-    What is needed to see whether the files fit is known without them: `tensors`.
+    `tensors` is what the files must have, known without them. The rest holds once they are found to have it.
     """
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def cols(self) -> int | None:
+        """Of the whole matrix; None for a vector."""
+        ...
 
     @property
     def tensors(self) -> dict[str, Shape]:

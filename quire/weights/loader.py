@@ -6,7 +6,7 @@ models is `store.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from quire.layers.source import Part, Shape
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint, StoredPart
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
@@ -28,7 +28,6 @@ from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.survey import Survey, check
 
 Progress = Callable[[int, int], None]
-Asked = list[tuple[Part, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def build_model(
     they become dense, or with `packed` stay in the blocks they are stored in. `progress` is told how many bytes of how
     many have been read.
     """
-    total = sum(checkpoint.find(part, cols).nbytes for part, cols in survey(config, checkpoint, ops))
+    total = sum(stored.nbytes for stored in survey(config, checkpoint, ops))
     on_read = counter(total, progress)
     with CheckpointSource(
         checkpoint,
@@ -138,19 +137,19 @@ def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
         yield config, GGUFCheckpoint(file, config.family)
 
 
-def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> Asked:
-    """The parts that the model asks for, whose tensors the checkpoint all has in the shape that they must have."""
-    asked = ask(config, ops)
+def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[StoredPart]:
+    """How the checkpoint stores the parts that the model asks for; it has all of their tensors, in the right shape."""
+    found = [checkpoint.find(part, cols) for part, cols in ask(config, ops)]
     available = checkpoint.shapes
     ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
     expected: dict[str, Shape] = {}
-    for part, cols in asked:
-        expected.update(checkpoint.find(part, cols).tensors)
+    for stored in found:
+        expected.update(stored.tensors)
     check(expected, available, ignored)
-    return asked
+    return found
 
 
-def ask(config: ModelConfig, ops: Kernels) -> Asked:
+def ask(config: ModelConfig, ops: Kernels) -> list[tuple[Part, int | None]]:
     """The parts that a model asks a source for, with their columns if they are of a matrix."""
     source = Survey()
     MODELS[config.family](replace(config, max_len=1), source, ops)  # max_len sizes tables, not weights
@@ -162,16 +161,14 @@ def count_weights(config: ModelConfig, ops: Kernels) -> int:
     return sum(num_values(part, cols) for part, cols in ask(config, ops))
 
 
-def weight_bytes(
-    config: ModelConfig, checkpoint: Checkpoint, ops: Kernels, dtype: torch.dtype, *, packed: bool = False
-) -> int:
+def weight_bytes(found: Sequence[StoredPart], dtype: torch.dtype, *, packed: bool = False) -> int:
     """Bytes that `build_model` will take for weights that are not packed for our own CPU kernels."""
-    total = 0
-    for part, cols in survey(config, checkpoint, ops):
-        stored = checkpoint.find(part, cols)
-        as_stored = packed and cols is not None and stored.quantized
-        total += stored.nbytes if as_stored else num_values(part, cols) * dtype.itemsize
-    return total
+    return sum(
+        stored.nbytes
+        if packed and stored.quantized and stored.cols is not None
+        else num_values(stored.part, stored.cols) * dtype.itemsize
+        for stored in found
+    )
 
 
 def num_values(part: Part, cols: int | None) -> int:

@@ -30,7 +30,7 @@ from quire.weights.checkpoint import (
 )
 from quire.weights.config import read_config
 from quire.weights.gguf import GGUFFile
-from quire.weights.loader import count_weights, load_model, opened, weight_bytes
+from quire.weights.loader import count_weights, load_model, opened, survey, weight_bytes
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
 from tests.tools.gguf_writer import tensor, write_gguf
@@ -379,7 +379,7 @@ def test_quantized_weights_are_counted_as_they_will_be_held(tmp_path, packed: bo
     path = tiny_gguf(tmp_path / "model.gguf", kind=GGMLType.Q4_0)
     loaded = load_model(path, dtype=torch.bfloat16, device=CPU, ops=cpu_ops(), packed=packed)
     with opened(path) as (config, checkpoint):
-        num_bytes = weight_bytes(config, checkpoint, cpu_ops(), torch.bfloat16, packed=packed)
+        num_bytes = weight_bytes(survey(config, checkpoint, cpu_ops()), torch.bfloat16, packed=packed)
     assert num_bytes == loaded.weight_bytes
     dense = 2 * count_weights(config, cpu_ops())
     assert num_bytes < 0.3 * dense if packed else num_bytes == dense
