@@ -6,18 +6,23 @@ there, so float16 is used.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from triton.runtime import interpreter
 
-from quire.kernels import reference
+from quire.kernels import Fused, reference, select
 from quire.kernels.cuda.activation import activate
-from quire.kernels.cuda.attention import Work, find_splits
+from quire.kernels.cuda.attention import Work, attention, find_splits
 from quire.kernels.cuda.decode import decode_attention
 from quire.kernels.cuda.norm import layer_norm, rms_norm
+from quire.kernels.cuda.rotary import store_kv
 from quire.kernels.cuda.scoring import Scoring
 from quire.kernels.paging import LayerCache
+from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
 
 patch_tensor = interpreter._patch_lang_tensor
@@ -67,6 +72,24 @@ def check_activations() -> None:
         close(activate(x.half(), activation), reference.activate(x.half(), activation))
 
 
+def check_alibi_model() -> None:
+    """A BLOOM on the GPU's ops: a prompt, and a token after it."""
+    kernels = {"store_kv": store_kv, "attention": attention, "layer_norm": layer_norm, "activate": activate}
+    ops = replace(select("cpu"), **kernels, fused=Fused(None, None, None))  # type: ignore[arg-type]
+    unrotated.STEPS = [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
+    theirs = unrotated.theirs("bloom", "gelu_tanh")
+    with TemporaryDirectory() as folder, torch.no_grad():
+        model = unrotated.build(Path(folder), theirs, ops, "bloom", "gelu_tanh")
+        paged = unrotated.paged()
+        paged.layers = [
+            LayerCache(layer.k.transpose(1, 2).contiguous(), layer.v.transpose(1, 2).contiguous(), 0, 4)
+            for layer in paged.layers
+        ]
+        for layer in paged.layers:
+            layer.k.zero_(), layer.v.zero_()  # a GPU's cache is finite everywhere
+        unrotated.assert_agrees(theirs, model, unrotated.run(model, paged))
+
+
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     half = expected.dtype == torch.float16
     torch.testing.assert_close(got, expected, atol=2e-3 if half else 1e-5, rtol=2e-3 if half else 1e-5)
@@ -81,3 +104,4 @@ if __name__ == "__main__":
     for size in (1, 48, 577):
         check_norms(size)
     check_activations()
+    check_alibi_model()
