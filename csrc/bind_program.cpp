@@ -42,6 +42,8 @@ const KernelTable& kernels_named(const std::string& isa) {
 Activation parse_activation(const std::string& name) {
   if (name == "silu") return Activation::SILU;
   if (name == "gelu") return Activation::GELU;
+  if (name == "gelu_tanh") return Activation::GELU_TANH;
+  if (name == "relu") return Activation::RELU;
   if (name.empty()) return Activation::NONE;
   throw nb::value_error(("there is no activation '" + name + "'.").c_str());
 }
@@ -62,20 +64,22 @@ Cache make_cache(const std::string& type, int block_size, int kv_heads, int head
           values.second};
 }
 
-void add_embed(Program& program, const PanelStore& weight, float scale, View out) {
+void add_embed(Program& program, const PanelStore& weight, bool by_position, float scale, View out) {
   auto op = std::make_unique<EmbedOp>();
   op->weight = weight.view;
+  op->by_position = by_position;
   op->scale = scale;
   op->out = floats(out);
   op->out_stride = out.second;
   program.add(std::move(op));
 }
 
-void add_norm(Program& program, View x, View residual, View sum, Address weight, float eps, int64_t groups, int64_t size, View y,
-              Quantized quantized) {
+void add_norm(Program& program, View x, View residual, View sum, Address weight, Address bias, bool centered, float eps,
+              int64_t groups, int64_t size, View y, Quantized quantized) {
   auto op = std::make_unique<NormOp>();
   op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
-              reinterpret_cast<const float*>(weight), eps, 0, groups, size, floats(y), y.second, rows_of(quantized)};
+              reinterpret_cast<const float*>(weight), reinterpret_cast<const float*>(bias), centered, eps, 0, groups,
+              size, floats(y), y.second, rows_of(quantized)};
   program.add(std::move(op));
 }
 
@@ -104,9 +108,15 @@ void add_rope(Program& program, View x, int64_t heads, int64_t head_dim, Address
   program.add(std::move(op));
 }
 
-void add_gate(Program& program, View x, View y, int64_t size, const std::string& activation) {
-  auto op = std::make_unique<GateOp>();
-  op->call = {floats(x), x.second, floats(y), y.second, 0, size, parse_activation(activation)};
+void add_activate(Program& program, View x, View y, int64_t size, const std::string& activation, bool gated) {
+  auto op = std::make_unique<ActivateOp>();
+  op->call = {floats(x), x.second, floats(y), y.second, 0, size, parse_activation(activation), gated};
+  program.add(std::move(op));
+}
+
+void add_sum(Program& program, View a, View b, View y, int64_t size) {
+  auto op = std::make_unique<AddOp>();
+  op->call = {floats(a), a.second, floats(b), b.second, floats(y), y.second, 0, size};
   program.add(std::move(op));
 }
 
@@ -285,13 +295,15 @@ void bind_program(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
-      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "scale"_a, "out"_a)
-      .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "eps"_a, "groups"_a, "size"_a, "y"_a,
-           "quantized"_a)
+      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
+           "out"_a)
+      .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
+           "groups"_a, "size"_a, "y"_a, "quantized"_a)
       .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
            "y"_a, "bias"_a, "activation"_a, "gated"_a)
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
-      .def("gate", add_gate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a)
+      .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
+      .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
       .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
            "values"_a, "group"_a, "k"_a, "v"_a)
       .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,

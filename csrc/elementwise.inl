@@ -1,4 +1,4 @@
-// The small ops between products: norm, rotation, gate, and the largest of a row. Included by one translation unit per
+// The small ops between products: norm, rotation, activation, sum, and the largest of a row. Included by one translation unit per
 // instruction set; `kernels/reference.py` says what each means.
 #pragma once
 
@@ -35,13 +35,26 @@ QUIRE_INLINE f32 load_sum(const float* x, const float* residual, int lanes) {
   return residual ? value + load_lanes(residual, lanes) : value;
 }
 
-QUIRE_INLINE f32 norm_factor(const float* x, const float* residual, const NormCall& call) {
-  f32 squares = zero();
+// What is taken from each value of a group, and what it is multiplied by then.
+struct Moments {
+  f32 mean;
+  f32 factor;
+};
+
+QUIRE_INLINE Moments find_moments(const float* x, const float* residual, const NormCall& call) {
+  f32 total = zero(), squares = zero();
+  if (call.centered) {
+    over_lanes(call.size, [&](int64_t at, int lanes) {
+      total = total + load_sum(x + at, residual ? residual + at : nullptr, lanes);
+    });
+  }
+  const float mean = call.centered ? sum(total) / static_cast<float>(call.size) : 0.0f;
   over_lanes(call.size, [&](int64_t at, int lanes) {
     f32 value = load_sum(x + at, residual ? residual + at : nullptr, lanes);
+    if (call.centered) value = select((1u << lanes) - 1, value - set1(mean), zero());
     squares = fma(value, value, squares);
   });
-  return set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(call.size) + call.eps));
+  return {set1(mean), set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(call.size) + call.eps))};
 }
 
 // The pointers of one group of one row.
@@ -60,10 +73,12 @@ struct NormGroup {
   }
 
   // Norms the lanes at `at`, leaving the sum where it belongs.
-  f32 apply(int64_t at, int lanes, f32 factor, const float* weight) const {
+  f32 apply(int64_t at, int lanes, const Moments& moments, const NormCall& call) const {
     f32 value = load_sum(x + at, residual ? residual + at : nullptr, lanes);
     if (sum) store_lanes(sum + at, value, lanes);
-    f32 normed = value * factor * load_lanes(weight + at, lanes);
+    if (call.centered) value = value - moments.mean;
+    f32 normed = value * moments.factor * load_lanes(call.weight + at, lanes);
+    if (call.bias) normed = normed + load_lanes(call.bias + at, lanes);
     if (y) store_lanes(y + at, normed, lanes);
     return normed;
   }
@@ -73,8 +88,8 @@ static void norm_plain(const NormCall& call, Worker& worker) {
   const Span span = share(worker, call.rows * call.groups);
   for (int64_t at = span.first; at < span.last; at++) {
     const NormGroup group = NormGroup::of(call, at / call.groups, at % call.groups);
-    const f32 factor = norm_factor(group.x, group.residual, call);
-    over_lanes(call.size, [&](int64_t lane, int lanes) { group.apply(lane, lanes, factor, call.weight); });
+    const Moments moments = find_moments(group.x, group.residual, call);
+    over_lanes(call.size, [&](int64_t lane, int lanes) { group.apply(lane, lanes, moments, call); });
   }
 }
 
@@ -82,10 +97,10 @@ static void norm_plain(const NormCall& call, Worker& worker) {
 QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t first, int64_t last) {
   for (int64_t r = 0; r < tile.rows; r++) {
     const NormGroup group = NormGroup::of(call, tile.first + r, 0);
-    const f32 factor = norm_factor(group.x, group.residual, call);
+    const Moments moments = find_moments(group.x, group.residual, call);
     for (int64_t block = first; block < last; block++) {
-      f32 low = group.apply(block * kBlock, kLanes, factor, call.weight);
-      f32 high = group.apply(block * kBlock + kLanes, kLanes, factor, call.weight);
+      f32 low = group.apply(block * kBlock, kLanes, moments, call);
+      f32 high = group.apply(block * kBlock + kLanes, kLanes, moments, call);
       quantize_block(low, high, record_of(call.quantized, tile, block), tile.size, r);
     }
   }
@@ -151,14 +166,26 @@ static void rope(const RopeCall& call, Worker& worker) {
   }
 }
 
-static void gate(const GateCall& call, Worker& worker) {
+static void activate_rows(const ActivateCall& call, Worker& worker) {
   const Span rows = share(worker, call.rows);
   for (int64_t row = rows.first; row < rows.last; row++) {
     const float* x = call.x + row * call.x_stride;
     float* y = call.y + row * call.y_stride;
     over_lanes(call.size, [&](int64_t at, int lanes) {
-      f32 up = load_lanes(x + call.size + at, lanes);
-      store_lanes(y + at, activate(load_lanes(x + at, lanes), call.activation) * up, lanes);
+      f32 value = activate(load_lanes(x + at, lanes), call.activation);
+      store_lanes(y + at, call.gated ? value * load_lanes(x + call.size + at, lanes) : value, lanes);
+    });
+  }
+}
+
+static void add_rows(const AddCall& call, Worker& worker) {
+  const Span rows = share(worker, call.rows);
+  for (int64_t row = rows.first; row < rows.last; row++) {
+    const float* a = call.a + row * call.a_stride;
+    const float* b = call.b + row * call.b_stride;
+    float* y = call.y + row * call.y_stride;
+    over_lanes(call.size, [&](int64_t at, int lanes) {
+      store_lanes(y + at, load_lanes(a + at, lanes) + load_lanes(b + at, lanes), lanes);
     });
   }
 }

@@ -16,8 +16,8 @@ namespace quire {
 namespace QUIRE_ISA {
 
 const KernelTable& kernels() {
-  static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, gate,
-                                    store_kv,       attention, join_attention,
+  static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, activate_rows,
+                                    add_rows,       store_kv,  attention,      join_attention,
                                     {find_largest, count_from, collect_from, sum_exp, draw}};
   return table;
 }

@@ -12,7 +12,7 @@
 
 namespace quire {
 
-enum class Activation : uint8_t { NONE, SILU, GELU };
+enum class Activation : uint8_t { NONE, SILU, GELU, GELU_TANH, RELU };
 
 // Rows of float32 (kernels may read kSpareRows rows behind the last one, and use nothing of what they find there) or,
 // for quantized panels, activations in int8.
@@ -44,8 +44,8 @@ struct MatmulCall {
   const MatmulCall* following;  // the next product, whose weights may be asked for in advance; or null
 };
 
-// Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight. With a residual the sum of both is
-// normed, and written to `sum`.
+// Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight, or with `centered` (LayerNorm)
+// y = (x - mean(x)) / deviation(x) * weight + bias. With a residual the sum of both is normed, and written to `sum`.
 struct NormCall {
   const float* x;
   int64_t x_stride;
@@ -54,6 +54,8 @@ struct NormCall {
   float* sum;  // with a residual
   int64_t sum_stride;
   const float* weight;
+  const float* bias;  // or null
+  bool centered;
   float eps;
   int64_t rows, groups, size;
   float* y;  // or null
@@ -71,13 +73,26 @@ struct RopeCall {
   bool interleaved;
 };
 
-struct GateCall {
-  const float* x;  // [rows][2 * size]
+// y = activation(x), or gated y = activation(gate) * up, where x is the gate and then what it multiplies.
+struct ActivateCall {
+  const float* x;  // [rows][size], or gated [rows][2 * size]
   int64_t x_stride;
   float* y;  // [rows][size]
   int64_t y_stride;
   int64_t rows, size;
   Activation activation;
+  bool gated;
+};
+
+// y = a + b, [rows][size] each.
+struct AddCall {
+  const float* a;
+  int64_t a_stride;
+  const float* b;
+  int64_t b_stride;
+  float* y;
+  int64_t y_stride;
+  int64_t rows, size;
 };
 
 struct KernelTable {
@@ -86,7 +101,8 @@ struct KernelTable {
   void (*quantize)(const float* x, int64_t x_stride, int64_t rows, const Activations& out, Worker&);
   void (*norm)(const NormCall&, Worker&);
   void (*rope)(const RopeCall&, Worker&);
-  void (*gate)(const GateCall&, Worker&);
+  void (*activate)(const ActivateCall&, Worker&);
+  void (*add)(const AddCall&, Worker&);
   void (*store_kv)(const Cache&, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride, const float* v,
                    int64_t v_stride, const Worker&);
   bool (*attention)(const AttentionCall&, Worker&);

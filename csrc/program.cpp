@@ -96,9 +96,10 @@ void Program::run_timed(int threads, const Step& step, std::vector<int64_t>& tim
 
 void EmbedOp::run(const KernelTable&, const Step& step, Worker& worker, int) const {
   const Span tokens = share(worker, step.num_tokens);
+  const int64_t* rows = by_position ? step.positions : step.tokens;
   for (int64_t token = tokens.first; token < tokens.last; token++) {
     float* row = out + token * out_stride;
-    unpack_row(weight, step.tokens[token], row);
+    unpack_row(weight, rows[token], row);
     if (scale != 1.0f) {
       for (int64_t i = 0; i < weight.cols; i++) row[i] *= scale;
     }
@@ -125,10 +126,16 @@ void RopeOp::run(const KernelTable& kernels, const Step& step, Worker& worker, i
   kernels.rope(now, worker);
 }
 
-void GateOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
-  GateCall now = call;
+void ActivateOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  ActivateCall now = call;
   now.rows = step.num_tokens;
-  kernels.gate(now, worker);
+  kernels.activate(now, worker);
+}
+
+void AddOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  AddCall now = call;
+  now.rows = step.num_tokens;
+  kernels.add(now, worker);
 }
 
 void StoreOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {

@@ -99,6 +99,7 @@ class Program {
 
 struct EmbedOp : Op {
   Panels weight;
+  bool by_position;  // rows are those of the tokens' positions, not of their ids
   float scale;
   float* out;
   int64_t out_stride;
@@ -130,10 +131,17 @@ struct RopeOp : Op {
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
-struct GateOp : Op {
-  GateCall call;
+struct ActivateOp : Op {
+  ActivateCall call;
 
-  const char* kind() const override { return "gate"; }
+  const char* kind() const override { return call.gated ? "gate" : "activate"; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
+struct AddOp : Op {
+  AddCall call;
+
+  const char* kind() const override { return "add"; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +16,7 @@ from quire.kernels import Kernels, isa, select
 from quire.kernels.cpu.native import Missing, Native, find
 from quire.kernels.cpu.tape import DENSE_FORMATS
 from quire.models.config import ModelConfig
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import StoredPart
 
 log = logging.getLogger("quire.engine")
 
@@ -159,12 +160,11 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
     return wanted
 
 
-def choose_quantize(wanted: str, checkpoint: Checkpoint) -> str | None:
+def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
     """Our own int8 or int4 for matrices stored plainly; a file that has none cannot be rounded."""
     if wanted == "none":
         return None
-    matrices = [name for name, shape in checkpoint.shapes.items() if len(shape) == 2]
-    if not any(checkpoint.panel_format(name) in DENSE_FORMATS for name in matrices):
+    if not any(stored.panel_format in DENSE_FORMATS for stored in weights if stored.cols is not None):
         raise InvalidParams(f"quantize is {wanted!r}, but the model's matrices are quantized already; leave it out.")
     return wanted
 

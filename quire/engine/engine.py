@@ -65,6 +65,8 @@ from quire.weights.loader import (
     opened,
     read_config,
     shorten,
+    survey,
+    weight_bytes,
 )
 
 log = logging.getLogger("quire.engine")
@@ -372,14 +374,15 @@ def load(
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        check_weights(count_weights(model, ops) * dtype.itemsize, dtype, device)
+        check_weights(count_weights(model, ops) * dtype.itemsize, device)
         rounding = None if config.quantize == "none" else config.quantize
         return build_random_model(model, dtype=dtype, device=device, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        quantize = choose_quantize(config.quantize, checkpoint)
-        check_weights(count_weights(model, ops) * dtype.itemsize, dtype, device)
+        stored = survey(model, checkpoint, ops)
+        quantize = choose_quantize(config.quantize, stored)
+        check_weights(weight_bytes(stored, dtype), device)
         return build_model(
             model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
         ), ops

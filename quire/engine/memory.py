@@ -67,15 +67,14 @@ def describe_free(device: torch.device) -> str:
     return f"{readable(free)} of its {readable(total)} are free"
 
 
-def check_weights(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights(num_bytes: int, device: torch.device) -> None:
     """Refuse weights that a GPU has no room for before they are read."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()  # what an earlier engine of this process has left
     if num_bytes > free_bytes(device):
         raise NotEnoughMemory(
-            f"The weights take {readable(num_bytes)} in {str(dtype).removeprefix('torch.')}, more than the GPU has: "
-            f"{describe_free(device)}. {SMALLER_WEIGHTS}"
+            f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_free(device)}. {SMALLER_WEIGHTS}"
         )
 
 

@@ -35,9 +35,12 @@ class Kernels:
 
     device: torch.device
     rms_norm: Callable[..., Any]  # a tensor, or (normed, sum) where a residual is passed
+    layer_norm: Callable[..., Any]  # as rms_norm
+    add: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[..., tuple[Tensor, Tensor]]
     store_kv: Callable[..., None]
     attention: Callable[..., Tensor]
+    activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -19,9 +19,12 @@ from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import sample
 
 __all__ = [
+    "activate",
+    "add",
     "attention",
     "cache_shapes",
     "gelu_mul",
+    "layer_norm",
     "linear",
     "record",
     "rms_norm",
@@ -46,6 +49,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = (normed * weight.float()).to(x.dtype)
     return normed if residual is None else (normed, x)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x [..., size], weight and bias [size] -> (x - mean) / deviation * weight + bias, in x's dtype.
+
+    A residual is added first, and its sum returned, as in `rms_norm`.
+    """
+    if residual is not None:
+        x = x + residual
+    bias = None if bias is None else bias.float()
+    normed = functional.layer_norm(x.float(), weight.shape, weight.float(), bias, eps).to(x.dtype)
+    return normed if residual is None else (normed, x)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """Two tensors of one shape -> their sum, where no norm adds them: an embedding and one of positions."""
+    return x + y
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -173,6 +195,17 @@ def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in], weight [out, in] -> x W^T, [..., out]"""
     return functional.linear(x, weight)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """x [..., size] -> [..., size]: "gelu", "gelu_tanh" (its tanh formula), "relu" or "silu" of each value."""
+    wide = x.float()
+    if activation == "relu":
+        return wide.relu().to(x.dtype)
+    if activation == "silu":
+        return functional.silu(wide).to(x.dtype)
+    formula = {"gelu": "none", "gelu_tanh": "tanh"}[activation]
+    return functional.gelu(wide, approximate=formula).to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from quire.kernels import Kernels
@@ -10,14 +12,15 @@ from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
-from quire.layers.source import Source
+from quire.layers.source import Part, Source
 
 
 class Attention:
     """Grouped-query attention under `name` in the checkpoint.
 
     `window` is how many tokens one sees, itself included; `qk_norm`, one for queries and one for keys, is applied to
-    each head before it is rotated.
+    each head before it is rotated. Without `rotary` nothing is rotated; `slopes` [num_heads] float32 are ALiBi's.
+    `qkv` and `output` say where the projections are stored, if not under the usual names.
     """
 
     def __init__(
@@ -31,20 +34,28 @@ class Attention:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
-        rotary: RotaryTable,
+        rotary: RotaryTable | None,
+        slopes: Tensor | None = None,
         window: int | None = None,
         softcap: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        qkv: Sequence[Part] | None = None,
+        output: Part | None = None,
     ) -> None:
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
-        parts = [(f"{name}.{part}_proj", heads * head_dim) for part, heads in zip("qkv", self.heads, strict=True)]
-        self.qkv = Linear(source, parts, hidden_size, bias=bias)
-        self.output = Linear(source, [(f"{name}.o_proj", hidden_size)], num_heads * head_dim, bias=output_bias)
+        qkv = qkv or [
+            Part(f"{name}.{part}_proj", heads * head_dim, split="rows", unit=head_dim)
+            for part, heads in zip("qkv", self.heads, strict=True)
+        ]
+        output = output or Part(f"{name}.o_proj", hidden_size, split="columns", unit=head_dim)
+        self.qkv = Linear(source, qkv, hidden_size, bias=bias)
+        self.output = Linear(source, [output], num_heads * head_dim, bias=output_bias)
         self.head_dim = head_dim
         self.scale = scale
         self.rotary = rotary
+        self.slopes = slopes
         self.window = window
         self.softcap = softcap
         self.qk_norm = qk_norm
@@ -62,22 +73,25 @@ class Attention:
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)
-        table, interleaved = self.rotary.table, self.rotary.interleaved
         options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        if ends is None and self.ops.fused is not None:
+        if ends is None and self.ops.fused is not None and self.rotary is not None and self.slopes is None:
+            table, interleaved = self.rotary.table, self.rotary.interleaved
             out = self.ops.fused.rope_attention(q, k, v, positions, table, interleaved, cache, paging, **options)
             return self.output(out.flatten(1))
         q, k = self._rope_and_store(q, k, v, positions, paging.slots[cache.group], cache)
-        if ends is None:
-            out = self.ops.attention(q, cache, paging, **options)
-        else:
-            out = self.ops.attention(q[ends.tokens], cache, ends.paging, **options)
+        if ends is not None:
+            q, paging = q[ends.tokens], ends.paging
+        out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes)
         return self.output(out.flatten(1))
 
     def _rope_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        ops, table, interleaved = self.ops, self.rotary.table, self.rotary.interleaved
+        ops = self.ops
+        if self.rotary is None:
+            ops.store_kv(k, v, cache, slots)
+            return q, k
+        table, interleaved = self.rotary.table, self.rotary.interleaved
         if ops.fused is not None:
             return ops.fused.rope_store(q, k, v, positions, table, interleaved, cache, slots)
         q, k = ops.rope(q, k, positions, table, interleaved)

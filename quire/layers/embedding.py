@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.layers.source import Source
+from quire.layers.source import Part, Source
 from quire.quant.weight import Weight
 
 
@@ -20,7 +20,7 @@ class Embedding:
     def __init__(
         self, source: Source, name: str, *, vocab_size: int, hidden_size: int, scale: float | None = None
     ) -> None:
-        self.weight = source.matrix([(f"{name}.weight", vocab_size)], hidden_size)
+        self.weight = source.matrix([Part(f"{name}.weight", vocab_size)], hidden_size)
         self.scale = scale
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.layers.source import Source
+from quire.layers.source import Part, Source
 
 
 class Linear:
-    """y = x W^T + b, where W and b are those of the named parts, one below the other: parts are (name, rows)."""
+    """y = x W^T + b, where W and b are those of the parts, one below the other; a part has the name of its layer."""
 
-    def __init__(self, source: Source, parts: Sequence[tuple[str, int]], cols: int, *, bias: bool = False) -> None:
-        self.weight = source.matrix([(f"{name}.weight", rows) for name, rows in parts], cols)
-        self.bias = source.vector([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
+    def __init__(self, source: Source, parts: Sequence[Part], cols: int, *, bias: bool = False) -> None:
+        self.weight = source.matrix([part.tensor("weight") for part in parts], cols)
+        self.bias = source.vector([part.tensor("bias") for part in parts]) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]"""

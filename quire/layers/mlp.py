@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels import Kernels
 from quire.layers.linear import Linear
-from quire.layers.source import Source
+from quire.layers.source import Part, Source
 from quire.quant.weight import Dense
 
 
@@ -26,9 +26,10 @@ class GatedMLP:
         activation: Literal["silu", "gelu_tanh"] = "silu",
         bias: bool = False,
     ) -> None:
-        gate_up = [(f"{name}.{part}_proj", intermediate_size) for part in ("gate", "up")]
+        gate_up = [Part(f"{name}.{part}_proj", intermediate_size, split="rows") for part in ("gate", "up")]
         self.gate_up = Linear(source, gate_up, hidden_size, bias=bias)
-        self.down = Linear(source, [(f"{name}.down_proj", hidden_size)], intermediate_size, bias=bias)
+        down = Part(f"{name}.down_proj", hidden_size, split="columns")
+        self.down = Linear(source, [down], intermediate_size, bias=bias)
         self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[activation]
         self.activation = activation
         self.fused = None if bias else ops.fused

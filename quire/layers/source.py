@@ -1,24 +1,136 @@
 """Where a layer gets its weights from: a checkpoint, random numbers, or a list of what would be asked for.
 
-Layers pull what they need by the name it has in a Hugging Face checkpoint ("model.layers.0.mlp.down_proj.weight"),
-with the shape they expect; readers of other formats translate. A model built from a source is ready to run.
+A layer declares each matrix as `Part`s, one below the other, by the names and the layout that a Hugging Face checkpoint
+has them in ("model.layers.0.mlp.down_proj.weight"); readers of other formats translate. How the numbers of a part are
+stored (dense, in GGUF blocks, by a quantization scheme) is not declared here: the checkpoint finds that out
+(`weights/checkpoint.py`). A model built from a source is ready to run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from quire.errors import UnsupportedModel
 from quire.quant.weight import Weight
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a matrix (or entries of a vector) that lie in one tensor of a checkpoint.
+
+    A stored tensor may hold several parts. With parts one below the other, `offset` is this one's first row. Where
+    the rows are stored in another order, `order` lists them as ranges of stored rows. `transposed` tensors are stored
+    as (in, out), which is how GPT-2 has them. Tensor parallelism splits the part by `split`, in multiples of `unit`.
+    """
+
+    name: str
+    rows: int
+    offset: int = 0
+    fused_rows: int | None = None  # of the stored tensor, where it holds more than this part
+    order: tuple[range, ...] | None = None  # None: from `offset` on
+    transposed: bool = False
+    split: Literal["rows", "columns"] | None = None  # None: every rank has all of it
+    unit: int = 1  # rows or columns that stay together: those of a head
+    columns: range | None = None  # None: all
+
+    @property
+    def stored_rows(self) -> int:
+        return self.rows if self.fused_rows is None else self.fused_rows
+
+    def stored_shape(self, cols: int | None) -> Shape:
+        """The stored tensor's shape, for a matrix of `cols` columns or, with None, a vector."""
+        if cols is None:
+            return (self.stored_rows,)
+        return (cols, self.stored_rows) if self.transposed else (self.stored_rows, cols)
+
+    def width(self, cols: int) -> int:
+        return cols if self.columns is None else len(self.columns)
+
+    def stored_runs(self, start: int, stop: int) -> tuple[range, ...]:
+        """The stored rows that this part's rows from `start` to `stop` are."""
+        runs, first = [], 0
+        for run in self.order or (range(self.offset, self.offset + self.rows),):
+            if piece := run[max(start - first, 0) : max(stop - first, 0)]:
+                runs.append(piece)
+            first += len(run)
+        return tuple(runs)
+
+    def tensor(self, kind: str) -> Part:
+        """The part of a layer's "weight" or "bias", where this one is named after the layer."""
+        return replace(self, name=f"{self.name}.{kind}")
+
+    def in_plain_order(self) -> Part:
+        """The same part in a format that stores parts one below the other, and nothing transposed."""
+        return replace(self, order=None, transposed=False)
+
+    def shard(self, rank: int, size: int, cols: int | None) -> Part:
+        """What rank `rank` of `size` has of it; `cols` is None for a vector, whose columns cannot be split."""
+        if self.split == "rows":
+            own = self._share(rank, size, self.rows)
+            runs, offset = self.stored_runs(own.start, own.stop), self.offset + own.start
+            return replace(self, rows=len(own), offset=offset, fused_rows=self.stored_rows, order=runs)
+        if self.split == "columns" and cols is not None:
+            return replace(self, columns=self._share(rank, size, cols))
+        return self
+
+    def _share(self, rank: int, size: int, count: int) -> range:
+        """An equal share of the units. Fewer units than ranks are shared: rank 1 of 4 has the first of 2."""
+        units = count // self.unit
+        if units % size == 0 and units * self.unit == count:
+            share = count // size
+            return range(rank * share, (rank + 1) * share)
+        if units and units * self.unit == count and size % units == 0:
+            unit = rank * units // size
+            return range(unit * self.unit, (unit + 1) * self.unit)
+        raise UnsupportedModel(
+            f"{self.name} has {count} {self.split} in units of {self.unit}, which cannot be split over {size} devices. "
+            "Use another number of devices."
+        )
+
+
+def fused_parts(part: Part, sizes: Sequence[int], num_groups: int = 1) -> list[Part]:
+    """The parts of one stored tensor, which all have what `part` has but rows and order.
+
+    With several groups, a group's share of each part is stored together: q, k and v of the first head, then of the
+    second, as BLOOM and Falcon have them.
+    """
+    total, group = sum(sizes), sum(sizes) // num_groups
+    parts, offset = [], 0
+    for size in sizes:
+        run, first = size // num_groups, offset // num_groups
+        assert run * num_groups == size, (size, num_groups)
+        order = tuple(range(start + first, start + first + run) for start in range(0, total, group))
+        parts.append(replace(part, rows=size, offset=offset, fused_rows=total, order=order))
+        offset += size
+    return parts
 
 
 class Source(Protocol):
-    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
-        """One matrix whose rows are those of the named tensors, one below the other: parts are (name, rows)."""
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        """One matrix [sum of rows, cols] whose rows are those of the parts, one below the other."""
         ...
 
-    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        """One dense vector, the named tensors end to end: parts are (name, length). Norm weights and biases."""
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        """One dense vector, the parts end to end: norm weights and biases."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedSource:
+    """What one rank of several gets of another source: each part is split by itself, while it is read."""
+
+    whole: Source
+    rank: int
+    size: int
+
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        return self.whole.matrix([part.shard(self.rank, self.size, cols) for part in parts], cols)
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self.whole.vector([part.shard(self.rank, self.size, None) for part in parts])

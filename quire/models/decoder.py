@@ -20,7 +20,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
-from quire.layers.source import Source
+from quire.layers.source import Part, Source
 from quire.models.config import ModelConfig
 
 
@@ -62,7 +62,7 @@ class Decoder:
         self.layers = layers
         self.norm = build_norm(config, source, ops, "model.norm", size)
         tied = config.tie_embeddings
-        head = self.embedding.weight if tied else source.matrix([("lm_head.weight", vocab)], size)
+        head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
         self.head = Head(head, softcap=config.logit_softcap)
 
     def __call__(

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
-from quire.quant.weight import Weight, find_best
+from quire.quant.weight import find_best
 
 SLICE_VALUES = 1 << 19  # unpacked at a time, which bounds the temporaries
 
@@ -65,17 +65,6 @@ class GGUFBlocks:
                 self._unpack_into(self.data[part], out[part])
             else:
                 out[part] = self._unpack(self.data[part])
-
-    def shard(self, rank: int, size: int, dim: int) -> Weight:
-        count = self.shape[dim]
-        unit = self.type.block_size if dim == 1 else 1
-        if count % (size * unit):
-            raise UnsupportedModel(
-                f"A matrix of shape {self.shape} in {self.type.name} blocks of {self.type.block_size} cannot be split "
-                f"into {size} equal parts. Use fewer devices, or weights of another type."
-            )
-        data = self.data.chunk(size, dim)[rank].contiguous()
-        return GGUFBlocks(self.type, data, count // size if dim == 1 else self.cols, self.dtype)
 
     def _slices(self) -> Iterator[slice]:
         step = max(1, SLICE_VALUES // self.cols)

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
 from quire.kernels.cpu.tape import DENSE_FORMATS, Value
 from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
-from quire.quant.weight import Weight, find_best
+from quire.quant.weight import find_best
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
@@ -101,7 +100,7 @@ class PanelWeight:
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):
             (part,) = self.parts
-            return index.tape.embed(part)
+            return index.tape.embed(part, by_position=index.are_positions)
         out = torch.empty(len(index), self.shape[1])
         for part, own, at in self._split(index):
             found = torch.empty(len(own), self.shape[1])
@@ -122,16 +121,13 @@ class PanelWeight:
         dense: Tensor = self.rows(torch.arange(self.shape[0])).to(dtype)
         return dense
 
-    def shard(self, rank: int, size: int, dim: int) -> Weight:
-        raise UnsupportedModel("Matrices packed for one CPU cannot be split over devices; load with kernels='torch'.")
 
-
-def join(parts: Sequence[tuple[str, int]], formats: Sequence[str]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Neighbours that may share panels: of one format, and each but the last a whole number of panels."""
-    groups: list[tuple[str, list[tuple[str, int]]]] = []
-    for part, kind in zip(parts, formats, strict=True):
-        if groups and groups[-1][0] == kind and groups[-1][1][-1][1] % ROWS_IN_PANEL == 0:
-            groups[-1][1].append(part)
+def join(rows: Sequence[int], formats: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Which parts of so many rows may share panels: neighbours of one format, each but the last whole panels."""
+    groups: list[tuple[str, list[int]]] = []
+    for index, kind in enumerate(formats):
+        if groups and groups[-1][0] == kind and rows[index - 1] % ROWS_IN_PANEL == 0:
+            groups[-1][1].append(index)
         else:
-            groups.append((kind, [part]))
+            groups.append((kind, [index]))
     return groups

@@ -40,10 +40,6 @@ class Weight(Protocol):
         """The whole matrix, dense: [out, in]."""
         ...
 
-    def shard(self, rank: int, size: int, dim: int) -> Weight:
-        """Part `rank` of `size` equal parts along `dim` (0: out, 1: in)."""
-        ...
-
 
 def find_best(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
     """`Weight.best` by way of all products."""
@@ -79,9 +75,6 @@ class Dense:
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.data.to(dtype)
 
-    def shard(self, rank: int, size: int, dim: int) -> Weight:
-        return Dense(self.data.chunk(size, dim)[rank].contiguous(), self._linear)
-
 
 class Stacked:
     """Matrices of different storage on top of each other: what fusing q, k and v of mixed types gives."""
@@ -109,6 +102,3 @@ class Stacked:
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.cat([part.dense(dtype) for part in self.parts])
-
-    def shard(self, rank: int, size: int, dim: int) -> Weight:
-        return Stacked([part.shard(rank, size, dim) for part in self.parts])

@@ -6,37 +6,41 @@ models is `store.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
 
 from quire.errors import InvalidParams
 from quire.kernels import Kernels
+from quire.layers.source import Part, Shape
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint, StoredPart
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.names import may_stay_unread
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
-from quire.weights.survey import Shape, Survey, check
+from quire.weights.survey import Survey, check
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, what its files said about it, and the memory its weights take."""
+    """A model ready to run, what its files said about it, and the memory its weights take.
+
+    `unused` are the tensors that the files have and the model does not need; others than these would be refused.
+    """
 
     model: Decoder
     config: ModelConfig
     weight_bytes: int
+    unused: tuple[str, ...] = ()
 
 
 def load_model(
@@ -82,8 +86,7 @@ def build_model(
     they become dense, or with `packed` stay in the blocks they are stored in. `progress` is told how many bytes of how
     many have been read.
     """
-    expected = survey(config, checkpoint, ops)
-    total = sum(checkpoint.nbytes(name) for name in expected)
+    total = sum(stored.nbytes for stored in survey(config, checkpoint, ops))
     on_read = counter(total, progress)
     with CheckpointSource(
         checkpoint,
@@ -96,7 +99,8 @@ def build_model(
         on_read=on_read,
     ) as source:
         model = MODELS[config.family](config, source, ops)
-    return LoadedModel(model, config, source.nbytes)
+    unused = tuple(name for name in checkpoint.shapes if name not in source.used)
+    return LoadedModel(model, config, source.nbytes, unused)
 
 
 def build_random_model(
@@ -133,17 +137,20 @@ def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
         yield config, GGUFCheckpoint(file, config.family)
 
 
-def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[str]:
-    """The canonical names of the tensors that the model asks for, all of which the checkpoint has in that shape."""
-    asked = ask(config, ops)
+def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[StoredPart]:
+    """How the checkpoint stores the parts that the model asks for; it has all of their tensors, in the right shape."""
+    found = [checkpoint.find(part, cols) for part, cols in ask(config, ops)]
     available = checkpoint.shapes
     ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
-    check({checkpoint.own_name(name): shape for name, shape in asked.items()}, available, ignored)
-    return list(asked)
+    expected: dict[str, Shape] = {}
+    for stored in found:
+        expected.update(stored.tensors)
+    check(expected, available, ignored)
+    return found
 
 
-def ask(config: ModelConfig, ops: Kernels) -> dict[str, Shape]:
-    """What a model asks a source for, by canonical name."""
+def ask(config: ModelConfig, ops: Kernels) -> list[tuple[Part, int | None]]:
+    """The parts that a model asks a source for, with their columns if they are of a matrix."""
     source = Survey()
     MODELS[config.family](replace(config, max_len=1), source, ops)  # max_len sizes tables, not weights
     return source.asked
@@ -151,7 +158,21 @@ def ask(config: ModelConfig, ops: Kernels) -> dict[str, Shape]:
 
 def count_weights(config: ModelConfig, ops: Kernels) -> int:
     """Numbers in all of a model's weights."""
-    return sum(map(prod, ask(config, ops).values()))
+    return sum(num_values(part, cols) for part, cols in ask(config, ops))
+
+
+def weight_bytes(found: Sequence[StoredPart], dtype: torch.dtype, *, packed: bool = False) -> int:
+    """Bytes that `build_model` will take for weights that are not packed for our own CPU kernels."""
+    return sum(
+        stored.nbytes
+        if packed and stored.quantized and stored.cols is not None
+        else num_values(stored.part, stored.cols) * dtype.itemsize
+        for stored in found
+    )
+
+
+def num_values(part: Part, cols: int | None) -> int:
+    return part.rows if cols is None else part.rows * part.width(cols)
 
 
 def counter(total: int, progress: Progress | None) -> Callable[[int], None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.cpu.native import Native
+from quire.layers.source import Part
 from quire.quant.panels import PanelWeight, rounded_format
 from quire.quant.weight import Dense, Weight
 
@@ -40,11 +41,12 @@ class RandomWeights:
         self._native = native
         self._quantize = quantize
 
-    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
-        out = torch.empty(sum(rows for _, rows in parts), cols, dtype=self.dtype, device=self.device)
-        for (name, _), part in zip(parts, torch.split(out, [rows for _, rows in parts]), strict=True):
-            part.normal_(0.0, cols**-0.5, generator=self._generator(name))
-        weight = Dense(out, self._linear) if self._native is None else self._pack(self._native, parts[0][0], out)
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        rows, width = [part.rows for part in parts], parts[0].width(cols)
+        out = torch.empty(sum(rows), width, dtype=self.dtype, device=self.device)
+        for part, own in zip(parts, torch.split(out, rows), strict=True):
+            self._draw(part, own, cols, 0.0, cols**-0.5)
+        weight = Dense(out, self._linear) if self._native is None else self._pack(self._native, parts[0].name, out)
         self.nbytes += weight.nbytes
         return weight
 
@@ -55,13 +57,23 @@ class RandomWeights:
         panels.pack_dense("f32", values.float().data_ptr(), cols, 0, rows)
         return PanelWeight([panels], native)
 
-    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        out = torch.empty(sum(size for _, size in parts), dtype=self.dtype, device=self.device)
-        for (name, _), part in zip(parts, torch.split(out, [size for _, size in parts]), strict=True):
-            mean = 0.0 if name.endswith(".bias") else 1.0
-            part.normal_(mean, SPREAD, generator=self._generator(name))
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        rows = [part.rows for part in parts]
+        out = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
+        for part, own in zip(parts, torch.split(out, rows), strict=True):
+            self._draw(part, own, None, 0.0 if part.name.endswith(".bias") else 1.0, SPREAD)
         self.nbytes += out.nbytes
         return out
+
+    def _draw(self, part: Part, out: Tensor, cols: int | None, mean: float, deviation: float) -> None:
+        """A part that is not all of its tensor is cut out of it, so ranks and fused parts agree on the numbers."""
+        whole = (part.stored_rows,) if cols is None else (part.stored_rows, cols)
+        target = out if out.shape == whole else out.new_empty(whole)
+        target.normal_(mean, deviation, generator=self._generator(part.name))
+        if target is not out:
+            columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
+            rows = torch.cat([target[run.start : run.stop : run.step] for run in part.stored_runs(0, part.rows)])
+            out.copy_(rows if cols is None else rows[:, columns])
 
     def _generator(self, name: str) -> torch.Generator:
         digest = blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()

@@ -21,7 +21,8 @@ from quire.weights.fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FLOATS = ("F64", "F32", "F16", "BF16")
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file, for floating-point types."""
-        return prod(self.shape) * FLOAT_BYTES.get(self.dtype, 1)
+        """Bytes in the file."""
+        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
 
 
 class SafetensorsFiles:
@@ -55,14 +56,18 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored. It refers to the mapped file, so copy it and let it go."""
-        stored = self.tensors[name]
-        if stored.dtype not in FLOAT_BYTES:
-            raise UnsupportedModel(
-                f"The tensor {name!r} in {stored.file} is of type {stored.dtype}; quire reads {', '.join(FLOAT_BYTES)}."
-            )
-        with opened(stored.file) as file:
+        with opened(self.tensors[name].file) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
+
+    def read_floats(self, name: str) -> Tensor:
+        """The same, of a tensor that holds the numbers themselves."""
+        stored = self.tensors[name]
+        if stored.dtype not in FLOATS:
+            raise UnsupportedModel(
+                f"The tensor {name!r} in {stored.file} is of type {stored.dtype}; quire reads {', '.join(FLOATS)}."
+            )
+        return self.read(name)
 
 
 def find_files(directory: Path) -> dict[Path, set[str]]:

@@ -12,26 +12,25 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightMismatch
+from quire.layers.source import Part, Shape
 from quire.quant.weight import Dense, Weight
 
 MAX_NAMED = 5  # tensors of each kind of trouble that the message names
 
-Shape = tuple[int, ...]
-
 
 class Survey:
-    """A `Source` of tensors without data, which notes what was asked for."""
+    """A `Source` of tensors without data, which notes what was asked for: parts, with columns if of a matrix."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Shape] = {}
+        self.asked: list[tuple[Part, int | None]] = []
 
-    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
-        self.asked.update({name: (rows, cols) for name, rows in parts})
-        return Dense(torch.empty(sum(rows for _, rows in parts), cols, device="meta"))
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        self.asked += [(part, cols) for part in parts]
+        return Dense(torch.empty(sum(part.rows for part in parts), parts[0].width(cols), device="meta"))
 
-    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        self.asked.update({name: (size,) for name, size in parts})
-        return torch.empty(sum(size for _, size in parts), device="meta")
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        self.asked += [(part, None) for part in parts]
+        return torch.empty(sum(part.rows for part in parts), device="meta")
 
 
 def check(expected: Mapping[str, Shape], available: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:

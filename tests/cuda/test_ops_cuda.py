@@ -43,6 +43,27 @@ def test_rms_norm_of_heads_in_a_wider_tensor(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (17, 577), (5, 4096), (2, 5120)])
+def test_layer_norm(rows, size, has_bias, dtype):
+    x, residual, weight = draw(rows, size, dtype=dtype) + 2, draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
+    bias = draw(size, dtype=dtype) if has_bias else None
+    assert_near(ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), dtype)
+    expected = reference.layer_norm(x, weight, bias, 1e-5, residual)
+    got = ops.layer_norm(x, weight, bias, 1e-5, residual.clone())
+    for mine, wanted in zip(got, expected, strict=True):
+        assert_near(mine, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 8), (3, 700), (33, 1536)])
+def test_activate(rows, size, activation, dtype):
+    x = 3 * draw(rows, size, dtype=dtype)
+    assert_near(ops.activate(x, activation), reference.activate(x, activation), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 8), (3, 700), (33, 1536)])
 def test_gates(rows, size, dtype):
     x = draw(rows, 2 * size, dtype=dtype)

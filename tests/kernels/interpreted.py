@@ -1,4 +1,4 @@
-"""A script: attention of single queries by Triton's interpreter, beside the reference. `test_interpreted.py` runs it.
+"""A script: kernels by Triton's interpreter, beside the reference. `test_interpreted.py` runs it.
 
 Triton looks at TRITON_INTERPRET when it is imported, so this needs a process of its own. bfloat16 is not computed right
 there, so float16 is used.
@@ -6,16 +6,23 @@ there, so float16 is used.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from triton.runtime import interpreter
 
-from quire.kernels import reference
+from quire.kernels import Fused, reference, select
+from quire.kernels.cuda.activation import activate
 from quire.kernels.cuda.attention.decode import decode_attention
-from quire.kernels.cuda.attention.dispatch import Work, find_splits
+from quire.kernels.cuda.attention.dispatch import Work, attention, find_splits
 from quire.kernels.cuda.attention.scoring import Scoring
+from quire.kernels.cuda.norm import layer_norm, rms_norm
+from quire.kernels.cuda.rope import store_kv
 from quire.kernels.paging import LayerCache
+from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
 
 patch_tensor = interpreter._patch_lang_tensor
@@ -27,7 +34,7 @@ def patch_index(tensor: Any, scope: Any) -> None:
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
-def check(dim: int, window: int | None, contexts: list[int]) -> None:
+def check_attention(dim: int, window: int | None, contexts: list[int], slopes: torch.Tensor | None = None) -> None:
     torch.manual_seed(0)
     paged = PagedCache(
         kv_heads=1, head_dim=dim, windows=[window], num_blocks=1000, block_size=16, dtype=torch.float16, seed=1
@@ -39,17 +46,63 @@ def check(dim: int, window: int | None, contexts: list[int]) -> None:
     k, v = (torch.randn(len(contexts), 1, dim).half() for _ in "kv")
     reference.store_kv(k, v, plain, paging.slots[0])
     q = torch.randn(len(contexts), 2, dim).half()
-    expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window)
+    expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window, slopes=slopes)
     both = torch.stack((plain.k.transpose(1, 2), plain.v.transpose(1, 2)), dim=1)  # a block may hold keys and values
     for k, v in ((both[:, 0].contiguous(), both[:, 1].contiguous()), (both[:, 0], both[:, 1])):
         got, work = torch.empty_like(q), Work(True, False)
         splits = find_splits(work, paging, window, 1, exact=False)
-        decode_attention(q, LayerCache(k, v, 0, 16), paging, splits, got, Scoring(dim**-0.5, window, None, None))
+        decode_attention(q, LayerCache(k, v, 0, 16), paging, splits, got, Scoring(dim**-0.5, window, slopes, None))
         worst = float((got - expected).abs().max())
         assert worst < 0.01, (dim, window, worst)
 
 
+def check_norms(size: int) -> None:
+    x, residual, (weight, bias) = 1 + torch.randn(3, size), torch.randn(3, size), torch.randn(2, size)
+    close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    for shift in (None, bias):
+        close(layer_norm(x, weight, shift, 1e-2), reference.layer_norm(x, weight, shift, 1e-2))
+        got = layer_norm(x, weight, shift, 1e-2, residual.clone())
+        for mine, wanted in zip(got, reference.layer_norm(x, weight, shift, 1e-2, residual), strict=True):
+            close(mine, wanted)
+
+
+def check_activations() -> None:
+    x = 3 * torch.randn(3, 700)
+    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+        close(activate(x, activation), reference.activate(x, activation))
+        close(activate(x.half(), activation), reference.activate(x.half(), activation))
+
+
+def check_alibi_model() -> None:
+    """A BLOOM on the GPU's ops: a prompt, and a token after it."""
+    kernels = {"store_kv": store_kv, "attention": attention, "layer_norm": layer_norm, "activate": activate}
+    ops = replace(select("cpu"), **kernels, fused=Fused(None, None, None))  # type: ignore[arg-type]
+    unrotated.STEPS = [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
+    theirs = unrotated.theirs("bloom", "gelu_tanh")
+    with TemporaryDirectory() as folder, torch.no_grad():
+        model = unrotated.build(Path(folder), theirs, ops, "bloom", "gelu_tanh")
+        paged = unrotated.paged()
+        paged.layers = [
+            LayerCache(layer.k.transpose(1, 2).contiguous(), layer.v.transpose(1, 2).contiguous(), 0, 4)
+            for layer in paged.layers
+        ]
+        for layer in paged.layers:
+            layer.k.zero_(), layer.v.zero_()  # a GPU's cache is finite everywhere
+        unrotated.assert_agrees(theirs, model, unrotated.run(model, paged))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    half = expected.dtype == torch.float16
+    torch.testing.assert_close(got, expected, atol=2e-3 if half else 1e-5, rtol=2e-3 if half else 1e-5)
+
+
 if __name__ == "__main__":
     interpreter._patch_lang_tensor = patch_index
+    contexts = [*range(1, 12), *range(60, 140, 7)]
     for dim, window in ((160, 40), (160, None), (64, 40)):
-        check(dim, window, [*range(1, 12), *range(60, 140, 7)])
+        check_attention(dim, window, contexts)
+    check_attention(64, None, contexts, slopes=torch.tensor([0.25, 0.0625]))
+    for size in (1, 48, 577):
+        check_norms(size)
+    check_activations()
+    check_alibi_model()

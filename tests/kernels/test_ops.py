@@ -59,6 +59,66 @@ def test_rms_norm_of_a_view() -> None:
     close(cpu.rms_norm(qkv[:, 2:5], weight, 1e-6), naive_norm(qkv[:, 2:5], weight, 1e-6))
 
 
+def naive_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    x = x.double()
+    centered = x - x.mean(-1, keepdim=True)
+    normed = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return normed if bias is None else normed + bias.double()
+
+
+@BACKENDS
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm(ops, dtype, shape, has_bias) -> None:
+    x, weight = (3 + torch.randn(shape)).to(dtype), torch.randn(shape[-1])
+    bias, kept = torch.randn(shape[-1]) if has_bias else None, x.clone()
+    out, expected = ops.layer_norm(x, weight, bias, 1e-3), naive_layer_norm(x, weight, bias, 1e-3)
+    assert out.dtype == dtype
+    eps = max(torch.finfo(dtype).eps, 4e-6)
+    torch.testing.assert_close(out.double(), expected, atol=2 * eps, rtol=2 * eps)
+    assert torch.equal(x, kept)
+
+
+@BACKENDS
+@DTYPES
+def test_layer_norm_adds_a_residual(ops, dtype) -> None:
+    x, residual, (weight, bias) = torch.randn(5, 12).to(dtype), torch.randn(5, 12).to(dtype), torch.randn(2, 12)
+    total = x + residual
+    normed, out = ops.layer_norm(x, weight, bias, 1e-6, residual)
+    assert torch.equal(out, total)
+    eps = max(torch.finfo(dtype).eps, 4e-6)
+    torch.testing.assert_close(normed.double(), naive_layer_norm(total, weight, bias, 1e-6), atol=2 * eps, rtol=2 * eps)
+
+
+PLAIN_ACTIVATIONS = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: torch.where(x < 0, 0.0, x),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+def test_activate(dtype, activation: str) -> None:
+    x = (3 * torch.randn(7, 33)).to(dtype)
+    out = reference.activate(x, activation)
+    assert out.dtype == dtype
+    close(out, PLAIN_ACTIVATIONS[activation](x.double()))
+
+
+def test_unknown_activations_are_refused() -> None:
+    with pytest.raises(KeyError):
+        reference.activate(torch.ones(2), "gelu_new")
+
+
+@DTYPES
+def test_add(dtype) -> None:
+    x, y = torch.randn(2, 5, 12).to(dtype)
+    assert torch.equal(reference.add(x, y), (x.double() + y.double()).to(dtype))
+
+
 @BACKENDS
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -41,6 +41,30 @@ print(json.dumps(compiled))
 """
 
 
+# The ops that no family uses yet.
+UNUSED = """
+from quire.kernels.cuda import standin
+standin.install((9, 0))
+from quire.kernels.cuda import ops, precompile
+compiled = []
+precompile.compile_only((9, 0), lambda source, metadata: compiled.append(metadata.name))
+x = standin.empty(16, 256, dtype=standin.DTYPES["bfloat16"])
+bias = standin.empty(256, dtype=standin.DTYPES["bfloat16"])
+ops.layer_norm(x, bias, bias, 1e-5)
+ops.layer_norm(x, bias, None, 1e-5, x)
+for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+    ops.activate(x, activation)
+print(*compiled)
+"""
+
+
+def test_ops_of_no_family_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    child = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, check=False, text=True)
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert child.stdout.split() == ["_norm", "_norm", *["_activate"] * 4]
+
+
 def compile_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = EngineConfig(device="cuda", **options)  # type: ignore[arg-type]

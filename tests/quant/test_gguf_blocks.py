@@ -96,21 +96,6 @@ def test_dense_into_fills_a_slice_and_nothing_else(dtype: torch.dtype, monkeypat
     assert (wide[:, :20] == 7).all()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shards_put_together_are_the_whole(dim: int) -> None:
-    weight = finite_blocks(GGMLType.Q8_0, rows=12, cols=128)
-    parts = [weight.shard(rank, 4, dim).dense() for rank in range(4)]
-    assert torch.equal(torch.cat(parts, dim), weight.dense())
-
-
-def test_blocks_are_not_cut() -> None:
-    weight = finite_blocks(GGMLType.Q4_K, rows=4, cols=512)
-    with pytest.raises(UnsupportedModel, match="Q4_K blocks of 256"):
-        weight.shard(0, 4, 1)
-    with pytest.raises(UnsupportedModel, match="into 3 equal parts"):
-        weight.shard(0, 3, 0)
-
-
 def test_types_without_an_unpacker_are_named() -> None:
     data = torch.zeros(1, GGMLType.IQ4_NL.row_bytes(32), dtype=torch.uint8)
     with pytest.raises(UnsupportedModel, match=r"IQ4_NL.*Q4_K"):

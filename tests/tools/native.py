@@ -17,6 +17,7 @@ from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native import Missing, Native, load, usable
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
+from quire.layers.source import Part
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
@@ -178,21 +179,22 @@ class PanelSource:
         self.dense = dense
         self.plain = RandomWeights(seed, torch.float32, CPU)
 
-    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
-        joined = join(parts, [self.formats(name) for name, _ in parts])
-        weight = PanelWeight([self._panels(kind, own, cols) for kind, own in joined], self.native)
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        joined = join([part.rows for part in parts], [self.formats(part.name) for part in parts])
+        panels = [self._panels(kind, [parts[index] for index in own], cols) for kind, own in joined]
+        weight = PanelWeight(panels, self.native)
         return Dense(weight.dense()) if self.dense else weight
 
-    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+    def vector(self, parts: Sequence[Part]) -> Tensor:
         return self.plain.vector(parts)
 
-    def _panels(self, kind: str, parts: Sequence[tuple[str, int]], cols: int) -> Any:
-        panels = MODULE.Panels(kind, sum(rows for _, rows in parts), cols)
+    def _panels(self, kind: str, parts: Sequence[Part], cols: int) -> Any:
+        panels = MODULE.Panels(kind, sum(part.rows for part in parts), cols)
         first = 0
         for part in parts:
             values = self.plain.matrix([part], cols).dense()
-            panels.pack_dense("f32", values.data_ptr(), cols, first, part[1])
-            first += part[1]
+            panels.pack_dense("f32", values.data_ptr(), cols, first, part.rows)
+            first += part.rows
         return panels
 
 

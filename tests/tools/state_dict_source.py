@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.layers.source import Part
 from quire.quant.weight import Dense, Weight
 
 
@@ -20,14 +21,16 @@ class StateDictSource:
     def left_over(self) -> set[str]:
         return set(self.tensors) - self.asked
 
-    def matrix(self, parts: Sequence[tuple[str, int]], cols: int) -> Weight:
-        return Dense(torch.cat([self._take(name, (rows, cols)) for name, rows in parts]))
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        return Dense(torch.cat([self._take(part, cols) for part in parts]))
 
-    def vector(self, parts: Sequence[tuple[str, int]]) -> Tensor:
-        return torch.cat([self._take(name, (length,)) for name, length in parts])
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return torch.cat([self._take(part, None) for part in parts])
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.tensors[name]
-        assert tuple(tensor.shape) == shape, f"{name} is {tuple(tensor.shape)}, asked for as {shape}"
-        self.asked.add(name)
-        return tensor.detach().to(self.dtype)
+    def _take(self, part: Part, cols: int | None) -> Tensor:
+        tensor, shape = self.tensors[part.name], part.stored_shape(cols)
+        assert tuple(tensor.shape) == shape, f"{part.name} is {tuple(tensor.shape)}, asked for as {shape}"
+        self.asked.add(part.name)
+        rows = tensor.detach().T if part.transposed and cols is not None else tensor.detach()
+        index = [row for run in part.stored_runs(0, part.rows) for row in run]
+        return rows[index].to(self.dtype)

@@ -66,13 +66,13 @@ def tiny_weights(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
     MODELS[config.family](config, survey, cpu_ops())
     source = RandomWeights(seed, torch.float32, torch.device("cpu"))
     weights = {}
-    for name, shape in survey.asked.items():
-        if len(shape) == 1:
-            weights[name] = source.vector([(name, shape[0])]) - (1.0 if config.norm_offset else 0.0)
+    for part, cols in survey.asked:
+        if cols is None:
+            weights[part.name] = source.vector([part]) - (1.0 if config.norm_offset else 0.0)
         else:
-            matrix = source.matrix([(name, shape[0])], shape[1])
+            matrix = source.matrix([part], cols)
             assert isinstance(matrix, Dense)
-            weights[name] = matrix.data
+            weights[part.name] = matrix.data
     return weights
 
 

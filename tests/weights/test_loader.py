@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound, UnsupportedModel, WeightMismatch
 from quire.kernels.paging import LayerCache, Paging
+from quire.layers.source import Part
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.weight import Dense, Stacked
@@ -98,7 +99,7 @@ def stored(path):
 
 
 def fill(source, name, out):
-    for work in source.fill(name, out):
+    for work in source.find(Part(name, len(out)), out.shape[1]).fill(out):
         work()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.errors import WeightMismatch
+from quire.layers.source import Part
 from quire.weights.names import gguf_name, may_stay_unread, text_name
 from quire.weights.random_weights import RandomWeights
 from quire.weights.survey import Survey, check
@@ -19,33 +20,33 @@ def random_weights(seed=0, dtype=torch.float32):
 
 def test_random_weights_depend_on_seed_and_name_only():
     one, other = random_weights(), random_weights()
-    other.vector([("x.weight", 5)])
-    assert torch.equal(one.matrix([("a", 8)], 32).dense(), other.matrix([("a", 8)], 32).dense())
-    assert not torch.equal(one.matrix([("a", 8)], 32).dense(), one.matrix([("b", 8)], 32).dense())
-    assert not torch.equal(one.matrix([("a", 8)], 32).dense(), random_weights(1).matrix([("a", 8)], 32).dense())
+    other.vector([Part("x.weight", 5)])
+    assert torch.equal(one.matrix([Part("a", 8)], 32).dense(), other.matrix([Part("a", 8)], 32).dense())
+    assert not torch.equal(one.matrix([Part("a", 8)], 32).dense(), one.matrix([Part("b", 8)], 32).dense())
+    assert not torch.equal(one.matrix([Part("a", 8)], 32).dense(), random_weights(1).matrix([Part("a", 8)], 32).dense())
 
 
 def test_fused_random_weights_are_the_separate_ones():
     source = random_weights()
-    fused = source.matrix([("a", 8), ("b", 4)], 32).dense()
-    assert torch.equal(fused[:8], source.matrix([("a", 8)], 32).dense())
-    assert torch.equal(fused[8:], source.matrix([("b", 4)], 32).dense())
-    ends = source.vector([("a.bias", 8), ("b.bias", 4)])
-    assert torch.equal(ends[8:], source.vector([("b.bias", 4)]))
+    fused = source.matrix([Part("a", 8), Part("b", 4)], 32).dense()
+    assert torch.equal(fused[:8], source.matrix([Part("a", 8)], 32).dense())
+    assert torch.equal(fused[8:], source.matrix([Part("b", 4)], 32).dense())
+    ends = source.vector([Part("a.bias", 8), Part("b.bias", 4)])
+    assert torch.equal(ends[8:], source.vector([Part("b.bias", 4)]))
 
 
 def test_random_weights_are_scaled():
     source = random_weights()
-    assert source.matrix([("a", 500)], 400).dense().std().item() == pytest.approx(400**-0.5, rel=0.02)
-    assert source.vector([("norm.weight", 4000)]).mean().item() == pytest.approx(1.0, abs=0.01)
-    assert source.vector([("q_proj.bias", 4000)]).mean().item() == pytest.approx(0.0, abs=0.01)
-    assert random_weights(dtype=torch.bfloat16).matrix([("a", 2)], 4).dense(torch.bfloat16).dtype == torch.bfloat16
+    assert source.matrix([Part("a", 500)], 400).dense().std().item() == pytest.approx(400**-0.5, rel=0.02)
+    assert source.vector([Part("norm.weight", 4000)]).mean().item() == pytest.approx(1.0, abs=0.01)
+    assert source.vector([Part("q_proj.bias", 4000)]).mean().item() == pytest.approx(0.0, abs=0.01)
+    assert random_weights(dtype=torch.bfloat16).matrix([Part("a", 2)], 4).dense(torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_a_survey_notes_every_part_and_holds_nothing():
     survey = Survey()
-    weight, vector = survey.matrix([("q", 8), ("k", 2)], 16), survey.vector([("b", 3)])
-    assert survey.asked == {"q": (8, 16), "k": (2, 16), "b": (3,)}
+    weight, vector = survey.matrix([Part("q", 8), Part("k", 2)], 16), survey.vector([Part("b", 3)])
+    assert survey.asked == [(Part("q", 8), 16), (Part("k", 2), 16), (Part("b", 3), None)]
     assert weight.shape == (10, 16)
     assert vector.shape == (3,)
     assert vector.is_meta

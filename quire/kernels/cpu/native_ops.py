@@ -40,6 +40,20 @@ class NativeOps:
         normed, total = x.tape.norm(x, weight.float().contiguous(), eps, residual)
         return normed if residual is None else (normed, total)
 
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor | None, eps: float, residual: Any = None) -> Any:
+        if isinstance(x, Tensor):
+            inputs = (x,) if residual is None else (x, residual)
+            results = self._at_once(lambda *values: self.layer_norm(values[0], weight, bias, eps, *values[1:]), inputs)
+            return results[0] if residual is None else results
+        bias = None if bias is None else bias.float().contiguous()
+        normed, total = x.tape.norm(x, weight.float().contiguous(), eps, residual, bias=bias, centered=True)
+        return normed if residual is None else (normed, total)
+
+    def add(self, x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._at_once(self.add, (x, y))[0]
+        return x.tape.add(x, y)
+
     def rope(self, q: Any, k: Any, positions: Any, table: Tensor, interleaved: bool) -> Any:
         if isinstance(q, Tensor):
             return self._at_once(lambda q, k: self.rope(q, k, None, table, interleaved), (q, k), positions=positions)
@@ -88,11 +102,16 @@ class NativeOps:
         q.tape.put(Recorded("attention", {**describe_cache(cache, q.tail[1]), **arguments}))
         return out
 
+    def activate(self, x: Any, activation: str) -> Any:
+        if isinstance(x, Tensor):
+            return self._at_once(lambda value: self.activate(value, activation), (x,))[0]
+        return x.tape.activate(x, activation)
+
     def silu_mul(self, gate_up: Any) -> Any:
         return self._gate(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Any) -> Any:
-        return self._gate(gate_up, "gelu")
+        return self._gate(gate_up, "gelu_tanh")
 
     def _gate(self, gate_up: Any, activation: str) -> Any:
         if isinstance(gate_up, Tensor):

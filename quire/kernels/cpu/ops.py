@@ -27,6 +27,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return normed if residual is None else (normed, x)
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        return reference.layer_norm(x, weight, bias, eps, residual)
+    if residual is not None:
+        x = residual.add_(x)
+    normed = functional.layer_norm(x, weight.shape, weight, bias, eps)
+    return normed if residual is None else (normed, x)
+
+
 def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     dim = table.shape[1]
     if q.dtype != torch.float32 or q.shape[-1] != dim:

@@ -18,9 +18,10 @@ from quire.kernels.paging import LayerCache, Paging
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Stands in for the token ids while a model is recorded."""
+    """Stands in for the token ids, or for their positions, while a model is recorded."""
 
     tape: Tape
+    are_positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class RecordedModel:
         self.tape = Tape(native, max_tokens)
         self._kv = kv
         groups = range(1 + max(cache.group for cache in kv))
-        self._hidden = model(StepTokens(self.tape), None, StepPaging(groups), kv)
+        self._hidden = model(StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups), kv)
         self._hidden.read()
         self.tape.finish()
         self._result = self.tape.result(self._hidden, max_tokens)

@@ -82,8 +82,9 @@ class Value:
             first += parts[-1].width
         return parts
 
-    def __add__(self, bias: Tensor) -> Value:
-        return self.tape.add_bias(self, bias)
+    def __add__(self, other: Tensor | Value) -> Value:
+        """Another value of the step, or a bias."""
+        return self.tape.add(self, other) if isinstance(other, Value) else self.tape.add_bias(self, other)
 
     def __mul__(self, factor: Tensor) -> Value:
         return self.tape.scale(self, float(factor))
@@ -121,9 +122,9 @@ class Tape:
         self.ops.append(op)
         self._multiplied = None
 
-    def embed(self, weight: Any) -> Value:
+    def embed(self, weight: Any, *, by_position: bool = False) -> Value:
         out = self.new((weight.cols,))
-        out.buffer.producer = Embed(weight, out.buffer.values)
+        out.buffer.producer = Embed(weight, by_position, out.buffer.values)
         self.put(out.buffer.producer)
         return out
 
@@ -132,12 +133,21 @@ class Tape:
         x.buffer.producer.scale *= factor
         return x
 
-    def norm(self, x: Value, weight: Tensor, eps: float, residual: Value | None) -> tuple[Value, Value]:
+    def norm(
+        self,
+        x: Value,
+        weight: Tensor,
+        eps: float,
+        residual: Value | None,
+        *,
+        bias: Tensor | None = None,
+        centered: bool = False,
+    ) -> tuple[Value, Value]:
         """The norm of x, or of x and a residual, and what was normed."""
         groups = x.tail[0] if len(x.tail) == 2 else 1
         out, total = self.new(x.tail), x if residual is None else self.new(x.tail)
         sources = (x.read(), residual.read() if residual else None, total.read() if residual else None)
-        op = Norm(*sources, weight, eps, groups, out.buffer.values, out.buffer.quantized)
+        op = Norm(*sources, weight, bias, centered, eps, groups, out.buffer.values, out.buffer.quantized)
         out.buffer.producer = op
         self.put(op)
         return out, total
@@ -183,6 +193,22 @@ class Tape:
             op.bias = bias[op.first : op.first + op.weight.rows]
         return x
 
+    def add(self, x: Value, y: Value) -> Value:
+        """The sum of two values. A norm that follows adds them by itself: `norm` with a residual."""
+        assert x.tail == y.tail, (x.tail, y.tail)
+        out = self.new(x.tail)
+        self.put(Recorded("add", {"a": x.read(), "b": y.read(), "y": out.read(), "size": x.width}))
+        return out
+
+    def activate(self, x: Value, activation: str) -> Value:
+        out = self.new(x.tail)
+        self.put(self._activation(x, out, activation, gated=False))
+        return out
+
+    def _activation(self, x: Value, out: Value, activation: str, *, gated: bool) -> Recorded:
+        arguments = {"x": x.read(), "y": out.read(), "size": out.width, "activation": activation, "gated": gated}
+        return Recorded("activate", arguments)
+
     def gate(self, x: Value, activation: str) -> Value:
         """A single product right before becomes a gated one: its raw outputs are then never written.
 
@@ -197,7 +223,7 @@ class Tape:
             producer.y, producer.gated = out.buffer.values, out.buffer.quantized
             out.buffer.producer = producer
         else:
-            self.put(Recorded("gate", {"x": x.read(), "y": out.read(), "size": size, "activation": activation}))
+            self.put(self._activation(x, out, activation, gated=True))
         return out
 
     def finish(self) -> None:

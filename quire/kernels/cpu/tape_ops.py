@@ -19,20 +19,27 @@ class Op(Protocol):
 
 @dataclass(slots=True)
 class Embed:
+    """A row of the matrix for each token, by its id or by its position."""
+
     weight: Any
+    by_position: bool
     out: Slot
     scale: float = 1.0
 
     def emit(self, program: Any) -> None:
-        program.embed(weight=self.weight, scale=self.scale, out=self.out.view())
+        program.embed(weight=self.weight, by_position=self.by_position, scale=self.scale, out=self.out.view())
 
 
 @dataclass(slots=True)
 class Norm:
+    """RMSNorm, or LayerNorm if it is centered."""
+
     x: Reader
     residual: Reader | None
     sum: Reader | None
     weight: Tensor
+    bias: Tensor | None
+    centered: bool
     eps: float
     groups: int
     y: Slot
@@ -48,6 +55,8 @@ class Norm:
             residual=self.residual.view() if self.residual else NOWHERE,
             sum=self.sum.view() if self.sum else NOWHERE,
             weight=self.weight.data_ptr(),
+            bias=self.bias.data_ptr() if self.bias is not None else 0,
+            centered=self.centered,
             eps=self.eps,
             groups=self.groups,
             size=len(self.weight),

@@ -1,4 +1,4 @@
-"""Gated activations on the GPU."""
+"""Activations on the GPU, gated and plain."""
 
 from __future__ import annotations
 
@@ -21,6 +21,35 @@ def silu(x):
 def gelu(x):
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(inner)) is sigmoid(2 * inner)
+
+
+@triton.jit
+def _activate(x, y, count, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        value = silu(value)
+    elif ACTIVATION == "gelu_tanh":
+        value = gelu(value)
+    elif ACTIVATION == "gelu":
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    else:
+        value = tl.where(value < 0.0, 0.0, value)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=at < count)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    assert activation in ("gelu", "gelu_tanh", "relu", "silu"), activation
+    assert x.is_contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count = x.numel()
+    if count:
+        _activate[(triton.cdiv(count, WIDTH),)](
+            x, y, count, ACTIVATION=activation, WIDTH=WIDTH, num_warps=4, **pdl_options()
+        )  # fmt: skip
+    return y
 
 
 @triton.jit

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels import Fused
-from quire.kernels.cuda.activation import gelu_mul, silu_mul
+from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention import dispatch as ways
 from quire.kernels.cuda.gemm.skinny import Tile, multiply
-from quire.kernels.cuda.norm import rms_norm
+from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.ops import cache_shapes
 from quire.kernels.cuda.rope import rope_store, store_kv
 
-__all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
+__all__ = [
+    "activate", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear", "rms_norm", "silu_mul",
+    "store_kv",
+]  # fmt: skip
 
 FEW_ROWS = 64
 FEW, MANY = Tile(64, 128, 4, 5), Tile(128, 64, 8, 3, max_rows=128)

@@ -9,15 +9,18 @@ import torch
 
 from quire.kernels import Fused
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
-from quire.kernels.cuda.activation import gelu_mul, silu_mul
+from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention.dispatch import attention, rope_attention
 from quire.kernels.cuda.gemm.skinny import gated_linear, linear
 from quire.kernels.cuda.launch import launchers
-from quire.kernels.cuda.norm import rms_norm
+from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.reference import DTYPES
 
-__all__ = ["attention", "cache_shapes", "fused", "gelu_mul", "linear", "rms_norm", "silu_mul", "store_kv"]
+__all__ = [
+    "activate", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear", "rms_norm", "silu_mul",
+    "store_kv",
+]  # fmt: skip
 
 launchers.use()
 fused = Fused(rope_store, rope_attention, gated_linear)

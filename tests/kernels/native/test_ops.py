@@ -61,6 +61,70 @@ def test_norm_of_a_sum(name: str, tokens: int, size: int, seed: int, threads: in
     assert torch.equal(total, expected_total)
 
 
+@each_isa
+@pytest.mark.parametrize("has_bias", [False, True])
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_layer_norm(name: str, has_bias: bool, tokens: int, size: int, seed: int, threads: int) -> None:
+    """The deviation of one value is nothing, and so are the numbers that it is divided by: `eps` is not."""
+    (x, residual), (weight, shift) = draw(2, tokens, size, seed=seed), draw(2, size, seed=seed + 1)
+    x, bias, ops = x + 1, shift if has_bias else None, ops_of(name, threads)
+    before = x.clone()
+    expected = reference.layer_norm(x, weight, bias, 1e-2)
+    torch.testing.assert_close(ops.layer_norm(x, weight, bias, 1e-2), expected, atol=1e-5, rtol=1e-5)
+    normed, total = ops.layer_norm(x, weight, bias, 1e-2, residual)
+    expected, expected_total = reference.layer_norm(x, weight, bias, 1e-2, residual)
+    torch.testing.assert_close(normed, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(x, before)
+
+
+@each_isa
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_add(name: str, tokens: int, size: int, seed: int, threads: int) -> None:
+    x, y = draw(2, tokens, size, seed=seed)
+    assert torch.equal(ops_of(name, threads).add(x, y), x + y)
+
+
+@each_isa
+def test_values_of_a_tape_are_added_and_kept_as_long_as_they_are_used(name: str) -> None:
+    ops, (x, y) = ops_of(name), draw(2, 7, 33)
+
+    def record(a, b):
+        total = a + b
+        first = ops.activate(total, "relu")
+        second = ops.add(first, total)
+        return second + first, total
+
+    out, total = ops._at_once(record, (x, y))
+    assert torch.equal(total, x + y)
+    assert torch.equal(out, (torch.relu(x + y) + (x + y)) + torch.relu(x + y))
+
+
+@each_isa
+def test_a_tape_adds_values_of_one_shape_only(name: str) -> None:
+    with pytest.raises(AssertionError):
+        ops_of(name).add(draw(3, 8), draw(3, 9))
+
+
+@each_isa
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu"])
+@few
+@given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
+def test_activate(name: str, activation: str, tokens: int, size: int, seed: int, threads: int) -> None:
+    ops, x = ops_of(name, threads), 4 * draw(tokens, size, seed=seed)
+    torch.testing.assert_close(ops.activate(x, activation), reference.activate(x, activation), atol=2e-6, rtol=4e-6)
+
+
+@each_isa
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu"])
+def test_activate_far_out(name: str, activation: str) -> None:
+    x = torch.tensor([[-1e4, -200.0, -30.0, -6.0, -1e-30, 0.0, 1e-30, 6.0, 30.0, 200.0, 1e4, float("nan")]])
+    out, expected = ops_of(name).activate(x, activation), reference.activate(x, activation)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
 def rotary_table(dim: int) -> Tensor:
     angles = torch.outer(torch.arange(50.0), 10.0 ** -torch.arange(dim // 2))
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
