@@ -43,13 +43,13 @@ print(json.dumps(compiled))
 
 # The ops that no family uses yet.
 UNUSED = """
-from quire.kernels.cuda import standin
-standin.install((9, 0))
+from quire.kernels.cuda.launch import torch_stub
+torch_stub.install((9, 0))
 from quire.kernels.cuda import ops, precompile
 compiled = []
 precompile.compile_only((9, 0), lambda source, metadata: compiled.append(metadata.name))
-x = standin.empty(16, 256, dtype=standin.DTYPES["bfloat16"])
-bias = standin.empty(256, dtype=standin.DTYPES["bfloat16"])
+x = torch_stub.empty(16, 256, dtype=torch_stub.DTYPES["bfloat16"])
+bias = torch_stub.empty(256, dtype=torch_stub.DTYPES["bfloat16"])
 ops.layer_norm(x, bias, bias, 1e-5)
 ops.layer_norm(x, bias, None, 1e-5, x)
 for activation in ("gelu", "gelu_tanh", "relu", "silu"):
