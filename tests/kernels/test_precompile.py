@@ -45,7 +45,8 @@ print(json.dumps(compiled))
 UNUSED = """
 from quire.kernels.cuda.launch import torch_stub
 torch_stub.install((9, 0))
-from quire.kernels.cuda import ops, precompile
+from quire.kernels.cuda import ops
+from quire.kernels.cuda.launch import precompile
 compiled = []
 precompile.compile_only((9, 0), lambda source, metadata: compiled.append(metadata.name))
 x = torch_stub.empty(16, 256, dtype=torch_stub.DTYPES["bfloat16"])
