@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
-from quire.core.constraint import Constraint
+from quire.core.constraint import Constraint, StopMatcher
 from quire.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.core.beam_group import Beam
     from quire.core.prefix_tree import Miss, Node
     from quire.core.swap import Stowed
 
@@ -70,6 +71,7 @@ class Request:
     output: Sequence[int] = ()
     num_scored: int = 0  # prompt tokens after the first whose logprobs are delivered
     constraint: Constraint | None = None
+    stop_matcher: StopMatcher | None = None  # of a beam, if there are stop strings
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # tokens it can ever have
@@ -97,6 +99,7 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     stowed: Stowed | None = field(init=False, default=None)  # while it waits: what of it lies on the host
     miss: Miss | None = field(init=False, default=None)
+    beam: Beam | None = field(init=False, default=None)  # what it is in a beam search
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.output]
@@ -105,12 +108,18 @@ class Request:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
         self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
-        self.needs_tokens = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
+        looks_back = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
+        self.needs_tokens = looks_back and not self.params.use_beam_search  # the host knows a beam's when it is planned
         self.takes_best = self.params.takes_best and not self.changes_logits
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of a step it may take: one for each beam."""
+        return self.params.beam_width or 1
 
     def reset(self) -> None:
         """Back to a request that waits with its tokens and holds nothing of the cache."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from traceback import walk_tb
 
+from quire.core.beam_group import BeamGroup, Survivor, beam_of
 from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
 from quire.core.params import check_priority
-from quire.core.plan import Detail, Plan, Sampled, Update
+from quire.core.plan import Candidates, Detail, Plan, Sampled, Update, explain_no_token
 from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
@@ -85,6 +86,7 @@ class Scheduler:
         self._num_arrived = 0
         self._turns = Turns()
         self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
+        self._groups: list[BeamGroup] = []  # beam searches that run
         self._blocked: Blocked | None = None
         self._updates: list[Update] = []  # of the operation under way
         self._is_changing = False  # an operation is under way, or was interrupted
@@ -98,6 +100,8 @@ class Scheduler:
         request.place = self._turns.place(request.tenant, request.num_prompt)
         request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
+        if request.params.use_beam_search:
+            BeamGroup(request)
         self._num_arrived += 1
         leader = request.leader
         is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output
@@ -167,7 +171,9 @@ class Scheduler:
             request.num_in_flight -= 1
             if num_yields:
                 request.num_expected -= 1
-            if request.state is not _FINISHED:
+            if request.beam is not None:
+                self._land_beam(request, start + count, sampled.candidates.get(row), details.get(row))
+            elif request.state is not _FINISHED:
                 finish = None
                 known = request.tokens
                 known += tokens
@@ -210,7 +216,8 @@ class Scheduler:
             request.num_expected -= bool(num_yields)
         readers, blocks = self._trace(plan)
         self.kv.unpublish(blocks)
-        lost = [request for request in [*plan.requests, *readers] if not request.finished]
+        broken = [request for request in [*plan.requests, *readers] if not request.finished]
+        lost = list(dict.fromkeys(self._owner(request) for request in broken))
         self._updates += [
             Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
             for request in lost
@@ -247,6 +254,7 @@ class Scheduler:
         """Build queues and blocks anew: every request waits, and computes its tokens again. No plan is in flight."""
         self._is_changing = True
         self._in_flight.clear()
+        self._groups.clear()
         self._blocked = None
         self.kv.reset()
         self.swap.reset()
@@ -256,6 +264,8 @@ class Scheduler:
         for request in self.requests.values():
             request.num_preemptions += request.state in (State.RUNNING, State.LEAVING)
             request.reset()
+            if request.beam is not None:
+                request.beam.group.restart()
             self._enqueue(request)
         self._is_changing = False
 
@@ -274,7 +284,7 @@ class Scheduler:
             if isinstance(request, Request) and request.state is not State.NEW:
                 found = request
         if found is not None:
-            return [found]
+            return [self._owner(found)]
         return sorted(self.requests.values(), key=lambda each: each.rank[1])[-1:]
 
     def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
@@ -323,7 +333,7 @@ class Scheduler:
             if request.drafts:
                 draft_blocks = self._cut_drafts(request, known, draft_blocks)
             need = known + len(request.drafts) - start
-            if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
+            if need <= 0 or (request.num_in_flight and self._must_land(request, known)):
                 continue
             count = 1
             if need > 1:
@@ -335,10 +345,16 @@ class Scheduler:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
 
+    def _must_land(self, request: Request, known: int) -> bool:
+        """Whether the host must know the tokens in flight before the request is planned again: it verifies drafts, it
+        will have ended, or it is a beam, whose next token may not even be behind its own."""
+        return bool(request.drafts or known >= request.max_len or (request.beam is not None and request.num_expected))
+
     def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
         """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
 
         Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
+        A beam has none: its next token is not the likeliest one but may be any of several.
         """
         size, num_groups = self.kv.block_size, len(self.kv.windows)
         if free is None:
@@ -346,6 +362,8 @@ class Scheduler:
             free = max(0, self.kv.pool.num_free - promised)
         num_blocks = ceil_div(known, size)
         room = min(request.max_len - known - 1, (num_blocks + free // num_groups) * size - known)
+        if request.beam is not None:
+            room = 0
         del request.drafts[max(0, room) :]
         return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
 
@@ -364,15 +382,17 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 continue
             while not self._add_grown_row(plan, request, count):
-                victim = self.running[-1]
-                if victim is request and victim.num_in_flight:
+                victims = self._beams_of(self.running[-1])
+                num_in_flight = sum(victim.num_in_flight - (victim in plan.requests) for victim in victims)
+                if request in victims and num_in_flight:
                     return preempted  # what it waits for is in flight: its own blocks behind the window
-                self._unplan(plan, victim)
-                self._preempt(victim)
+                for victim in victims:
+                    self._unplan(plan, victim)
+                self._preempt(victims[0])
                 preempted = True
-                if victim.num_in_flight:
+                if num_in_flight:
                     return preempted  # its blocks come back when the plan in flight is committed
-                if victim is request:
+                if request in victims:
                     break
         return preempted
 
@@ -384,11 +404,12 @@ class Scheduler:
         quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
         if not quota:
             return
-        quota = min(quota, self.max_requests - len(self.running))
+        num_rows = self.max_requests - len(self.running) - sum(each.width - len(each.beams) for each in self._groups)
         budget = min(room, self.max_tokens_per_step - plan.num_tokens)
         promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
-        while quota > 0 and budget > 0 and (request := self._head()) is not None:
-            if not self._place(request, plan, promised):
+        promised += sum(self._folded_blocks(group.root) for group in self._groups)
+        while quota > 0 and num_rows > 0 and budget > 0 and (request := self._head()) is not None:
+            if request.num_rows > num_rows or not self._place(request, plan, promised):
                 return
             heapq.heappop(self._waiting)
             self._leave_queue(request)
@@ -396,14 +417,17 @@ class Scheduler:
             self.policy.batching.admit()
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
+            if request.beam is not None:
+                self._groups.append(request.beam.group)
             quota -= 1
+            num_rows -= request.num_rows
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
             assert added, "admission promised blocks that are not there"
             if count > 1:
                 self.kv.publish_planned(request)
             budget -= count
-            promised += self.kv.missing(request, self.max_tokens_per_step)
+            promised += self.kv.missing(request, self.max_tokens_per_step) + self._folded_blocks(request)
 
     def _place(self, request: Request, plan: Plan, promised: int) -> bool:
         """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit.
@@ -411,7 +435,7 @@ class Scheduler:
         Who shares its leader's last block must compute in this very step, and so copy it: the leader writes to it.
         """
         headroom = 1 if self.running else 0
-        available = self.kv.pool.num_free - promised - headroom
+        available = self.kv.pool.num_free - promised - headroom - self._folded_blocks(request)
         may_fork = not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
             self.swap.drop(request)
@@ -514,6 +538,96 @@ class Scheduler:
         if request.forks and end >= request.num_prompt - 1:
             self._release_forks(request)
 
+    # ── beam search ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _owner(self, request: Request) -> Request:
+        """The request that was submitted."""
+        return request if request.beam is None else request.beam.group.root
+
+    def _beams_of(self, request: Request) -> list[Request]:
+        """What is preempted together: the live beams of a group, or the request alone."""
+        return [request] if request.beam is None else list(request.beam.group.beams)
+
+    def _folded_blocks(self, request: Request) -> int:
+        """Blocks that the folded beams of a group will need beside those of its root."""
+        if request.beam is None or not (folded := request.beam.group.folded):
+            return 0
+        num_tokens, most = len(request.tokens), self.max_tokens_per_step
+        peak = self.kv.beams_peak(num_tokens, num_tokens + len(folded[0].tokens), len(folded), most)
+        return max(0, peak - self.kv.peak(num_tokens, most))
+
+    def _land_beam(self, request: Request, end: int, candidates: Candidates | None, detail: Detail | None) -> None:
+        """A beam's row has been computed up to `end`. When all beams of a group have candidates, the next are chosen.
+
+        One that is leaving has been folded: its last token will be computed again, and sampled then.
+        """
+        if request.finished:
+            return
+        is_leaving = request.state is State.LEAVING
+        if detail is not None and detail.prompt_logprobs:
+            self._updates.append(Update(request.id, [], None, Detail(prompt_logprobs=detail.prompt_logprobs)))
+            request.num_scored += len(detail.prompt_logprobs)
+        request.drafts.clear()
+        request.num_computed = end = min(end, len(request.tokens) - 1) if is_leaving else end
+        if end >= request.publish_at:
+            self.kv.publish(request, end)
+        if self.kv.has_windows:
+            self.kv.trim(request)
+        if candidates is not None and not is_leaving:
+            beam = beam_of(request)
+            beam.candidates = candidates
+            if beam.group.is_complete:
+                self._choose_beams(beam.group)
+
+    def _choose_beams(self, group: BeamGroup) -> None:
+        """Replace the live beams by those that survive; with none, the search has ended."""
+        if survivors := group.advance():
+            self._replace_beams(group, survivors)
+            return
+        root, answers = group.root, group.answers
+        detail = Detail(beams=answers) if answers else explain_no_token(root)
+        detail.num_cached = root.num_cached
+        self._updates.append(Update(root.id, [], answers[0].finish if answers else Finish.ERROR, detail))
+        self._end(root)
+
+    def _replace_beams(self, group: BeamGroup, survivors: list[Survivor]) -> None:
+        """A parent goes on as its first survivor. Each other survivor is a request that shares the parent's blocks: one
+        whose own beam was refused, or a new one. The root always goes on, in another's place if its beam was refused.
+        """
+        root, length = group.root, len(group.root.tokens)
+        parents = dict.fromkeys(survivor.parent for survivor in survivors)
+        refused = sorted((each for each in group.beams if each not in parents), key=lambda each: each is not root)
+        for request in refused:
+            self.kv.release(request)
+        if root in refused and len(parents) == len(survivors):
+            refused.append(survivors[0].parent)
+            del parents[survivors[0].parent]
+        group.beams = []
+        for survivor in survivors:
+            if survivor.parent in parents:
+                request = survivor.parent
+                del parents[request]
+            else:
+                request = refused.pop(0) if refused else self._fork_beam(group)
+                self.kv.share(survivor.parent, request, survivor.parent.num_computed)
+            group.beams.append(request)
+        for request, survivor in zip(group.beams, survivors, strict=True):
+            group.become(request, survivor, length)
+        self._drop_beams(refused)
+
+    def _fork_beam(self, group: BeamGroup) -> Request:
+        request = group.fork()
+        insort(self.running, request, key=_rank)
+        return request
+
+    def _drop_beams(self, requests: Sequence[Request]) -> None:
+        """These beams are no more; their blocks come back when no plan names them."""
+        for request in requests:
+            request.state = State.FINISHED
+            self._release_when_idle(request)
+        if requests:
+            self._drop_finished()
+
     def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
         """What a row's update carries besides its tokens. Most rows have nothing."""
         details: dict[int, Detail] = {}
@@ -552,7 +666,12 @@ class Scheduler:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to wait, until there is room."""
+        """Send a running request back to wait, until there is room; of a group all beams, folded into the root."""
+        if request.beam is not None:
+            group = request.beam.group
+            request = group.root
+            self._groups.remove(group)
+            self._drop_beams(group.fold())
         self.counters.preemptions += 1
         request.num_preemptions += 1
         request.drafts.clear()
@@ -563,6 +682,9 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """The request's last update is out; nothing more will be heard of it."""
         was_waiting = request.state is State.WAITING
+        if request.beam is not None and request.beam.group in self._groups:
+            self._groups.remove(request.beam.group)
+            self._drop_beams([each for each in request.beam.group.beams if each is not request])
         request.state = State.FINISHED
         if was_waiting:
             self._leave_queue(request)
@@ -610,9 +732,19 @@ class Scheduler:
         if request.id in self.requests:
             raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
         check_priority(request.priority)
+        if request.num_rows > self.max_requests:
+            raise InvalidParams(
+                f"A beam search that is {request.num_rows} wide needs as many rows in a step, and this engine computes "
+                f"{self.max_requests}. Lower the width or raise max_requests.", "best_of",
+            )  # fmt: skip
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step)
+        if request.num_rows > 1:
+            needed = self.kv.beams_peak(
+                request.num_prompt, request.max_len, request.num_rows, self.max_tokens_per_step
+            )  # fmt: skip
         if needed > self.kv.pool.num_blocks:
             raise PromptTooLong(
-                f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
-                f"cache, which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
+                f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones"
+                f"{f' in {request.num_rows} beams' if request.num_rows > 1 else ''} need {needed} blocks of the cache, "
+                f"which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
             )

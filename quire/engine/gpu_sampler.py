@@ -49,7 +49,9 @@ class GpuSampler(Sampler):
             self._choose_some(
                 samples, hidden if len(samples) <= self._max_rows else hidden[first:stop], first, stop, has_best
             )
-        changed = [nth for nth, request in enumerate(samples.requests) if request.changes_logits]
+        changed = [
+            nth for nth, request in enumerate(samples.requests) if request.changes_logits and request.beam is None
+        ]
         return Choice(self._tokens[: len(samples)], self._largest[: len(samples)]), changed
 
     def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_best: bool) -> None:
