@@ -98,12 +98,18 @@ class KVCache:
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
             return False
-        num_blocks = ceil_div(num_shared, self.block_size)
-        for table, window in zip(leader.tables, self.windows, strict=True):
-            if None in table[first_block(num_shared, window, self.block_size) : num_blocks]:
-                return False
+        if not self.reaches(leader, num_shared):
+            return False
         self.share(leader, request, num_shared)
         return True
+
+    def reaches(self, request: Request, num_tokens: int) -> bool:
+        """Whether the request still has all blocks that a token behind its first `num_tokens` looks at."""
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        return not any(
+            None in table[first_block(num_tokens, window, self.block_size) : num_blocks]
+            for table, window in zip(request.tables, self.windows, strict=True)
+        )
 
     def share(self, source: Request, target: Request, num_tokens: int) -> None:
         """Let the target, which holds nothing, go on behind the source's first `num_tokens`, which are computed.

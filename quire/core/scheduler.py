@@ -705,7 +705,9 @@ class Scheduler:
         """No plan names the request's blocks any more. One that only leaves may keep a copy of them on the host."""
         request.release_due = False
         is_leaving = request.state is State.LEAVING
-        if is_leaving and self.swap.stow(request, ceil_div(request.num_computed, self.kv.block_size)):
+        num_computed = request.num_computed
+        may_stow = is_leaving and self.kv.reaches(request, num_computed)  # a folded beam's window was further on
+        if may_stow and self.swap.stow(request, ceil_div(num_computed, self.kv.block_size)):
             self.counters.swaps += 1
         self.kv.release(request)
         if is_leaving:

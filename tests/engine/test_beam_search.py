@@ -14,7 +14,8 @@ from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams
 from quire.core.plan import Hypothesis, Update
 from quire.core.request import Finish, Request
-from tests.tools.tiny import FAMILIES, LLAMA, TinyEngine, tiny_model
+from quire.errors import InvalidParams, PromptTooLong
+from tests.tools.tiny import FAMILIES, TinyEngine, tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -112,7 +113,7 @@ def run(engine: TinyEngine, requests: Sequence[Request], seed: int | None = None
             for update in engine.scheduler.commit(plan, engine.runner.launch(plan).wait()):
                 if update.finish:
                     last[update.id] = update
-        if seed is not None and engine.scheduler.running and rng.random() < 0.2:
+        if seed is not None and engine.scheduler.running and rng.random() < 0.5:
             engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
     assert not engine.scheduler._groups
@@ -190,6 +191,7 @@ def test_beams_share_blocks() -> None:
     engine.scheduler.add(beam_request(prompt_of(40), 8, 4))
     engine.step()
     engine.step()
+    assert engine.scheduler.schedule() is not None
     pool = engine.scheduler.kv.pool
     assert pool.num_blocks - pool.num_free == 10 + 8
 
@@ -390,7 +392,7 @@ class Pair:
 def test_stop_strings_end_beams() -> None:
     prompt = prompt_of(8)
     free = plain_beam_search(prompt, FULL["llama"], frozenset(), width=4, max_tokens=6)
-    pair = free[1].tokens[2], free[1].tokens[3]
+    pair = free[0].tokens[0], free[0].tokens[1]
     expected = plain_beam_search(
         prompt, FULL["llama"], frozenset(), width=4, max_tokens=9,
         is_stopped=lambda tokens: tuple(tokens[-2:]) == pair,
@@ -413,7 +415,7 @@ def test_log_probabilities_belong_to_the_beams() -> None:
         for nth, position in enumerate(found.logprobs):
             every = FULL["llama"]([*prompt, *found.tokens[:nth]])
             assert position.chosen[1] == pytest.approx(every[position.chosen[0]], abs=1e-5)
-            assert position.chosen[2] == 1 + sum(other > position.chosen[1] for other in every)
+            assert position.chosen[2] == 1 + sum(other > every[position.chosen[0]] for other in every)
             assert [value for _, value, _ in position.top] == pytest.approx(sorted(every, reverse=True)[:2], abs=1e-5)
 
 
@@ -450,12 +452,9 @@ def test_logits_that_are_not_numbers_end_the_search() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    from quire.errors import InvalidParams, PromptTooLong
-
     with pytest.raises(InvalidParams, match="6 wide needs as many rows"):
         engine_of(max_requests=5).scheduler.add(beam_request([1], 6, 4))
-    with pytest.raises(PromptTooLong, match="in 6 beams need 26 blocks"):
+    with pytest.raises(PromptTooLong, match="in 6 beams need 32 blocks"):
         engine_of(num_blocks=25).scheduler.add(beam_request(prompt_of(9), 6, 16))
     engine = engine_of(num_blocks=26)
     assert len(answers(run(engine, [beam_request(prompt_of(9), 6, 15)])["r"])) == 6
-    assert LLAMA.vocab_size == VOCABULARY
