@@ -333,8 +333,12 @@ class Scheduler:
             if request.drafts:
                 draft_blocks = self._cut_drafts(request, known, draft_blocks)
             need = known + len(request.drafts) - start
-            if need <= 0 or (request.num_in_flight and self._must_land(request, known)):
+            if need <= 0:
                 continue
+            if request.num_in_flight and (
+                request.drafts or known >= request.max_len or (request.num_expected and request.beam is not None)
+            ):
+                continue  # the host must know its token first; a beam's next one may not even be behind its own
             count = 1
             if need > 1:
                 count = min(need, spare + 1)
@@ -344,11 +348,6 @@ class Scheduler:
             else:
                 hungry.append((request, count))
         return self._feed(plan, hungry) if hungry else False
-
-    def _must_land(self, request: Request, known: int) -> bool:
-        """Whether the host must know the tokens in flight before the request is planned again: it verifies drafts, it
-        will have ended, or it is a beam, whose next token may not even be behind its own."""
-        return bool(request.drafts or known >= request.max_len or (request.beam is not None and request.num_expected))
 
     def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
         """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
