@@ -25,8 +25,8 @@ def check_priority(priority: object) -> None:
         raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
 
 
-# Parameters that a beam search cannot honour, with the value that leaves probabilities as they are.
-BEAM_SEARCH_KEEPS: dict[str, float] = {
+# What a beam search cannot honour, with the values that leave probabilities as they are.
+NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -204,7 +204,7 @@ class SamplingParams:
             )  # fmt: skip
         if self.max_tokens == 0:
             raise InvalidParams("max_tokens is 0; a beam search computes at least one token.", "max_tokens")
-        for name, default in BEAM_SEARCH_KEEPS.items():
+        for name, default in NEUTRAL_SAMPLING.items():
             if getattr(self, name) != default:
                 raise InvalidParams(
                     f"{name} is {show(getattr(self, name))}; a beam search ranks answers by the model's own "

@@ -747,5 +747,6 @@ class Scheduler:
             raise PromptTooLong(
                 f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones"
                 f"{f' in {request.num_rows} beams' if request.num_rows > 1 else ''} need {needed} blocks of the cache, "
-                f"which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
+                f"which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens"
+                f"{' or the width' if request.num_rows > 1 else ''} or raise num_blocks."
             )

@@ -357,6 +357,31 @@ def test_bans_and_min_tokens() -> None:
     assert all(len(each.tokens) > 4 for each in found)
 
 
+class Narrow(Odd):
+    """Five tokens at first; then most beams find nothing that may follow, and the others little."""
+
+    def may(self) -> set[int]:
+        if len(self.tokens) < 2:
+            return {11, 12, 13, 14, 15}
+        return {sum(self.tokens) % VOCABULARY} if sum(self.tokens[:2]) % 3 else set()
+
+    def copy(self) -> Constraint:
+        return Narrow(self.tokens)
+
+
+@pytest.mark.parametrize("width", [2, 4, 6, 9])
+def test_beams_without_a_continuation_are_dropped(width: int) -> None:
+    for seed in range(6):
+        prompt = prompt_of(8, seed)
+        expected = plain_beam_search(
+            prompt, FULL["llama"], frozenset(), width=width, max_tokens=7, allowed=lambda tokens: Narrow(tokens).may()
+        )  # fmt: skip
+        for preempts in (None, seed):
+            update = run(engine_of(), [beam_request(prompt, width, 7, constraint=Narrow())], preempts)["r"]
+            assert expected
+            assert_same(answers(update), expected)
+
+
 class Nothing(Odd):
     def may(self) -> set[int]:
         return set() if len(self.tokens) > 2 else {3, 4}
