@@ -66,7 +66,6 @@ class BeamGroup:
         self.hypotheses: list[Hypothesis] = []  # the best first
         self._constraint = root.constraint and root.constraint.copy()
         self._stop_matcher = root.stop_matcher and root.stop_matcher.copy()
-        root.beam = Beam(self)
 
     @property
     def is_complete(self) -> bool:

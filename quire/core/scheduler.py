@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from traceback import walk_tb
 
-from quire.core.beam_group import BeamGroup, Survivor, beam_of
+from quire.core.beam_group import Beam, BeamGroup, Survivor, beam_of
 from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
 from quire.core.params import check_priority
@@ -101,7 +101,7 @@ class Scheduler:
         request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
         if request.params.use_beam_search:
-            BeamGroup(request)
+            request.beam = Beam(BeamGroup(request))
         self._num_arrived += 1
         leader = request.leader
         is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output

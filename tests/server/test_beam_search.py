@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -11,8 +12,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.beam_search import BeamSearchParams
+from quire.core.outputs import RequestOutput
 from tests.server.running import Running
 from tests.tools.tiny_models import tiny_text_gguf
 
@@ -148,7 +150,7 @@ def test_a_search_outlives_its_engine(model: str) -> None:
         assert "quire_engine_restarts_total 1.0" in http.get("/metrics").text
 
 
-def test_async_and_generate(offline: LLM) -> None:
+def test_generate_and_streams_give_the_same(offline: LLM, model: str) -> None:
     params = SamplingParams(use_beam_search=True, n=2, best_of=4, temperature=0.0, max_tokens=8, logprobs=1)
     (out,) = offline.generate(["hello"], params)
     (expected,) = offline.beam_search(["hello"], BeamSearchParams(beam_width=4, max_tokens=8))
@@ -161,6 +163,14 @@ def test_async_and_generate(offline: LLM) -> None:
         )
     *_, last = offline.stream("hello", params)
     assert last.outputs == out.outputs
+    engine = AsyncLLM(model, **OPTIONS)
+
+    async def last_of() -> RequestOutput:
+        found = [grown async for grown in engine.generate("hello", params)]
+        return found[-1]
+
+    assert asyncio.run(last_of()).outputs == out.outputs
+    engine.shutdown()
 
 
 def test_chat(server: Running) -> None:
