@@ -1,34 +1,45 @@
-"""Beam search on top of `generate`: each round asks for one more token of every live beam.
-
-Beams of a prompt share their beginning, so the prefix cache makes a round cost little more than its new tokens.
-"""
+"""What `LLM.beam_search` takes and returns. The search itself is the engine's: see `core/beam_group.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from quire.core.outputs import RequestOutput
-from quire.core.params import SamplingParams
+from quire.core.params import MAX_BEAM_WIDTH, SamplingParams
 from quire.errors import InvalidParams
-
-Generate = Callable[[list[dict[str, list[int]]], SamplingParams], list[RequestOutput]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """`length_penalty` divides a beam's log probability by its length to that power: above 0 favours long answers."""
+    """`length_penalty` divides a beam's log probability by its length to that power: above 0 favours long answers.
+    `early_stopping` says when a search ends that has found `beam_width` answers: see `SamplingParams`."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.beam_width <= 64:
-            raise InvalidParams(f"beam_width is {self.beam_width}; give a whole number from 1 to 64.")
+        if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise InvalidParams(
+                f"beam_width is {self.beam_width}; give a whole number from 1 to {MAX_BEAM_WIDTH}.", "beam_width"
+            )
         if self.max_tokens < 1:
-            raise InvalidParams(f"max_tokens is {self.max_tokens}; give a whole number of at least 1.")
+            raise InvalidParams(f"max_tokens is {self.max_tokens}; give a whole number of at least 1.", "max_tokens")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The same as parameters of a request."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
 
 
 @dataclass(slots=True)
@@ -46,59 +57,3 @@ class BeamSearchOutput:
     """A prompt's beams, the best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
-
-
-class BeamSearch:
-    def __init__(
-        self, params: BeamSearchParams, end_token_ids: frozenset[int], decode: Callable[[list[int]], str]
-    ) -> None:
-        self.params = params
-        self.ends = frozenset() if params.ignore_eos else end_token_ids
-        self.decode = decode
-
-    def run(self, prompts: Sequence[list[int]], generate: Generate) -> list[BeamSearchOutput]:
-        """Search for all prompts side by side."""
-        beams = [[BeamSearchSequence([])] for _ in prompts]
-        ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-        one_token = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=2 * self.params.beam_width,
-            ignore_eos=True,
-            skip_special_tokens=False,
-        )
-        for _ in range(self.params.max_tokens):
-            live = [(index, beam) for index, some in enumerate(beams) for beam in some]
-            if not live:
-                break
-            asked = [{"prompt_token_ids": [*prompts[index], *beam.tokens]} for index, beam in live]
-            grown: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-            for (index, beam), output in zip(live, generate(asked, one_token), strict=True):
-                grown[index] += self._extend(beam, output)
-            for index, candidates in enumerate(grown):
-                beams[index] = self._keep(candidates, ended[index])
-        return [self._rank([*done, *some]) for done, some in zip(ended, beams, strict=True)]
-
-    def _extend(self, beam: BeamSearchSequence, output: RequestOutput) -> list[BeamSearchSequence]:
-        logprobs = output.outputs[0].logprobs
-        assert logprobs
-        return [
-            BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + entry.logprob, finished=token in self.ends)
-            for token, entry in logprobs[0].items()
-        ]
-
-    def _keep(self, candidates: list[BeamSearchSequence], ended: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        """The best `beam_width` live ones; those that have come to an end before them are put aside."""
-        live: list[BeamSearchSequence] = []
-        for beam in sorted(candidates, key=lambda beam: -beam.cum_logprob):
-            if len(live) == self.params.beam_width:
-                break
-            (ended if beam.finished else live).append(beam)
-        return [] if len(ended) >= self.params.beam_width else live
-
-    def _rank(self, beams: list[BeamSearchSequence]) -> BeamSearchOutput:
-        power = self.params.length_penalty
-        beams.sort(key=lambda beam: -beam.cum_logprob / len(beam.tokens) ** power)
-        for beam in beams:
-            beam.text = self.decode([token for token in beam.tokens if token not in self.ends])
-        return BeamSearchOutput(beams[: self.params.beam_width])

@@ -17,13 +17,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from quire.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.config import DEFAULT_MODEL, EngineConfig
-from quire.core.outputs import RequestOutput, Score
+from quire.core.outputs import CompletionOutput, RequestOutput, Score
 from quire.core.params import SamplingParams
 from quire.core.policy import PRIORITY_PLACES
 from quire.engine.client import Inbox, Shared, no_garbage_collection
-from quire.errors import InvalidParams, TemplateError
+from quire.errors import EngineError, InvalidParams, TemplateError
 from quire.progress import bar
 from quire.text.detokenizer import Detokenizer
 from quire.text.exchange import Exchange, Intake, Prompt, packed
@@ -175,9 +175,9 @@ class LLM:
 
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
-        encoded = [self._intake.encode(prompt)[1] for prompt in prompts]
-        search = BeamSearch(params, self._intake.end_token_ids, lambda ids: Detokenizer(self._tokenizer).decode(ids))
-        return search.run(encoded, lambda many, one: self.generate(many, one, use_tqdm=False))
+        ends = frozenset[int]() if params.ignore_eos else self._intake.end_token_ids
+        outputs = self.generate(list(prompts), params.sampling, use_tqdm=False)
+        return [BeamSearchOutput([self._as_beam(answer, ends) for answer in out.outputs]) for out in outputs]
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,6 +197,13 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _as_beam(self, answer: CompletionOutput, ends: frozenset[int]) -> BeamSearchSequence:
+        if answer.finish_reason in ("error", "abort"):
+            raise InvalidParams(answer.error or "") if answer.refused else EngineError(answer.error or "aborted")
+        assert answer.cumulative_logprob is not None
+        text = Detokenizer(self._tokenizer).decode([token for token in answer.token_ids if token not in ends])
+        return BeamSearchSequence(answer.token_ids, answer.cumulative_logprob, text, answer.finish_reason == "stop")
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[Prompt]:
         """Refuse what could not be served; the prompts with their tokens."""

@@ -1,6 +1,7 @@
-"""Constraint: what an answer must look like, asked token by token. `text/grammar.py` makes them; the sampler asks.
+"""What follows an answer token by token. A Constraint says which tokens may come next: `text/grammar.py` makes them,
+the sampler asks. A StopMatcher finds stop strings in beams: see `text/detokenizer.py`.
 
-A request's constraint has been told every token of the answer so far, in order.
+Both have been told every token of the answer so far, in order. A beam that forks copies them.
 """
 
 from __future__ import annotations
@@ -17,4 +18,18 @@ class Constraint(Protocol):
 
     def advance(self, token: int) -> None:
         """The answer has this token next."""
+        ...
+
+    def copy(self) -> Constraint:
+        """One that has been told the same tokens."""
+        ...
+
+
+class StopMatcher(Protocol):
+    def advance(self, token: int) -> bool:
+        """The answer has this token next; whether it completes a stop string."""
+        ...
+
+    def copy(self) -> StopMatcher:
+        """One that has been told the same tokens."""
         ...

@@ -60,6 +60,14 @@ class KVCache:
         """Blocks of the groups that do not grow."""
         return fixed_blocks(num_encoder_tokens, self.block_size, self.num_encoder_groups, self.num_state_groups)
 
+    def beams_peak(self, num_shared: int, length: int, width: int, max_count: int) -> int:
+        """The most blocks that `width` beams of `length` tokens hold at once, which share the first `num_shared`."""
+        num_full, whole = num_shared // self.block_size, ceil_div(length, self.block_size)
+        together = num_full + width * (whole - num_full)
+        return sum(
+            min(together, width * peak_blocks(length, max_count, self.block_size, [window])) for window in self.windows
+        )
+
     def lookup(self, request: Request) -> Match:
         """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
         if not self.prefix_cache or request.params.prompt_logprobs is not None:
@@ -116,24 +124,36 @@ class KVCache:
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
             return False
-        if self.num_state_groups or leader.salt != request.salt:
+        if self.num_state_groups or leader.salt != request.salt or not self.reaches(leader, num_shared):
             return False
-        num_blocks = ceil_div(num_shared, self.block_size)
-        tables = [table[:num_blocks] for table in leader.tables]
-        for table, window in zip(tables, self.windows, strict=True):
-            if None in table[first_block(num_shared, window, self.block_size) :]:
-                return False
-        self._revive(tables)
-        request.fixed_tables = [list(table) for table in leader.fixed_tables]
-        self._revive(request.fixed_tables)
-        self._start(request, tables, num_shared)
-        leader.capacity = min(leader.capacity, leader.num_planned)  # its next write must look before it writes
-        node = leader.node
-        while node is not None and node.depth > num_shared // self.block_size:
-            node = node.parent
-        self._move_to(request, node)
-        request.publish_at = (node.depth + 1) * self.block_size if node else NEVER
+        self.share(leader, request, num_shared)
         return True
+
+    def reaches(self, request: Request, num_tokens: int) -> bool:
+        """Whether the request still has all blocks that a token behind its first `num_tokens` looks at."""
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        return not any(
+            None in table[first_block(num_tokens, window, self.block_size) : num_blocks]
+            for table, window in zip(request.tables, self.windows, strict=True)
+        )
+
+    def share(self, source: Request, target: Request, num_tokens: int) -> None:
+        """Let the target, which holds nothing, go on behind the source's first `num_tokens`, which are computed.
+
+        Both refer to the same blocks. The first that writes to the last, partly filled one gets a copy (`grow`).
+        """
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        tables = [table[:num_blocks] for table in source.tables]
+        self._revive(tables)
+        target.fixed_tables = [list(table) for table in source.fixed_tables]
+        self._revive(target.fixed_tables)
+        self._start(target, tables, num_tokens)
+        source.capacity = min(source.capacity, source.num_planned)  # its next write must look before it writes
+        node = source.node
+        while node is not None and node.depth > num_tokens // self.block_size:
+            node = node.parent
+        self._move_to(target, node)
+        target.publish_at = (node.depth + 1) * self.block_size if node else NEVER
 
     def grow(self, request: Request, end: int, copies: Pairs) -> bool:
         """Make positions up to `end` writable. False, and nothing is changed, when too few blocks are free."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from quire.core.structured import StructuredOutputs as StructuredOutputs
 from quire.errors import InvalidParams, UnknownField, show
 
 MAX_N = 256
+MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 64
 MAX_PRIORITY = 100
@@ -24,6 +25,16 @@ def check_priority(priority: object) -> None:
         raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
 
 
+# What a beam search cannot honour, with the values that leave probabilities as they are.
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 MAX_COUNT = 2**31 - 1  # of tokens: no context is as long, and every integer on the way can hold it
 
 
@@ -51,6 +62,11 @@ class SamplingParams:
     logprobs            that many likeliest tokens at each position of the answer, with their log probability
     prompt_logprobs     the same for the prompt
     structured_outputs  what the answer must look like; a mapping of its fields will do
+    use_beam_search     search for the n likeliest answers instead of drawing them (`core/beam_group.py`)
+    best_of             the width of the beam search; n if it is left out
+    length_penalty      a beam's log probability is divided by its length to this power: above 0 favours long answers
+    early_stopping      when a beam search ends that has found as many answers as it is wide: True, at once; False, when
+                        no live beam scores higher at its present length; "never", when none can at any length
     """
 
     n: int = 1
@@ -75,6 +91,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_N)
@@ -96,7 +116,7 @@ class SamplingParams:
             raise InvalidParams(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it.", "min_tokens"
             )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParams(f"{name} is {show(getattr(self, name))}; give true or false.", name)
         self._freeze("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
@@ -113,12 +133,23 @@ class SamplingParams:
             self._freeze("logit_bias", _bias(self.logit_bias))
         if self.structured_outputs is not None:
             self._freeze("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        self._check_beam_search()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Make params from keyword arguments, naming the first one that does not exist."""
         UnknownField.check("SamplingParams", options, [field.name for field in fields(cls)])
         return cls(**options)
+
+    @property
+    def beam_width(self) -> int:
+        """How many beams are searched at a time; 0 without beam search."""
+        return (self.best_of or self.n) if self.use_beam_search else 0
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are computed side by side for a prompt."""
+        return self.beam_width or self.n
 
     @property
     def greedy(self) -> bool:
@@ -144,11 +175,46 @@ class SamplingParams:
     @property
     def takes_best(self) -> bool:
         """Whether the next token is simply the one with the largest logit, and nothing more is asked about it."""
-        return self.greedy and not self.changes_logits and self.logprobs is None
+        return self.greedy and not self.changes_logits and self.logprobs is None and not self.use_beam_search
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop)
+
+    def _check_beam_search(self) -> None:
+        if self.best_of is not None:
+            self._whole("best_of", 1, MAX_N)
+        self._number("length_penalty", -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidParams(
+                f'early_stopping is {show(self.early_stopping)}; give true, false or "never".', "early_stopping"
+            )
+        if not self.use_beam_search:
+            for name, default in (("best_of", self.n), ("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) not in (None, default):
+                    raise InvalidParams(
+                        f"{name} is {show(getattr(self, name))}, which has a meaning in beam search only; set "
+                        "use_beam_search, or leave it out.", name,
+                    )  # fmt: skip
+            return
+        if not self.n <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise InvalidParams(
+                f"A beam search that is {self.beam_width} wide cannot return n = {self.n} answers; its width (best_of) "
+                f"is a whole number from n to {MAX_BEAM_WIDTH}.", "best_of",
+            )  # fmt: skip
+        if self.max_tokens == 0:
+            raise InvalidParams("max_tokens is 0; a beam search computes at least one token.", "max_tokens")
+        for name, default in NEUTRAL_SAMPLING.items():
+            if getattr(self, name) != default:
+                raise InvalidParams(
+                    f"{name} is {show(getattr(self, name))}; a beam search ranks answers by the model's own "
+                    f"probabilities and draws nothing. Set {name} to {default:g}.", name,
+                )  # fmt: skip
+        if self.logit_bias:
+            raise InvalidParams(
+                "logit_bias is given; a beam search ranks answers by the model's own probabilities. Leave it out.",
+                "logit_bias",
+            )
 
     def _freeze(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -70,17 +70,36 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float, int]]
 
 
+class Candidates(NamedTuple):
+    """What may follow a beam, and the likeliest tokens there, each as (token, logprob, rank from 1), best first."""
+
+    tokens: list[tuple[int, float, int]]
+    top: list[tuple[int, float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """An answer that a beam search has found."""
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float  # cum_logprob with the length penalty
+    finish: Finish
+    logprobs: list[TokenLogprobs] | None = None
+
+
 @dataclass(slots=True)
 class Sampled:
     """What a step produced, a row each: the tokens after its last confirmed one (drafts kept, then one new).
 
     Log probabilities are there for the rows that asked. Those of a prompt are of the tokens at starts[row] + 1 up to
-    the row's last position + 1, as far as the prompt goes.
+    the row's last position + 1, as far as the prompt goes. Beams get no tokens but candidates.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # rows for which no token could be chosen
     seconds: float | None = None  # that the step took, if it was measured
 
@@ -94,6 +113,7 @@ class Detail:
     num_cached: int | None = None  # with the last update: prompt tokens that were found in the cache
     message: str = ""  # why, when the request ended with an error
     refused: bool = False  # with an error: the request's own parameters caused it
+    beams: list[Hypothesis] | None = None  # with the last update of a beam search: its answers, the best first
 
 
 @dataclass(slots=True)
@@ -104,3 +124,16 @@ class Update:
     tokens: list[int]
     finish: Finish | None = None
     detail: Detail | None = None
+
+
+def explain_no_token(request: Request) -> Detail:
+    """Why no token could be chosen: what the request restricts leaves none, or the model computes no numbers."""
+    if request.constraint is not None and request.constraint.error:
+        return Detail(message=request.constraint.error, refused=True)
+    if names := request.params.restrictions:
+        return Detail(
+            message=f"{' and '.join(names)} {'together leave' if len(names) > 1 else 'leaves'} no token that could "
+            "come next. Loosen the restrictions.",
+            refused=True,
+        )
+    return Detail(message="No token could be chosen: the model's logits are not numbers. Check the model's file.")

@@ -13,10 +13,11 @@ from enum import Enum, StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from quire.core.constraint import Constraint
+from quire.core.constraint import Constraint, StopMatcher
 from quire.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.core.beam_group import Beam
     from quire.core.prefix_tree import Miss, Node
     from quire.core.swap import Stowed
 
@@ -76,6 +77,7 @@ class Request:
     num_scored: int = 0  # prompt tokens after the first whose logprobs are delivered
     constraint: Constraint | None = None
     encoder_tokens: Sequence[int] = ()
+    stop_matcher: StopMatcher | None = None  # of a beam, if there are stop strings
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # tokens it can ever have
@@ -104,6 +106,7 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     stowed: Stowed | None = field(init=False, default=None)  # while it waits: what of it lies on the host
     miss: Miss | None = field(init=False, default=None)
+    beam: Beam | None = field(init=False, default=None)  # what it is in a beam search
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.output]
@@ -112,7 +115,8 @@ class Request:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
         self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
-        self.needs_tokens = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
+        looks_back = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
+        self.needs_tokens = looks_back and not self.params.use_beam_search  # the host knows a beam's when it is planned
         self.takes_best = self.params.takes_best and not self.changes_logits
         if self.encoder_tokens:
             self.salt = blake2b(array("Q", self.encoder_tokens).tobytes() + self.salt, digest_size=16).digest()
@@ -120,6 +124,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of a step it may take: one for each beam."""
+        return self.params.beam_width or 1
 
     def reset(self) -> None:
         """Back to a request that waits with its tokens and holds nothing of the cache."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from traceback import walk_tb
 
+from quire.core.beam_group import Beam, BeamGroup, Survivor, beam_of
 from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
 from quire.core.params import check_priority
-from quire.core.plan import Detail, Plan, Sampled, Update
+from quire.core.plan import Candidates, Detail, Plan, Sampled, Update, explain_no_token
 from quire.core.policy import Policy, Turns
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
@@ -90,6 +91,7 @@ class Scheduler:
         self._num_arrived = 0
         self._turns = Turns()
         self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
+        self._groups: list[BeamGroup] = []  # beam searches that run
         self._blocked: Blocked | None = None
         self._updates: list[Update] = []  # of the operation under way
         self._is_changing = False  # an operation is under way, or was interrupted
@@ -103,6 +105,8 @@ class Scheduler:
         request.place = self._turns.place(request.tenant, request.num_prompt)
         request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
+        if request.params.use_beam_search:
+            request.beam = Beam(BeamGroup(request))
         self._num_arrived += 1
         leader = request.leader
         is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output
@@ -172,7 +176,9 @@ class Scheduler:
             request.num_in_flight -= 1
             if num_yields:
                 request.num_expected -= 1
-            if request.state is not _FINISHED:
+            if request.beam is not None:
+                self._land_beam(request, start + count, sampled.candidates.get(row), details.get(row))
+            elif request.state is not _FINISHED:
                 finish = None
                 known = request.tokens
                 known += tokens
@@ -215,7 +221,8 @@ class Scheduler:
             request.num_expected -= bool(num_yields)
         readers, blocks = self._trace(plan)
         self.kv.unpublish(blocks)
-        lost = [request for request in [*plan.requests, *readers] if not request.finished]
+        broken = [request for request in [*plan.requests, *readers] if not request.finished]
+        lost = list(dict.fromkeys(self._owner(request) for request in broken))
         self._updates += [
             Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
             for request in lost
@@ -252,6 +259,7 @@ class Scheduler:
         """Build queues and blocks anew: every request waits, and computes its tokens again. No plan is in flight."""
         self._is_changing = True
         self._in_flight.clear()
+        self._groups.clear()
         self._blocked = None
         self.kv.reset()
         self.swap.reset()
@@ -261,6 +269,8 @@ class Scheduler:
         for request in self.requests.values():
             request.num_preemptions += request.state in (State.RUNNING, State.LEAVING)
             request.reset()
+            if request.beam is not None:
+                request.beam.group.restart()
             self._enqueue(request)
         self._is_changing = False
 
@@ -279,7 +289,7 @@ class Scheduler:
             if isinstance(request, Request) and request.state is not State.NEW:
                 found = request
         if found is not None:
-            return [found]
+            return [self._owner(found)]
         return sorted(self.requests.values(), key=lambda each: each.rank[1])[-1:]
 
     def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
@@ -328,8 +338,12 @@ class Scheduler:
             if request.drafts:
                 draft_blocks = self._cut_drafts(request, known, draft_blocks)
             need = known + len(request.drafts) - start
-            if need <= 0 or (request.num_in_flight and (request.drafts or known >= request.max_len)):
+            if need <= 0:
                 continue
+            if request.num_in_flight and (
+                request.drafts or known >= request.max_len or (request.num_expected and request.beam is not None)
+            ):
+                continue  # the host must know its token first; a beam's next one may not even be behind its own
             count = 1
             if need > 1:
                 count = min(need, spare + 1)
@@ -344,6 +358,7 @@ class Scheduler:
         """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
 
         Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
+        A beam has none: its next token is not the likeliest one but may be any of several.
         """
         size, num_groups = self.kv.block_size, len(self.kv.windows)
         if self.kv.num_state_groups:
@@ -354,6 +369,8 @@ class Scheduler:
             free = max(0, self.kv.pool.num_free - promised)
         num_blocks = ceil_div(known, size)
         room = min(request.max_len - known - 1, (num_blocks + free // num_groups) * size - known)
+        if request.beam is not None:
+            room = 0
         del request.drafts[max(0, room) :]
         return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
 
@@ -372,15 +389,17 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 continue
             while not self._add_grown_row(plan, request, count):
-                victim = self.running[-1]
-                if victim is request and victim.num_in_flight:
+                victims = self._beams_of(self.running[-1])
+                num_in_flight = sum(victim.num_in_flight - (victim in plan.requests) for victim in victims)
+                if request in victims and num_in_flight:
                     return preempted  # what it waits for is in flight: its own blocks behind the window
-                self._unplan(plan, victim)
-                self._preempt(victim)
+                for victim in victims:
+                    self._unplan(plan, victim)
+                self._preempt(victims[0])
                 preempted = True
-                if victim.num_in_flight:
+                if num_in_flight:
                     return preempted  # its blocks come back when the plan in flight is committed
-                if victim is request:
+                if request in victims:
                     break
         return preempted
 
@@ -392,11 +411,12 @@ class Scheduler:
         quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
         if not quota:
             return
-        quota = min(quota, self.max_requests - len(self.running))
+        num_rows = self.max_requests - len(self.running) - sum(each.width - len(each.beams) for each in self._groups)
         budget = min(room, self.max_tokens_per_step - plan.num_tokens)
         promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
-        while quota > 0 and budget > 0 and (request := self._head()) is not None:
-            if not self._place(request, plan, promised):
+        promised += sum(self._folded_blocks(group.root) for group in self._groups)
+        while quota > 0 and num_rows > 0 and budget > 0 and (request := self._head()) is not None:
+            if request.num_rows > num_rows or not self._place(request, plan, promised):
                 return
             heapq.heappop(self._waiting)
             self._leave_queue(request)
@@ -404,14 +424,17 @@ class Scheduler:
             self.policy.batching.admit()
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
+            if request.beam is not None:
+                self._groups.append(request.beam.group)
             quota -= 1
+            num_rows -= request.num_rows
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
             assert added, "admission promised blocks that are not there"
             if count > 1:
                 self.kv.publish_planned(request)
             budget -= count
-            promised += self.kv.missing(request, self.max_tokens_per_step)
+            promised += self.kv.missing(request, self.max_tokens_per_step) + self._folded_blocks(request)
 
     def _place(self, request: Request, plan: Plan, promised: int) -> bool:
         """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit.
@@ -419,7 +442,7 @@ class Scheduler:
         Who shares its leader's last block must compute in this very step, and so copy it: the leader writes to it.
         """
         headroom = 1 if self.running else 0
-        available = self.kv.pool.num_free - promised - headroom
+        available = self.kv.pool.num_free - promised - headroom - self._folded_blocks(request)
         may_fork = not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
             self.swap.drop(request)
@@ -524,6 +547,96 @@ class Scheduler:
         if request.forks and end >= request.num_prompt - 1:
             self._release_forks(request)
 
+    # ── beam search ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _owner(self, request: Request) -> Request:
+        """The request that was submitted."""
+        return request if request.beam is None else request.beam.group.root
+
+    def _beams_of(self, request: Request) -> list[Request]:
+        """What is preempted together: the live beams of a group, or the request alone."""
+        return [request] if request.beam is None else list(request.beam.group.beams)
+
+    def _folded_blocks(self, request: Request) -> int:
+        """Blocks that the folded beams of a group will need beside those of its root."""
+        if request.beam is None or not (folded := request.beam.group.folded):
+            return 0
+        num_tokens, most = len(request.tokens), self.max_tokens_per_step
+        peak = self.kv.beams_peak(num_tokens, num_tokens + len(folded[0].tokens), len(folded), most)
+        return max(0, peak - self.kv.peak(num_tokens, most))
+
+    def _land_beam(self, request: Request, end: int, candidates: Candidates | None, detail: Detail | None) -> None:
+        """A beam's row has been computed up to `end`. When all beams of a group have candidates, the next are chosen.
+
+        One that is leaving has been folded: its last token will be computed again, and sampled then.
+        """
+        if request.finished:
+            return
+        is_leaving = request.state is State.LEAVING
+        if detail is not None and detail.prompt_logprobs:
+            self._updates.append(Update(request.id, [], None, Detail(prompt_logprobs=detail.prompt_logprobs)))
+            request.num_scored += len(detail.prompt_logprobs)
+        request.drafts.clear()
+        request.num_computed = end = min(end, len(request.tokens) - 1) if is_leaving else end
+        if end >= request.publish_at:
+            self.kv.publish(request, end)
+        if self.kv.has_windows:
+            self.kv.trim(request)
+        if candidates is not None and not is_leaving:
+            beam = beam_of(request)
+            beam.candidates = candidates
+            if beam.group.is_complete:
+                self._choose_beams(beam.group)
+
+    def _choose_beams(self, group: BeamGroup) -> None:
+        """Replace the live beams by those that survive; with none, the search has ended."""
+        if survivors := group.advance():
+            self._replace_beams(group, survivors)
+            return
+        root, answers = group.root, group.answers
+        detail = Detail(beams=answers) if answers else explain_no_token(root)
+        detail.num_cached = root.num_cached
+        self._updates.append(Update(root.id, [], answers[0].finish if answers else Finish.ERROR, detail))
+        self._end(root)
+
+    def _replace_beams(self, group: BeamGroup, survivors: list[Survivor]) -> None:
+        """A parent goes on as its first survivor. Each other survivor is a request that shares the parent's blocks: one
+        whose own beam was refused, or a new one. The root always goes on, in another's place if its beam was refused.
+        """
+        root, length = group.root, len(group.root.tokens)
+        parents = dict.fromkeys(survivor.parent for survivor in survivors)
+        refused = sorted((each for each in group.beams if each not in parents), key=lambda each: each is not root)
+        for request in refused:
+            self.kv.release(request)
+        if root in refused and len(parents) == len(survivors):
+            refused.append(survivors[0].parent)
+            del parents[survivors[0].parent]
+        group.beams = []
+        for survivor in survivors:
+            if survivor.parent in parents:
+                request = survivor.parent
+                del parents[request]
+            else:
+                request = refused.pop(0) if refused else self._fork_beam(group)
+                self.kv.share(survivor.parent, request, survivor.parent.num_computed)
+            group.beams.append(request)
+        for request, survivor in zip(group.beams, survivors, strict=True):
+            group.become(request, survivor, length)
+        self._drop_beams(refused)
+
+    def _fork_beam(self, group: BeamGroup) -> Request:
+        request = group.fork()
+        insort(self.running, request, key=_rank)
+        return request
+
+    def _drop_beams(self, requests: Sequence[Request]) -> None:
+        """These beams are no more; their blocks come back when no plan names them."""
+        for request in requests:
+            request.state = State.FINISHED
+            self._release_when_idle(request)
+        if requests:
+            self._drop_finished()
+
     def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
         """What a row's update carries besides its tokens. Most rows have nothing."""
         details: dict[int, Detail] = {}
@@ -562,7 +675,12 @@ class Scheduler:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to wait, until there is room."""
+        """Send a running request back to wait, until there is room; of a group all beams, folded into the root."""
+        if request.beam is not None:
+            group = request.beam.group
+            request = group.root
+            self._groups.remove(group)
+            self._drop_beams(group.fold())
         self.counters.preemptions += 1
         request.num_preemptions += 1
         request.drafts.clear()
@@ -573,6 +691,9 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """The request's last update is out; nothing more will be heard of it."""
         was_waiting = request.state is State.WAITING
+        if request.beam is not None and request.beam.group in self._groups:
+            self._groups.remove(request.beam.group)
+            self._drop_beams([each for each in request.beam.group.beams if each is not request])
         request.state = State.FINISHED
         if was_waiting:
             self._leave_queue(request)
@@ -593,7 +714,9 @@ class Scheduler:
         """No plan names the request's blocks any more. One that only leaves may keep a copy of them on the host."""
         request.release_due = False
         is_leaving = request.state is State.LEAVING
-        if is_leaving and self.swap.stow(request, ceil_div(request.num_computed, self.kv.block_size)):
+        num_computed = request.num_computed
+        may_stow = is_leaving and self.kv.reaches(request, num_computed)  # a folded beam's window was further on
+        if may_stow and self.swap.stow(request, ceil_div(num_computed, self.kv.block_size)):
             self.counters.swaps += 1
         self.kv.release(request)
         if is_leaving:
@@ -620,11 +743,24 @@ class Scheduler:
         if request.id in self.requests:
             raise InvalidParams(f"A request with the id {request.id!r} is running already; choose another id.")
         check_priority(request.priority)
+        if request.num_rows > self.max_requests:
+            raise InvalidParams(
+                f"A beam search that is {request.num_rows} wide needs as many rows in a step, and this engine computes "
+                f"{self.max_requests}. Lower the width or raise max_requests.", "best_of",
+            )  # fmt: skip
+        if request.num_rows > 1 and self.kv.num_state_groups:
+            raise InvalidParams("This model keeps a state that beams cannot share. Use sampling.", "use_beam_search")
         num_encoder = len(request.encoder_tokens)
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step, num_encoder)
+        if request.num_rows > 1:
+            needed = self.kv.num_fixed(num_encoder) + self.kv.beams_peak(
+                request.num_prompt, request.max_len, request.num_rows, self.max_tokens_per_step
+            )  # fmt: skip
         if needed > self.kv.pool.num_blocks:
             num_prompt = request.num_prompt + num_encoder
             raise PromptTooLong(
-                f"{num_prompt} prompt tokens and {request.max_tokens} new ones need {needed} blocks of the "
-                f"cache, which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens or raise num_blocks."
+                f"{num_prompt} prompt tokens and {request.max_tokens} new ones"
+                f"{f' in {request.num_rows} beams' if request.num_rows > 1 else ''} need {needed} blocks of the cache, "
+                f"which has {self.kv.pool.num_blocks}. Shorten the prompt, lower max_tokens"
+                f"{' or the width' if request.num_rows > 1 else ''} or raise num_blocks."
             )

@@ -19,7 +19,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core.kv_cache import fixed_blocks
 from quire.core.pace import Pace, blend
-from quire.core.plan import Plan, Sampled, Update
+from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
@@ -51,7 +51,6 @@ from quire.engine.memory import (
 )
 from quire.engine.precompile import Precompilation
 from quire.engine.runner import ModelRunner, Runner, RunningStep
-from quire.engine.sampler import explain_no_token
 from quire.engine.trial import Trial, read_libraries
 from quire.errors import DeviceLost
 from quire.kernels import Kernels

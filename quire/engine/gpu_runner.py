@@ -20,7 +20,7 @@ from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, RunningStep, Scores, collect, scores_prompt, select_samples
-from quire.engine.sampler import Choice, Report
+from quire.engine.sampler import BeamReport, Choice, Report
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
@@ -83,9 +83,12 @@ class GpuStep:
         landing.tokens[:count].copy_(choice.tokens, non_blocking=True)
         landing.largest[:count].copy_(choice.largest, non_blocking=True)
         reported = None if choice.report is None else Report(*map(arriving, choice.report))
+        beams = None if choice.beams is None else BeamReport(*map(arriving, choice.beams))
         self.scores = [Scores(row, targets, Report(*map(arriving, report))) for row, targets, report in self.scores]
         landing.arrived.record()
-        self.choice = Choice(landing.tokens[:count], landing.largest[:count], choice.reported, reported)
+        self.choice = Choice(
+            landing.tokens[:count], landing.largest[:count], choice.reported, reported, choice.searched, beams
+        )  # fmt: skip
 
     def wait(self) -> Sampled:
         self.runner.num_under_way -= 1

@@ -51,7 +51,8 @@ class GpuSampler(Sampler):
             )
         changed: list[int] = []
         if self.state.asked.changes:
-            changed = [nth for nth, request in enumerate(samples.requests) if request.changes_logits]
+            requests = enumerate(samples.requests)
+            changed = [nth for nth, request in requests if request.changes_logits and request.beam is None]
         return Choice(self._tokens[: len(samples)], self._largest[: len(samples)]), changed
 
     def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_argmax: bool) -> None:

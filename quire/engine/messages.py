@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from quire.config import EngineConfig
+from quire.core.constraint import Constraint, StopMatcher
 from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Request
@@ -56,7 +57,12 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
             num_scored,
         )
 
-    def request(self, known: Mapping[str, Request]) -> Request:
+    def request(
+        self,
+        known: Mapping[str, Request],
+        constraint: Constraint | None = None,
+        stop_matcher: StopMatcher | None = None,
+    ) -> Request:
         """Its leader is among the `known` requests, or has ended."""
         return Request(
             self.id,
@@ -72,6 +78,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
             leader=known.get(self.leader) if self.leader else None,
             output=self.output,
             num_scored=self.num_scored,
+            constraint=constraint,
+            stop_matcher=stop_matcher,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.constraint import Constraint
+from quire.core.constraint import Constraint, StopMatcher
 from quire.core.plan import Plan, Update
 from quire.core.request import Finish
 from quire.engine.client import no_garbage_collection, start_engine
@@ -44,6 +44,7 @@ from quire.errors import DeviceLost, EngineError, QuireError
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.text.grammar import Grammars
+    from quire.text.tokenizer import Tokenizer
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
@@ -86,6 +87,7 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._path = path
+        self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
         self._begun: set[str] = set()
         self._reported = 0.0
@@ -126,9 +128,8 @@ class EngineLoop:
         self._link.send(Adding(ids))
         try:
             for order in orders:
-                request = order.request(self._engine.scheduler.requests)
-                request.constraint = self._constraint(order)
-                self._engine.add(request)
+                constraint, stop_matcher = self._constraint(order), self._stop_matcher(order)
+                self._engine.add(order.request(self._engine.scheduler.requests, constraint, stop_matcher))
                 added.append(order.id)
         except Exception as error:
             for request_id in added:
@@ -144,13 +145,28 @@ class EngineLoop:
         if spec is None:
             return None
         if self._grammars is None:
-            from quire.text.grammar import Grammars  # only who asks for structure waits for a vocabulary to be read
-            from quire.text.load import load_tokenizer
+            from quire.text.grammar import Grammars
 
-            tokenizer, config = load_tokenizer(self._path), self._engine.info.config
+            tokenizer, config = self._load_tokenizer(), self._engine.info.config
             ends = tokenizer.end_token_ids | frozenset(config.eos_token_ids)
             self._grammars = Grammars(tokenizer, config.vocab_size, ends)
         return self._grammars.constraint(spec, order.output)
+
+    def _stop_matcher(self, order: Order) -> StopMatcher | None:
+        """What finds stop strings in beams. In other answers they are found where the text is made."""
+        if not order.params.use_beam_search or not order.params.stop_strings:
+            return None
+        from quire.text.detokenizer import TextStops
+
+        return TextStops.of(order.params, self._load_tokenizer())
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """Only requests that need it wait for a vocabulary to be read."""
+        if self._tokenizer is None:
+            from quire.text.load import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self._path)
+        return self._tokenizer
 
     def _announce(self, plan: Plan) -> None:
         """Said before the step, so that whoever watches knows who was in it if it never ends."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
-from quire.engine.sampler import Choice, Report, Sampler, tell
+from quire.engine.sampler import Choice, Report, Sampler, tell, tell_beams
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
@@ -188,9 +188,13 @@ def collect(
         nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
         theirs = tell(choice.report, [tokens[nth] for nth in choice.reported], nums_top)
         told = dict(zip(choice.reported, theirs, strict=True))
+    if choice.beams is not None:
+        beams = [samples.requests[nth] for nth in choice.searched]
+        for nth, candidates in zip(choice.searched, tell_beams(choice.beams, beams), strict=True):
+            sampled.candidates[samples.rows[nth]] = candidates
     for nth, row in enumerate(samples.rows):
-        if samples.requests[nth].finished:
-            continue  # it ended with the step before, which the host had not read when this one was planned
+        if samples.requests[nth].finished or samples.requests[nth].beam is not None:
+            continue  # it ended with the step before, which the host had not read when this one was planned; or a beam
         accept(plan, sampled, row, tokens[nth] if math.isfinite(largest[nth]) else None, told.get(nth))
     for row, targets, report in scores:
         num_top = plan.requests[row].params.prompt_logprobs or 0

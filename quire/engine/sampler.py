@@ -5,10 +5,14 @@ For each position, in this order:
   1. log probabilities are taken from the untouched logits, if asked for
   2. what the request bans, favours or penalizes is changed (logits.py)
   3. the token is chosen (the op `sample`: see `kernels/sampling.py`)
+
+For a beam no token is chosen. The likeliest ones that are not banned are reported instead, by the log probabilities of
+the untouched logits; the scheduler chooses among those of all beams of a group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,26 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.plan import Detail, TokenLogprobs
+from quire.core.beam_group import num_candidates
+from quire.core.plan import Candidates, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
 from quire.engine.logits import Position, change, send
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
-
-
-def explain_no_token(request: Request) -> Detail:
-    """Why no token could be chosen: what the request restricts leaves none, or the model computes no numbers."""
-    if request.constraint is not None and request.constraint.error:
-        return Detail(message=request.constraint.error, refused=True)
-    if names := request.params.restrictions:
-        return Detail(
-            message=f"{' and '.join(names)} {'together leave' if len(names) > 1 else 'leaves'} no token that could "
-            "come next. Loosen the restrictions.",
-            refused=True,
-        )
-    return Detail(message="No token could be chosen: the model's logits are not numbers. Check the model's file.")
 
 
 class Sampler:
@@ -54,9 +46,16 @@ class Sampler:
         With `has_argmax` the greedy tokens were found together with the hidden states.
         """
         choice, left = self._choose_plain(samples, hidden, has_argmax)
+        searched = [nth for nth, request in enumerate(samples.requests) if request.beam is not None]
+        if searched:
+            choice.searched, choice.beams = searched, self._search(samples, searched, hidden)
         reported: list[int] = []
         if self.state.asked.logprobs:
-            reported = [nth for nth, request in enumerate(samples.requests) if request.params.logprobs is not None]
+            reported = [
+                nth
+                for nth, request in enumerate(samples.requests)
+                if request.params.logprobs is not None and request.beam is None
+            ]
         if wanted := sorted({*left, *reported}):
             index = self._column(wanted)
             logits = self.model.logits(hidden[index])
@@ -83,9 +82,9 @@ class Sampler:
         """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
         assert not has_argmax
         plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
-        left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best]
+        left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best and request.beam is None]
         tokens, largest = self.model.best(hidden, plain) if plain else ([], [])
-        if not left:
+        if len(plain) == len(samples):
             return Choice(torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)), left
         choice = Choice(torch.zeros(len(samples), dtype=torch.int64), torch.zeros(len(samples)))
         choice.tokens[plain], choice.largest[plain] = torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)
@@ -99,6 +98,24 @@ class Sampler:
         tokens, largest = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
         index = self._column(chosen)
         choice.tokens[index], choice.largest[index] = tokens, largest
+
+    def _search(self, samples: Samples, searched: list[int], hidden: Tensor) -> BeamReport:
+        """What may follow each of the samples, which are of beams."""
+        requests = [samples.requests[nth] for nth in searched]
+        logits = self.model.logits(hidden[self._column(searched)])
+        raw = logprobs = torch.log_softmax(logits, -1)
+        if any(request.changes_logits for request in requests):
+            self._change(samples, searched, logits)
+            logprobs = raw.masked_fill(logits == -torch.inf, -torch.inf)
+        most = min(max(map(num_candidates, requests)), logprobs.shape[1])
+        tokens = places_of(logprobs).topk(most, largest=False).values & 0xFFFFFFFF  # equals by id, whatever `most` is
+        values = logprobs.gather(1, tokens)
+        most = max(request.params.logprobs or 0 for request in requests)
+        top = likeliest(raw, min(most, raw.shape[1]))
+        ranks = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(tokens)
+        if most and raw is not logprobs:
+            ranks = torch.stack([(raw > column[:, None]).sum(1) + 1 for column in values.unbind(1)], 1)
+        return BeamReport(tokens, values, ranks, top, raw.gather(1, top))
 
     def _change(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
         """Do to the logits of some samples what their requests ask for. One that has ended asks for nothing."""
@@ -148,6 +165,18 @@ class Choice:
     largest: Tensor  # [n] float32: the largest logit; if it is not finite, no token is left
     reported: list[int] = field(default_factory=list)  # samples whose log probabilities were asked for
     report: Report | None = None
+    searched: list[int] = field(default_factory=list)  # samples of beams, for which no token is chosen
+    beams: BeamReport | None = None
+
+
+class BeamReport(NamedTuple):
+    """The likeliest tokens of some beams; all on the logits' device."""
+
+    tokens: Tensor  # [n, candidates] int64: those that may come next, likeliest first
+    values: Tensor  # [n, candidates] float32: their log probabilities; minus infinity if no more may come
+    ranks: Tensor  # [n, candidates] int64: among all tokens, from 1
+    top: Tensor  # [n, most] int64: the likeliest of all tokens
+    top_values: Tensor  # [n, most] float32
 
 
 class Report(NamedTuple):
@@ -195,3 +224,19 @@ def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> li
         )
         for row, (token, num_top) in enumerate(zip(tokens, nums_top, strict=True))
     ]
+
+
+def tell_beams(reported: BeamReport, requests: Sequence[Request]) -> list[Candidates]:
+    """The same for beams: what may follow each of them."""
+    tokens, values, ranks, top, top_values = (part.tolist() for part in reported)
+    found: list[Candidates] = []
+    for row, request in enumerate(requests):
+        candidates = zip(tokens[row][: num_candidates(request)], values[row], ranks[row], strict=False)
+        likeliest_tokens = zip(top[row][: request.params.logprobs or 0], top_values[row], strict=False)
+        found.append(
+            Candidates(
+                [each for each in candidates if math.isfinite(each[1])],
+                [(token, value, place + 1) for place, (token, value) in enumerate(likeliest_tokens)],
+            )
+        )
+    return found

@@ -110,6 +110,8 @@ class Clock:
     def tick(self, updates: Sequence[Update]) -> None:
         now_s, metrics, num_tokens = time.perf_counter(), self._metrics, 0
         for update in updates:
+            if update.detail is not None and update.detail.beams:
+                num_tokens += sum(len(beam.tokens) for beam in update.detail.beams)
             if not update.tokens:
                 continue
             num_tokens += len(update.tokens)

@@ -103,7 +103,7 @@ class Service:
         exchange = self._intake.open(
             prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, kept=kept
         )
-        self.gate.check(len(exchange.requests), len(exchange.output.prompt_token_ids))
+        self.gate.check(exchange.num_sequences, len(exchange.output.prompt_token_ids))
         return exchange
 
     async def check_grammar(self, spec: StructuredOutputs) -> None:
@@ -129,7 +129,7 @@ class Service:
         requests = [request for exchange in exchanges for request in exchange.requests]
         owners = {request.id: exchange for exchange in exchanges for request in exchange.requests}
         num_tokens = sum(len(exchange.requests[0].prompt) for exchange in exchanges)
-        with self.gate.admit(len(requests), num_tokens):
+        with self.gate.admit(sum(exchange.num_sequences for exchange in exchanges), num_tokens):
             clock = self.metrics.begin(exchanges)
             deadline = Deadline(self.client, exchanges, self.config.request_timeout)
             updates = self.client.submit(requests)

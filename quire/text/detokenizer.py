@@ -8,8 +8,10 @@ work for a token does not depend on how long the answer already is.
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
 
+from quire.core.params import SamplingParams
 from quire.text.stops import StopScanner
 from quire.text.tokenizer import Tokenizer
 
@@ -76,6 +78,15 @@ class Detokenizer:
         """The text of tokens that are all there."""
         return self.push(token_ids) + self.finish()
 
+    def copy(self) -> Detokenizer:
+        """One that has taken the same tokens."""
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        twin._scanner = copy.copy(self._scanner)
+        twin._emitted = list(self._emitted)
+        return twin
+
     def _decode(self, token_id: int) -> str:
         """The characters that this token completes. Ids past the vocabulary are a model's padding and have no text."""
         piece = self._pieces[token_id]
@@ -99,3 +110,32 @@ class Detokenizer:
         if fresh:
             self._emitted.append(fresh)
         return fresh
+
+
+class TextStops:
+    """Whether an answer has come to a stop string: the StopMatcher of a beam."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    @classmethod
+    def of(cls, params: SamplingParams, tokenizer: Tokenizer) -> TextStops | None:
+        """For beams with these parameters; None if they have no stop strings."""
+        if not params.use_beam_search or not params.stop_strings:
+            return None
+        return cls(
+            Detokenizer(
+                tokenizer,
+                stop=params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+                continues=True,
+            )
+        )
+
+    def advance(self, token: int) -> bool:
+        self._detokenizer.push([token])
+        return self._detokenizer.stop_hit is not None
+
+    def copy(self) -> TextStops:
+        return TextStops(self._detokenizer.copy())

@@ -19,7 +19,7 @@ from quire.core.params import SamplingParams, check_priority
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import Detokenizer, TextStops
 from quire.text.grammar import Grammars
 from quire.text.length_bound import LengthBound
 from quire.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class PackedTokens(array):  # type: ignore[type-arg]
 
 
 class Exchange:
-    """The requests of one prompt (n of them) and the output they fill."""
+    """The requests of one prompt and the output they fill: one for each of the n answers, or one that searches them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Exchange:
     ) -> None:
         params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
-        self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(len(requests))])
+        self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(params.n)])
         self._tokenizer = tokenizer
         self._places = {request.id: index for index, request in enumerate(requests)}
         self._detokenizers = [
@@ -59,7 +59,7 @@ class Exchange:
                 min_tokens=params.min_tokens,
                 continues=True,
             )
-            for _ in requests
+            for _ in self.output.outputs
         ]
         if params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
@@ -70,6 +70,11 @@ class Exchange:
     @property
     def finished(self) -> bool:
         return self.output.finished
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are computed for it side by side."""
+        return self.requests[0].params.num_sequences
 
     @property
     def open_ids(self) -> list[str]:
@@ -83,6 +88,9 @@ class Exchange:
         if answer.finished:
             return False
         self._take_detail(update, answer)
+        if request.params.use_beam_search:
+            self._take_beams(request, update)
+            return False
         answer.token_ids += update.tokens
         self._take_text(request, answer, self._detokenizers[index], update)
         return answer.finished and update.finish is None
@@ -95,9 +103,29 @@ class Exchange:
         ]
         return replace(self.output, outputs=outputs)
 
+    def _take_beams(self, request: Request, update: Update) -> None:
+        """The answers of a beam search, which all come at its end; fewer than n if no more could be found."""
+        if update.finish is None:
+            return
+        found = update.detail.beams if update.detail else None
+        if found is None:
+            for answer in self.output.outputs:
+                answer.finish_reason, answer.error = update.finish.value, self.output.outputs[0].error
+                answer.refused = self.output.outputs[0].refused
+            return
+        del self.output.outputs[len(found) :]
+        for answer, beam, detokenizer in zip(self.output.outputs, found, self._detokenizers, strict=False):
+            answer.token_ids = list(beam.tokens)
+            if beam.logprobs is not None:
+                answer.logprobs = [self._words(scored) for scored in beam.logprobs]
+            answer.cumulative_logprob = beam.cum_logprob
+            self._take_text(request, answer, detokenizer, Update(update.id, beam.tokens, beam.finish))
+
     def _take_text(self, request: Request, answer: CompletionOutput, detokenizer: Detokenizer, update: Update) -> None:
         tokens = update.tokens
         by_token = update.finish is Finish.STOP
+        if request.params.use_beam_search and by_token:
+            by_token = tokens[-1] in request.stop_ids  # otherwise by a stop string
         if by_token and not request.params.include_stop_str_in_output:
             tokens = tokens[:-1]
         answer.text += detokenizer.push(tokens)
@@ -194,7 +222,8 @@ class Intake:
         """The exchange of a prompt that has been checked. Its number is its id, if it has no other, and its seed's."""
         request_id = str(number) if request_id is None else request_id
         seed = self._choose_seed(params, number)
-        ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        is_one = params.n == 1 or params.use_beam_search
+        ids = [request_id] if is_one else [f"{request_id}#{index}" for index in range(params.n)]
         requests: list[Request] = []
         bad_words = self._bad_words(params)
         for index, one_id in enumerate(ids):
@@ -212,6 +241,7 @@ class Intake:
                     max_tokens=self.max_len - len(tokens) if params.max_tokens is None else params.max_tokens,
                     leader=requests[0] if requests else None,
                     constraint=self._constraint(params),
+                    stop_matcher=TextStops.of(params, self.tokenizer),
                 )
             )
         return Exchange(request_id, requests, text, self.tokenizer, kept)

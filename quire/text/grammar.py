@@ -52,6 +52,11 @@ class GrammarConstraint:
         self._matcher.consume_token(token)
         self._has_failed()
 
+    def copy(self) -> GrammarConstraint:
+        twin = GrammarConstraint(self._matcher.deep_copy(), 8 * self._num_bytes)
+        twin._forced, twin._has_looked, twin.error = self._forced.copy(), self._has_looked, self.error
+        return twin
+
     def _look_ahead(self) -> None:
         """Done at every position whether or not it is sampled, so that a replayed answer is spelled as it was."""
         if not self._has_looked and not self._matcher.is_stopped():

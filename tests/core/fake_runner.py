@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from zlib import crc32
 
+from quire.core.beam_group import num_candidates
 from quire.core.kv_cache import KVCache
-from quire.core.plan import Plan, Sampled
+from quire.core.plan import Candidates, Plan, Sampled
 from quire.core.request import Request
 
 VOCABULARY = 40  # small, so that an answer ends after some forty tokens
@@ -26,6 +27,29 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
 def mark_of(request: Request) -> int:
     """Keys and values of a request's tokens depend on what its encoder has read."""
     return crc32(bytes(request.encoder_tokens))
+
+
+def next_logprobs(tokens: list[int], seed: int = 0) -> list[float]:
+    """Of each token that may follow, for beams. No two are alike."""
+    return [-(crc32(bytes([*tokens, token]), seed) % 4093 + token / 100) / 500 for token in range(VOCABULARY)]
+
+
+class Witness:
+    """A constraint that allows all and remembers what it was told."""
+
+    error = ""
+
+    def __init__(self, tokens: list[int] | None = None) -> None:
+        self.tokens = tokens or []
+
+    def allowed(self) -> bytes:
+        return b""
+
+    def advance(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def copy(self) -> Witness:
+        return Witness(list(self.tokens))
 
 
 class FakeRunner:
@@ -46,7 +70,8 @@ class FakeRunner:
         self._encode(plan)
         writers: dict[int, Request] = {}
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
-        texts = [(context[r.id] + r.drafts)[: start + count] for r, start, count in rows]
+        known = [context[r.id] if r.beam is None else r.tokens for r in plan.requests]
+        texts = [(text + r.drafts)[: start + count] for text, (r, start, count) in zip(known, rows, strict=True)]
         if max(plan.counts) == 1:  # a kernel for such steps may read other rows' keys before they are written
             for (request, start, _), tokens in zip(rows, texts, strict=True):
                 self._read(request, tokens[:start], start, writers)
@@ -65,7 +90,11 @@ class FakeRunner:
             self._spoil(plan.filled_blocks | plan.computed_blocks(range(len(plan)), self.block_size))
             self._spoil({block for request in plan.encodes for table in request.fixed_tables for block in table})
             self.is_broken = True
-        return Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
+        sampled = Sampled([self._sample(r, t, y) for (r, _, _), t, y in zip(rows, texts, plan.yields, strict=True)])
+        for row, (request, tokens) in enumerate(zip(plan.requests, texts, strict=True)):
+            if request.beam is not None and plan.yields[row]:
+                sampled.candidates[row] = self._rank(request, tokens)
+        return sampled
 
     def _move(self, plan: Plan) -> None:
         """A slot can be read once, and only after it was written: it may be another request's from then on."""
@@ -144,7 +173,7 @@ class FakeRunner:
 
     def _sample(self, request: Request, tokens: list[int], num_yields: int) -> list[int]:
         """Accept drafts as long as they are what would have been sampled, then add one token."""
-        if not num_yields:
+        if not num_yields or request.beam is not None:
             return []
         known, accepted = len(tokens) - num_yields + 1, []
         for draft in [*tokens[known:], None]:
@@ -153,3 +182,11 @@ class FakeRunner:
             if token != draft:
                 break
         return accepted
+
+    def _rank(self, request: Request, tokens: list[int]) -> Candidates:
+        assert request.beam is not None
+        assert isinstance(request.constraint, Witness)
+        assert request.beam.group.folded or request.constraint.tokens == tokens[request.num_prompt :]
+        ranked = sorted(enumerate(next_logprobs(tokens, request.seed)), key=lambda each: -each[1])
+        found = [(token, logprob, rank + 1) for rank, (token, logprob) in enumerate(ranked)]
+        return Candidates(found[: num_candidates(request)], [])

@@ -11,8 +11,13 @@ from quire.core.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler, held_in_flight: list[Request]) -> None:
-    """`held_in_flight`: requests that have ended or were preempted but are named by a plan not yet committed."""
-    live = list(scheduler.requests.values())
+    """`held_in_flight`: requests that are named by a plan not yet committed; some have ended or were preempted."""
+    submitted = list(scheduler.requests.values())
+    live = list(
+        dict.fromkeys(
+            beam for request in submitted for beam in (request.beam.group.beams if request.beam else [request])
+        )
+    )
     holders = list({id(request): request for request in [*live, *held_in_flight]}.values())
     check_blocks(scheduler, holders)
     check_host(scheduler, live)
@@ -73,6 +78,14 @@ def check_tree(scheduler: Scheduler, holders: list[Request]) -> None:
 def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
     running = scheduler.running
     assert len(running) <= scheduler.max_requests
+    groups = {id(request.beam.group) for request in running if request.beam}
+    assert groups == set(map(id, scheduler._groups))
+    for group in scheduler._groups:
+        assert group.root in group.beams
+        assert all(beam in running for beam in group.beams)
+        assert len(group.beams) <= group.width
+        assert len({len(beam.tokens) for beam in group.beams}) == 1
+        assert len({tuple(beam.tokens) for beam in group.beams}) == len(group.beams)
     assert all(request.state is State.RUNNING for request in running)
     assert [r.rank for r in running] == sorted(r.rank for r in running)
     waiting = [request for _, request in scheduler._waiting if not request.finished]

@@ -1,7 +1,7 @@
-"""The core under random traffic: arrivals, aborts, priorities, forks, drafts, tiny pools, windows, one or two plans in
-flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared while they are
-computed, preempted requests computed again or kept on the host.
-After every step the invariants hold, and every answer is the one the request would get alone."""
+"""The core under random traffic: arrivals, aborts, priorities, forks, drafts, beam searches, tiny pools, windows, one
+or two plans in flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared
+while they are computed, preempted requests computed again or kept on the host. After every step the invariants hold,
+and every answer is the one the request would get alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quire.core.policy import Continuous, Dynamic, Policy, Static, WaitingRatio
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
-from quire.errors import PromptTooLong
-from tests.core.fake_runner import VOCABULARY, FakeRunner, next_token
+from quire.errors import InvalidParams, PromptTooLong
+from tests.core.fake_runner import VOCABULARY, FakeRunner, Witness, next_logprobs, next_token
 from tests.core.invariants import check
 
 pytestmark = pytest.mark.core
@@ -44,6 +44,7 @@ class World:
         self.num_blocks = -(-rng.randint(20, 100) // self.block_size) * (len(self.windows) + self.num_encoder_groups)
         self.num_blocks += 4 * self.num_state_groups
         self.depth = rng.choice([1, 1, 2])
+        self.share_of_searches = 0.0 if self.num_state_groups else rng.choice([0.0, 0.0, 0.2, 0.8])
         max_requests = rng.randint(1, 8)
         spare = rng.choice([rng.randint(0, 20), rng.randint(20, 120)])
         self.scheduler = Scheduler(
@@ -70,7 +71,7 @@ class World:
         self.final: dict[str, Update] = {}
         self.everyone: dict[str, Request] = {}
         self.now_s = 0.0
-        self.num_copies = 0
+        self.num_copies = self.num_searches = 0
 
     def _batching(self):
         rng = self.random
@@ -88,6 +89,9 @@ class World:
         if self.num_encoder_groups:  # few that differ, so that prompts begin alike after the same and after others
             encoder_tokens = [rng.randrange(2)] * rng.choice([0, 1, 7, 20])
         leader, salt, priority = None, rng.choice([b"", b"", b"tenant"]), rng.randint(-2, 2)
+        if rng.random() < self.share_of_searches:
+            self._submit(self.search(prompt, salt, priority))
+            return
         are_samples = rng.random() < 0.5  # of one request; otherwise they only begin alike
         for _ in range(rng.choice([1, 1, 1, 2, 4])):
             request = Request(
@@ -105,13 +109,41 @@ class World:
             leader = leader or (request if are_samples else None)
             self._submit(request)
 
+    def search(self, prompt: list[int], salt: bytes, priority: int) -> Request:
+        """A beam search."""
+        rng = self.random
+        params = SamplingParams(
+            use_beam_search=True,
+            n=rng.choice([1, 2, 2, 3, 4, 6]),
+            temperature=0.0,
+            max_tokens=None,
+            length_penalty=rng.choice([0.0, 1.0, 2.0]),
+            early_stopping=rng.choice([False, True, "never"]),
+        )
+        return Request(
+            f"r{len(self.everyone)}",
+            prompt,
+            params,
+            end_token_ids=frozenset([END, 1, 2]),
+            seed=rng.randrange(3),
+            priority=priority,
+            salt=salt,
+            max_tokens=rng.randint(1, 25),
+            constraint=Witness(),
+        )
+
     def _submit(self, request: Request) -> None:
+        kv, most = self.scheduler.kv, self.scheduler.max_tokens_per_step
         try:
             self.scheduler.add(request, self.now_s)
         except PromptTooLong:
-            kv, num_encoder_tokens = self.scheduler.kv, len(request.encoder_tokens)
-            needed = kv.peak(request.max_len, self.scheduler.max_tokens_per_step, num_encoder_tokens)
+            needed = kv.beams_peak(request.num_prompt, request.max_len, request.num_rows, most)
+            if request.num_rows == 1:
+                needed = kv.peak(request.max_len, most, len(request.encoder_tokens))
             assert needed > self.num_blocks
+            return
+        except InvalidParams:
+            assert request.num_rows > self.scheduler.max_requests
             return
         self.everyone[request.id] = request
         self.context[request.id] = list(request.prompt)
@@ -183,7 +215,7 @@ class World:
         if len(self.in_flight) >= self.depth or (self.in_flight and self.random.random() < 0.2):
             self.land()
         named = [request for plan, _, _ in self.in_flight for request in plan.requests]
-        check(self.scheduler, [r for r in named if r.id not in self.scheduler.requests])
+        check(self.scheduler, named)
 
     def drain(self) -> None:
         for _ in range(20_000):
@@ -200,6 +232,9 @@ class World:
         assert self.scheduler.kv.pool.num_free == self.num_blocks
         assert self.scheduler.swap.num_free == self.scheduler.swap.num_slots
         for request in self.everyone.values():
+            if request.params.use_beam_search:
+                self._judge_search(request)
+                continue
             expected = answer_alone(request)
             got, finish = self.delivered[request.id], self.final[request.id].finish
             assert got == expected[: len(got)]
@@ -207,9 +242,46 @@ class World:
                 assert got == expected
                 assert (finish is Finish.LENGTH) == (len(got) == request.max_tokens and not ends(request, got))
 
+    def _judge_search(self, request: Request) -> None:
+        final = self.final[request.id]
+        assert self.delivered[request.id] == []
+        if final.finish in (Finish.ABORT, Finish.ERROR):
+            return
+        assert final.detail is not None
+        assert final.detail.beams is not None
+        self.num_searches += 1
+        assert [beam.tokens for beam in final.detail.beams] == search_alone(request)
+
 
 def ends(request: Request, tokens: list[int]) -> bool:
     return tokens[-1:] == [END] and len(tokens) > request.params.min_tokens
+
+
+def search_alone(request: Request) -> list[list[int]]:
+    """A beam search without a cache. As Hugging Face's; see also tests/engine/test_beam_search.py."""
+    params, width = request.params, request.params.beam_width
+    live: list[tuple[float, list[int]]] = [(0.0, [])]
+    found: list[tuple[float, list[int]]] = []
+    for length in range(1, request.max_tokens + 1):
+        grown = [
+            (total + logprob, [*tokens, token])
+            for total, tokens in live
+            for token, logprob in enumerate(next_logprobs([*request.prompt, *tokens], request.seed))
+        ]
+        ranked = sorted(grown, key=lambda each: -each[0])[: 4 * width]
+        has_ended = [each[1][-1] in request.stop_ids or length == request.max_tokens for each in ranked]
+        ended = [each for each, ends in zip(ranked[:width], has_ended, strict=False) if ends]
+        live = [each for each, ends in zip(ranked, has_ended, strict=True) if not ends][:width]
+        found += [(total / length**params.length_penalty, tokens) for total, tokens in ended]
+        found = sorted(found, key=lambda each: -each[0])[:width]
+        if not live:
+            break
+        reach = request.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        if len(found) == width and (
+            params.early_stopping is True or found[-1][0] >= live[0][0] / reach**params.length_penalty
+        ):
+            break
+    return [tokens for _, tokens in found]
 
 
 def answer_alone(request: Request) -> list[int]:
@@ -224,6 +296,7 @@ def answer_alone(request: Request) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed: int) -> None:
     num_preemptions = num_swaps = num_cached = num_copies = num_read_in_flight = num_rows_lost = num_encoded = 0
+    num_searches = 0
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
@@ -243,8 +316,10 @@ def test_random_traffic(seed: int) -> None:
         num_swaps += world.scheduler.counters.swaps
         num_cached += world.scheduler.counters.cached_tokens
         num_copies += world.num_copies
+        num_searches += world.num_searches
         num_read_in_flight += world.runner.num_read_in_flight
         num_rows_lost += world.runner.num_rows_lost
         num_encoded += world.runner.num_encoded
-    seen = (num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost, num_encoded)
+    seen = num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost, num_encoded
+    seen = *seen, num_searches
     assert min(seen) > 0, f"the traffic was too light to show anything: {seen}"

@@ -20,8 +20,34 @@ pytestmark = pytest.mark.core
 
 # Methods in which the scheduler is in the middle of a change, by where they are.
 PLACES = {
-    "scheduler": ["_add_row", "_advance", "_end", "_enqueue", "_give_back", "_leave_queue", "_preempt", "_head"],
-    "kv": ["adopt", "fork", "grow", "lookup", "publish", "publish_planned", "release", "restore", "trim", "_take"],
+    "scheduler": [
+        "_add_row",
+        "_advance",
+        "_end",
+        "_enqueue",
+        "_give_back",
+        "_leave_queue",
+        "_preempt",
+        "_head",
+        "_land_beam",
+        "_choose_beams",
+        "_replace_beams",
+        "_fork_beam",
+        "_drop_beams",
+    ],
+    "kv": [
+        "adopt",
+        "fork",
+        "grow",
+        "lookup",
+        "publish",
+        "publish_planned",
+        "release",
+        "restore",
+        "trim",
+        "_take",
+        "share",
+    ],
     "pool": ["take", "revive", "release"],
     "tree": ["insert", "prune", "forget", "lookup"],
     "swap": ["stow", "drop", "free", "hand_over"],
@@ -222,6 +248,9 @@ class Grammar:
 
     def advance(self, token: int) -> None:
         self.told.append(token)
+
+    def copy(self) -> Grammar:
+        raise NotImplementedError
 
 
 def test_a_constraint_is_told_what_its_answer_has_even_if_a_commit_fails(monkeypatch) -> None:

@@ -19,7 +19,7 @@ from tests.tools.tiny_models import tiny_text_gguf
 pytestmark = pytest.mark.cpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-SMALL = {"max_len": 64, "num_blocks": 32}
+SMALL = {"max_len": 64, "num_blocks": 64}  # a block for each of 64 beams
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     prompt = await read_inquiry(body).prepare(call.service)
     params = sampling(body, call.service.ready.sampling, prompt.demands())
     exchange = await prompt.open(call, params, body.priority or 0)
-    readings = [Reading(prompt.parser()) for _ in exchange.requests]
+    readings = [Reading(prompt.parser()) for _ in exchange.output.outputs]
     writer, service = Writer(call, body, readings), call.service
     if body.stream:
         head = writer.head("chat.completion.chunk")
@@ -153,7 +153,9 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
         return EventStream(call.guard(events), call.headers())
     choices = choices_of([exchange])
     await while_connected(request.receive, follow(service, exchange, choices, writer))
-    documents = [writer.write_message(choice) for choice in choices]
+    documents = [
+        writer.write_message(choice) for choice in choices if choice.answer.finished
+    ]  # a search may find fewer
     document = {**writer.head("chat.completion"), "choices": documents, "usage": usage([exchange])}
     if body.return_token_ids:
         document["prompt_token_ids"] = exchange.output.prompt_token_ids

@@ -116,12 +116,13 @@ async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchan
     params = sampling(body, call.service.ready.sampling)
     await call.prepare(params)
     prompts, gate = body.prompts(call.service.config.max_prompts), call.service.gate
-    gate.check(len(prompts) * params.n, 0)
+    gate.check(len(prompts) * params.num_sequences, 0)
     exchanges = []
     for prompt in prompts:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority or 0))
-    gate.check(len(prompts) * params.n, sum(len(exchange.output.prompt_token_ids) for exchange in exchanges))
+    num_tokens = sum(len(exchange.output.prompt_token_ids) for exchange in exchanges)
+    gate.check(len(prompts) * params.num_sequences, num_tokens)
     located = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
     return exchanges, Writer(call, body, located)
 
@@ -129,10 +130,6 @@ async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchan
 def sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "logprobs")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParams(
-            f"best_of is {body.best_of} and n is {body.n or 1}; quire returns all answers it makes.", "best_of"
-        )
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         scored = max(scored or 0, body.logprobs)

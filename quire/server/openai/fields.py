@@ -77,6 +77,10 @@ class SamplingFields(NoEffectFields):
     guided_regex: str | None = None
     guided_choice: ArrayOf[str] | None = None
     guided_grammar: str | None = None
+    use_beam_search: StrictBool | None = None
+    best_of: StrictInt | None = None
+    length_penalty: Number | None = None
+    early_stopping: StrictBool | Literal["never"] | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The parameters as the engine knows them: the model's `defaults`, what the request says, and `more`, which
@@ -86,7 +90,8 @@ class SamplingFields(NoEffectFields):
             for name in (
                 "n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
-                "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "stop",
+                "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "stop", "use_beam_search",
+                "best_of", "length_penalty", "early_stopping",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
@@ -96,6 +101,10 @@ class SamplingFields(NoEffectFields):
             given["logit_bias"] = {token_id("logit_bias", key): value for key, value in self.logit_bias.items()}
         if (structured := self.structure()) is not None:
             given["structured_outputs"] = structured
+        if self.use_beam_search:
+            if self.stream:
+                raise InvalidParams("The answers of a beam search are known at its end; leave stream out.", "stream")
+            defaults = {"temperature": 0.0}  # nothing is drawn, so the model's way of drawing has no meaning
         return SamplingParams.of({**defaults, **given, **more})
 
     def structure(self) -> dict[str, Any] | None:
@@ -114,7 +123,6 @@ class CompletionRequest(SamplingFields):
     prompt: str | ArrayOf[str] | Ids | ArrayOf[Ids]
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
-    best_of: StrictInt | None = None
     suffix: None = None
 
     def prompts(self, most: int) -> list[str | list[int]]:
