@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import traffic  # noqa: E402
 from arguments import count, milliseconds, positive  # noqa: E402
 
-from quire.bench.traces import excerpt, read_trace  # noqa: E402
+from quire.bench.serve.traces import excerpt, read_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from quire.bench.measures import spread
+from quire.bench.serve.metrics import spread
 from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams
 from quire.core.request import Request

@@ -143,10 +143,10 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    from quire.bench.report import page
-    from quire.bench.serve import run as measure
-    from quire.bench.serve import step_back
-    from quire.bench.settings import Settings
+    from quire.bench.serve.report import page
+    from quire.bench.serve.run import run as measure
+    from quire.bench.serve.run import step_back
+    from quire.bench.serve.settings import Settings
 
     given = {name: value for name, value in vars(arguments).items() if name in Settings.__slots__}
     seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed

@@ -2,7 +2,7 @@
 
 uvicorn reads HTTP and runs the application. Added here: a limit on a request's headers (431), a time in which a client
 has to send them (408), and a limit on connections that leaves file descriptors for everything else (503). The time for
-a body is `front.py`'s, which can still answer in the style of the API that was called.
+a body is `middleware.py`'s, which can still answer in the style of the API that was called.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import HeadersTooLarge, InvalidRequest, QuireError, RequestTimeout, TooManyConnections
-from quire.server.problems import openai_problem
-from quire.server.stream import encode_json
+from quire.server.error_response import openai_error
+from quire.server.streaming import encode_json
 
 RESERVED_FILES = 128  # descriptors for the engine's pipes, models, logs, and connections that are being refused
 MAX_FILES = 1_048_576  # more than any server needs; some systems have no limit of their own
@@ -59,7 +59,7 @@ class ConnectionLimits:
     refusals: RefusalLog
 
 
-class ListenerConfig(uvicorn.Config):
+class UvicornConfig(uvicorn.Config):
     """uvicorn's settings, and the limits of its connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
@@ -73,9 +73,9 @@ class Connection(HttpToolsProtocol):
     The timer runs during that time. While a response is being made the timer does not end the connection.
     """
 
-    config: ListenerConfig
+    config: UvicornConfig
 
-    def __init__(self, config: ListenerConfig, **options: Any) -> None:
+    def __init__(self, config: UvicornConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: QuireError) -> None:
         """Answer in place of the application, unless it has begun to, and close the connection."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            body = encode_json(openai_problem(error))
+            body = encode_json(openai_error(error))
             head = (
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

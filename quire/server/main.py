@@ -18,11 +18,11 @@ from quire.engine.messages import Stepped
 from quire.engine.supervisor import Supervised, Watch
 from quire.errors import EngineError, InvalidParams
 from quire.server.app import build_app
+from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, ListenerConfig, RefusalLog, max_connections, raise_file_limit
-from quire.server.front import Front
-from quire.server.keys import read_keys
+from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections, raise_file_limit
 from quire.server.metrics import Metrics
+from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
 from quire.text.load import load_tokenizer
 
@@ -33,7 +33,7 @@ IDLE_CONNECTION_S = 75
 log = logging.getLogger("quire.server")
 
 
-class Listener(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without its own signal handlers: ending is decided here."""
 
     @contextlib.contextmanager
@@ -49,7 +49,9 @@ class Server:
         self.config = config
         self.path = path
         self.metrics = Metrics()
-        self.front: Front = build_app(config, read_keys(config.api_key, config.api_key_file), self.metrics)
+        self.middleware: RequestMiddleware = build_app(
+            config, load_api_keys(config.api_key, config.api_key_file), self.metrics
+        )
         self.num_signals = 0
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
@@ -59,7 +61,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._take_signal)
         with bind(self.config.host, self.config.port) as listening:
-            listener = Listener(self._listener_config())
+            listener = UvicornServer(self._listener_config())
             serving = asyncio.create_task(listener.serve([listening]))
             client = Supervised(
                 self.engine, self.path, stall_s=self.config.stall_timeout,
@@ -75,8 +77,8 @@ class Server:
                     await self._drain(service)
             finally:
                 await client.close()
-                if self.front.service is not None:
-                    await self.front.service.close()
+                if self.middleware.service is not None:
+                    await self.middleware.service.close()
                 listener.should_exit = True
                 await serving
 
@@ -93,8 +95,8 @@ class Server:
         ready = loading.result()
         self.metrics.num_blocks = ready.num_blocks
         self.metrics.ready.set_function(lambda: float(client.health()))
-        self.front.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
-        return self.front.service
+        self.middleware.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
+        return self.middleware.service
 
     async def _until_stopped(self, service: Service, serving: asyncio.Task[None]) -> None:
         """Told to stop, or unable to go on."""
@@ -107,14 +109,14 @@ class Server:
 
     async def _drain(self, service: Service) -> None:
         """No new requests; those that run have some time to finish."""
-        service.gate.draining = True
-        log.info("draining: %d requests are running; no new ones are taken", service.gate.num_requests)
+        service.admission.draining = True
+        log.info("draining: %d requests are running; no new ones are taken", service.admission.num_requests)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
-                while service.gate.num_requests and not self._abort.is_set():
+                while service.admission.num_requests and not self._abort.is_set():
                     await asyncio.sleep(POLL_S)
-        if service.gate.num_requests:
-            log.warning("ending %d requests that did not finish in time", service.gate.num_requests)
+        if service.admission.num_requests:
+            log.warning("ending %d requests that did not finish in time", service.admission.num_requests)
 
     def _take_signal(self) -> None:
         """The first asks to drain, the second to end at once."""
@@ -122,19 +124,19 @@ class Server:
         (self._stop if self.num_signals == 1 else self._abort).set()
 
     def _took_step(self, stepped: Stepped) -> None:
-        if self.front.service is not None:
-            self.front.service.took_step(stepped)
+        if self.middleware.service is not None:
+            self.middleware.service.on_step(stepped)
 
     def _restarted(self, reason: str) -> None:
-        self.metrics.restarted()
+        self.metrics.on_restart()
 
-    def _listener_config(self) -> ListenerConfig:
+    def _listener_config(self) -> UvicornConfig:
         most = max_connections(raise_file_limit())
         limits = ConnectionLimits(
             self.config.max_header_bytes, self.config.read_timeout, most, refusals=RefusalLog(most)
         )
-        return ListenerConfig(
-            self.front,
+        return UvicornConfig(
+            self.middleware,
             limits,
             loop="none",
             ws="none",

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.bench.arrivals import closed_loop, open_loop, prepare, random_times
+from quire.bench.serve.arrivals import closed_loop, open_loop, prepare, random_times
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from quire.bench.measures import (
+from quire.bench.serve.metrics import (
     UNFINISHED,
     Record,
     errors_by_kind,
@@ -19,7 +19,7 @@ from quire.bench.measures import (
     spread,
     summarize,
 )
-from quire.bench.settings import Settings
+from quire.bench.serve.settings import Settings
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.core

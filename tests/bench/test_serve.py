@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from quire.bench import spawn as spawning
-from quire.bench.report import page
-from quire.bench.serve import run
-from quire.bench.settings import Settings
-from quire.bench.spawn import spawn
+from quire.bench.serve import server_process
+from quire.bench.serve.report import page
+from quire.bench.serve.run import run
+from quire.bench.serve.server_process import spawn
+from quire.bench.serve.settings import Settings
 from quire.errors import EngineError
 from tests.bench.fake_server import (
     END,
@@ -323,8 +323,8 @@ class TestSpawn:
             asyncio.run(use())
 
     def test_a_server_that_is_never_ready(self, monkeypatch):
-        monkeypatch.setattr(spawning, "START_S", 0.3)
-        monkeypatch.setattr(spawning, "STOP_S", 0.3)
+        monkeypatch.setattr(server_process, "START_S", 0.3)
+        monkeypatch.setattr(server_process, "STOP_S", 0.3)
         script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
         async def use() -> None:
@@ -335,7 +335,7 @@ class TestSpawn:
             asyncio.run(use())
 
     def test_a_measurement_of_its_own_server(self, monkeypatch):
-        monkeypatch.setattr("quire.bench.serve.serve_command", lambda settings: [sys.executable, FAKE])
+        monkeypatch.setattr("quire.bench.serve.run.serve_command", lambda settings: [sys.executable, FAKE])
         settings = Settings(seed=1, spawn=True, num_requests=4, output_tokens=3, concurrency=2)
         document = run(settings, lambda done, total: None)
         assert document["summary"]["num_ok"] == 4
@@ -343,5 +343,6 @@ class TestSpawn:
 
 
 def test_measuring_loads_no_torch():
-    script = "import sys, quire.bench.serve, quire.bench.report, quire.cli.main; sys.exit('torch' in sys.modules)"
+    modules = "quire.bench.serve.run, quire.bench.serve.report, quire.cli.main"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

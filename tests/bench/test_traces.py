@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.prompts import TOKEN_IDS, WORDS, Ratio, Writer, stretches
-from quire.bench.traces import Entry, excerpt, read_trace
+from quire.bench.serve.traces import Entry, excerpt, read_trace
+from quire.bench.serve.workload import TOKEN_IDS, WORDS, Ratio, Writer, stretches
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.core

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from quire.bench.events import EventReader
-from quire.bench.wire import BadResponse, ResponseReader, Target
+from quire.bench.serve.client import EventReader
+from quire.bench.serve.http_client import BadResponse, ResponseReader, Target
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.core
