@@ -1,4 +1,4 @@
-"""ServerConfig: what a server is started with besides the engine. `quire serve`'s flags are made from its fields."""
+"""ServerConfig: the settings of the HTTP server. The flags of `quire serve` are made from its fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.errors import InvalidParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where to listen, whom to serve, how much to take on."""
+    """Address, API keys, limits, timeouts and TLS."""
 
     host: str = option("127.0.0.1", "Address to listen on; the default is reached from this machine only.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "PORT")

@@ -1,4 +1,4 @@
-"""A server's life: bind, load, serve, drain, end. `quire serve` calls `run`."""
+"""The server process: bind, load, serve, drain, exit. `quire serve` calls `run`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("quire.server")
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: ending is decided here."""
+    """uvicorn without its signal handlers; `Server` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class UvicornServer(uvicorn.Server):
 
 
 class Server:
-    """The parts of one running server."""
+    """One server: uvicorn, the application, and the engine's process."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, path: Path) -> None:
         self.engine = engine
@@ -57,21 +57,21 @@ class Server:
         self._abort = asyncio.Event()
 
     async def run(self, announce: Callable[[str, str], None]) -> None:
-        """Serve until told to stop. `announce` gets the address and the engine's summary once requests are taken."""
+        """Serve until a signal. `announce` gets the address and the summary of the engine when the server is ready."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._take_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with bind(self.config.host, self.config.port) as listening:
-            listener = UvicornServer(self._listener_config())
-            serving = asyncio.create_task(listener.serve([listening]))
+            http = UvicornServer(self._uvicorn_config())
+            serving = asyncio.create_task(http.serve([listening]))
             client = Supervised(
                 self.engine, self.path, stall_s=self.config.stall_timeout,
-                watch=Watch(self._took_step, self._restarted),
+                watch=Watch(self._on_step, self._on_restart),
             )  # fmt: skip
             try:
                 service = await self._load(client)
                 if service is not None:
                     gc.collect()
-                    gc.freeze()  # what is here now stays: looking through it again and again would hold up streams
+                    gc.freeze()  # objects made so far live on; the collector need not visit them again
                     announce(address(listening, self.config), service.ready.summary)
                     await self._until_stopped(service, serving)
                     await self._drain(service)
@@ -79,11 +79,11 @@ class Server:
                 await client.close()
                 if self.middleware.service is not None:
                     await self.middleware.service.close()
-                listener.should_exit = True
+                http.should_exit = True
                 await serving
 
     async def _load(self, client: Supervised) -> Service | None:
-        """Load the model and let requests in; None if told to stop meanwhile."""
+        """Load the model and accept requests. None if a signal comes before the model is loaded."""
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, self.path)
         loading = asyncio.ensure_future(client.start())
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -99,7 +99,7 @@ class Server:
         return self.middleware.service
 
     async def _until_stopped(self, service: Service, serving: asyncio.Task[None]) -> None:
-        """Told to stop, or unable to go on."""
+        """Return after a signal. Raises EngineError if the engine cannot be restarted."""
         stopping = asyncio.ensure_future(self._stop.wait())
         while not stopping.done() and not serving.done():
             if service.client.gone:
@@ -108,7 +108,7 @@ class Server:
         stopping.cancel()
 
     async def _drain(self, service: Service) -> None:
-        """No new requests; those that run have some time to finish."""
+        """Refuse new requests, and give running ones time to finish."""
         service.admission.draining = True
         log.info("draining: %d requests are running; no new ones are taken", service.admission.num_requests)
         with contextlib.suppress(TimeoutError):
@@ -118,22 +118,22 @@ class Server:
         if service.admission.num_requests:
             log.warning("ending %d requests that did not finish in time", service.admission.num_requests)
 
-    def _take_signal(self) -> None:
-        """The first asks to drain, the second to end at once."""
+    def _on_signal(self) -> None:
+        """The first signal drains, the second aborts."""
         self.num_signals += 1
         (self._stop if self.num_signals == 1 else self._abort).set()
 
-    def _took_step(self, stepped: Stepped) -> None:
+    def _on_step(self, stepped: Stepped) -> None:
         if self.middleware.service is not None:
             self.middleware.service.on_step(stepped)
 
-    def _restarted(self, reason: str) -> None:
+    def _on_restart(self, reason: str) -> None:
         self.metrics.on_restart()
 
-    def _listener_config(self) -> UvicornConfig:
-        most = max_connections(raise_file_limit())
+    def _uvicorn_config(self) -> UvicornConfig:
+        max_open = max_connections(raise_file_limit())
         limits = ConnectionLimits(
-            self.config.max_header_bytes, self.config.read_timeout, most, refusals=RefusalLog(most)
+            self.config.max_header_bytes, self.config.read_timeout, max_open, refusals=RefusalLog(max_open)
         )
         return UvicornConfig(
             self.middleware,

@@ -81,7 +81,7 @@ class RequestMiddleware:
     def _make_context(self, access_log: AccessLog) -> RequestContext:
         if self.service is None:
             raise NotReady("The model is being loaded; ask again in a moment.")
-        return RequestContext(self.service, access_log.tenant, access_log.request_id)
+        return RequestContext(self.service, access_log.tenant, access_log.request_id, int(time.time()))
 
 
 def choose_request_id(headers: dict[bytes, bytes]) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import Request
 
@@ -44,7 +44,7 @@ class RequestContext:
     service: Service
     tenant: Tenant
     request_id: str
-    created_s: int = field(default_factory=lambda: int(time.time()))
+    created_s: int
 
 
 def request_context(request: Request, model: str | None = None) -> RequestContext:

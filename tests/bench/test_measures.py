@@ -10,13 +10,13 @@ import pytest
 
 from quire.bench.serve.metrics import (
     UNFINISHED,
-    Record,
+    RequestRecord,
+    distribution,
     errors_by_kind,
     meets,
-    parse_limits,
+    parse_slo,
     peak_concurrency,
     percentile,
-    spread,
     summarize,
 )
 from quire.bench.serve.settings import Settings
@@ -25,11 +25,11 @@ from quire.errors import InvalidParams
 pytestmark = pytest.mark.core
 
 
-def record(number: int = 0, **more) -> Record:
+def record(number: int = 0, **more) -> RequestRecord:
     """Sent at 10 s, text at 10.5, 10.6 and 10.9, ended at 11; five tokens by the server's count."""
     fields = {"wanted_tokens": 5, "due": 9.99, "sent": 10.0, "ended": 11.0, "times": [10.5, 10.6, 10.9]}
     fields |= {"output_tokens": 5, "counted_by": "usage", "prompt_tokens": 7, "cached_tokens": 2, "num_chunks": 5}
-    return Record(number=number, **{**fields, **more})
+    return RequestRecord(number=number, **{**fields, **more})
 
 
 FAILED = {"times": [], "output_tokens": 0, "failure": "timeout", "detail": "too slow"}
@@ -63,8 +63,8 @@ def test_percentiles_are_those_of_the_textbook(count):
 
 
 def test_nothing_has_no_spread():
-    assert spread([None, None]) is None
-    assert spread([3.0, None, 1.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98, "max": 3.0}
+    assert distribution([None, None]) is None
+    assert distribution([3.0, None, 1.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98, "max": 3.0}
 
 
 def test_a_summary():
@@ -118,10 +118,10 @@ def test_errors_are_counted_by_kind():
 
 
 def test_limits():
-    assert parse_limits("ttft:500,tpot:50.5,e2e:1e4") == {"ttft": 500.0, "tpot": 50.5, "e2e": 10000.0}
+    assert parse_slo("ttft:500,tpot:50.5,e2e:1e4") == {"ttft": 500.0, "tpot": 50.5, "e2e": 10000.0}
     for text in ("", "ttft", "ttft:", "ttft:-1", "ttft:nan", "ttft:inf", "itl:5", "ttft:1,ttft:2", "ttft:1;tpot:2"):
         with pytest.raises(InvalidParams, match="ttft:500"):
-            parse_limits(text)
+            parse_slo(text)
 
 
 URL = {"base_url": "http://h", "seed": 1}

@@ -1,12 +1,8 @@
-"""Putting a question to the server and writing down what came of it: one request from bytes to Record.
+"""One benchmark request: its body, the streamed response chunk by chunk, and the record of both.
 
-A streamed answer, read chunk by chunk: when text arrived, what the server counted, and how it ended.
-
-Decoding is typed and skips what is not asked for. Both endpoints stream the same envelope; text lies in `text`
-(completions) or in `delta` (chat).
-
-
-Server-sent events, cut out of a body as it arrives. Knows lines and fields, not what the data mean."""
+Decoding is typed and skips fields that are not needed. Both endpoints stream the same envelope; text is in `text`
+(completions) or in `delta` (chat). Sockets and HTTP are in `http_client.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from quire.bench.serve.http_client import Failure, Pool, ResponseReader, Target
-from quire.bench.serve.metrics import UNFINISHED, Record
+from quire.bench.serve.http_client import ConnectionPool, RequestFailure, ResponseReader, Target
+from quire.bench.serve.metrics import UNFINISHED, RequestRecord
 from quire.errors import EngineError
 
 LOOKUP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PreparedRequest:
     """A request, ready to be sent."""
 
     number: int
@@ -35,8 +31,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What all questions of a run have in common."""
+class RequestTemplate:
+    """The fields that all requests of a run share."""
 
     target: Target
     model: str
@@ -48,66 +44,68 @@ class Form:
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def fill(self, number: int, prompt: str | list[int], max_tokens: int) -> Question:
+    def make(self, number: int, prompt: str | list[int], max_tokens: int) -> PreparedRequest:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": self.temperature}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         if self.extra_fields:
             body["ignore_eos"] = True
-        return Question(number, max_tokens, self.target.post(self.path, msgspec.json.encode(body)))
+        return PreparedRequest(number, max_tokens, self.target.post(self.path, msgspec.json.encode(body)))
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Sends questions over a pool of connections. Whatever becomes of one, `note` gets a record of it."""
+class BenchClient:
+    """Sends requests over a pool of connections. Each one ends with one call of `on_record`, failed or not."""
 
-    pool: Pool
+    pool: ConnectionPool
     timeout_s: float
-    note: Callable[[Record], None]
+    on_record: Callable[[RequestRecord], None]
 
-    async def ask(self, question: Question, due: float | None = None) -> None:
-        answer = Answer()
-        failure: Failure | None = None
+    async def send(self, request: PreparedRequest, due: float | None = None) -> None:
+        response = StreamedResponse()
+        failure: RequestFailure | None = None
         sent = perf_counter()
         try:
             async with asyncio.timeout(self.timeout_s):
-                reader = await self.pool.exchange(question.data, answer.take)
-            answer.close(reader, perf_counter())
-        except Failure as error:
+                reader = await self.pool.request(request.data, response.take)
+            response.close(reader, perf_counter())
+        except RequestFailure as error:
             failure = error
         except TimeoutError:
-            failure = Failure("timeout", f"no whole answer within {self.timeout_s:g} s")
+            failure = RequestFailure("timeout", f"no whole answer within {self.timeout_s:g} s")
         except asyncio.CancelledError:
-            failure = Failure(UNFINISHED, "the measurement was stopped")
+            failure = RequestFailure(UNFINISHED, "the measurement was stopped")
             raise
         finally:
-            self.note(record_of(question, due, sent, answer, failure))
+            self.on_record(make_record(request, due, sent, response, failure))
 
 
-def record_of(question: Question, due: float | None, sent: float, answer: Answer, failure: Failure | None) -> Record:
-    usage = answer.usage
+def make_record(
+    request: PreparedRequest, due: float | None, sent: float, response: StreamedResponse, failure: RequestFailure | None
+) -> RequestRecord:
+    usage = response.usage
     now = perf_counter()
-    return Record(
-        number=question.number,
-        wanted_tokens=question.wanted_tokens,
+    return RequestRecord(
+        number=request.number,
+        wanted_tokens=request.wanted_tokens,
         due=due,
         sent=sent,
-        ended=now if failure or answer.ended_at is None else answer.ended_at,
-        times=answer.times,
-        output_tokens=answer.num_tokens,
+        ended=now if failure or response.ended_at is None else response.ended_at,
+        times=response.times,
+        output_tokens=response.num_tokens,
         counted_by="usage" if usage else "chunks",
         prompt_tokens=usage.prompt_tokens if usage else None,
         cached_tokens=usage.cached_tokens if usage else None,
-        num_chunks=answer.num_chunks,
+        num_chunks=response.num_chunks,
         failure=failure.kind if failure else None,
         detail=failure.detail if failure else None,
     )
 
 
-async def ask_once(pool: Pool, question: Question, timeout_s: float) -> Record:
-    """A question that is not part of the measurement, but must be answered."""
-    records: list[Record] = []
-    await Asker(pool, timeout_s, records.append).ask(question)
+async def send_once(pool: ConnectionPool, request: PreparedRequest, timeout_s: float) -> RequestRecord:
+    """Send a request that is not measured. Raises EngineError if it fails."""
+    records: list[RequestRecord] = []
+    await BenchClient(pool, timeout_s, records.append).send(request)
     (record,) = records
     if not record.ok:
         raise EngineError(
@@ -117,8 +115,8 @@ async def ask_once(pool: Pool, question: Question, timeout_s: float) -> Record:
     return record
 
 
-async def find_model(pool: Pool) -> str:
-    """The first model that the server lists."""
+async def find_model(pool: ConnectionPool) -> str:
+    """The id of the first model that the server lists."""
     status, body = await fetch(pool, "/v1/models")
     if status == OK:
         try:
@@ -130,8 +128,8 @@ async def find_model(pool: Pool) -> str:
     )
 
 
-async def fetch(pool: Pool, path: str) -> tuple[int, bytes]:
-    """A page of the server, as status and body."""
+async def fetch(pool: ConnectionPool, path: str) -> tuple[int, bytes]:
+    """GET a path: status and body."""
     pieces: list[bytes] = []
 
     def keep(_: ResponseReader, piece: bytes, __: float) -> None:
@@ -139,10 +137,10 @@ async def fetch(pool: Pool, path: str) -> tuple[int, bytes]:
 
     try:
         async with asyncio.timeout(LOOKUP_S):
-            reader = await pool.exchange(pool.target.get(path), keep)
-    except (Failure, TimeoutError) as error:
+            reader = await pool.request(pool.target.get(path), keep)
+    except (RequestFailure, TimeoutError) as error:
         reason = str(error) or f"no answer within {LOOKUP_S:g} s"
-        raise EngineError(f"{pool.target.url(path)} does not answer: {reason}. Is the server running?") from None
+        raise EngineError(f"{pool.target.url(path)} does not response: {reason}. Is the server running?") from None
     return reader.status, b"".join(pieces)
 
 
@@ -164,7 +162,7 @@ class Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
     @property
-    def brings_text(self) -> bool:
+    def has_text(self) -> bool:
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -196,8 +194,8 @@ class Chunk(msgspec.Struct, gc=False):
 decode = msgspec.json.Decoder(Chunk).decode
 
 
-class Answer:
-    """What one response has brought so far. Times are those of the chunks with text, which may hold several tokens."""
+class StreamedResponse:
+    """The state of one streamed response. `times`: when chunks with text arrived; a chunk may hold several tokens."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -206,12 +204,12 @@ class Answer:
         self.num_chunks = 0
         self.finish_reason: str | None = None
         self._events = EventReader()
-        self._refusal = b""
+        self._error_body = b""
 
     def take(self, reader: ResponseReader, body: bytes, now: float) -> None:
-        """A piece of the body, as `Connection.exchange` hands it on."""
+        """Called by the connection for each part of the body."""
         if reader.status != OK:
-            self._refusal += body[: MAX_DETAIL - len(self._refusal)]
+            self._error_body += body[: MAX_DETAIL - len(self._error_body)]
             return
         for data in self._events.feed(body):
             self._take_event(data, now)
@@ -224,34 +222,34 @@ class Answer:
         try:
             chunk = decode(data)
         except msgspec.DecodeError as error:
-            raise Failure("malformed", f"{error}: {show(data)}") from None
+            raise RequestFailure("malformed", f"{error}: {show(data)}") from None
         if chunk.error is not None or chunk.object == "error":
-            raise Failure("error_event", show(data))
+            raise RequestFailure("error_event", show(data))
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices or ():
-            if choice.brings_text:
+            if choice.has_text:
                 self.times.append(now)
             if choice.finish_reason is not None:
                 self.finish_reason = choice.finish_reason
 
     def close(self, reader: ResponseReader, now: float) -> None:
-        """The response is complete. Raises a Failure unless it was a whole answer with something in it."""
+        """The response is complete. Raises RequestFailure if it was cut off or has no text."""
         if reader.status != OK:
-            raise Failure(f"http_{reader.status}", show(self._refusal))
+            raise RequestFailure(f"http_{reader.status}", show(self._error_body))
         if self.ended_at is None:
             self.ended_at = now
             if not self.num_chunks:
                 kind = reader.headers.get("content-type", "none")
-                raise Failure("malformed", f"no event in a response of content type {kind[:80]}")
+                raise RequestFailure("malformed", f"no event in a response of content type {kind[:80]}")
             if self.finish_reason is None:
-                raise Failure("cut_off", "the stream ended with neither [DONE] nor a finish reason")
+                raise RequestFailure("cut_off", "the stream ended with neither [DONE] nor a finish reason")
         if not self.times:
-            raise Failure("empty", "the answer has no text")
+            raise RequestFailure("empty", "the answer has no text")
 
     @property
     def num_tokens(self) -> int:
-        """As the server counted, or one for each chunk with text if it did not say."""
+        """The server's count, or one for each chunk with text if the server sends no usage."""
         return self.usage.completion_tokens if self.usage else len(self.times)
 
 
@@ -260,7 +258,7 @@ def show(data: bytes) -> str:
 
 
 class EventReader:
-    """Gives the data of each event as soon as the empty line after it is there.
+    """A parser of server-sent events. It returns the data of an event as soon as the empty line after it arrives.
 
     Lines end in LF, CRLF or CR. Comments, and fields other than `data`, are dropped; several data lines are one value.
     """
@@ -271,12 +269,12 @@ class EventReader:
 
     def feed(self, body: bytes) -> list[bytes]:
         if self._after_return or b"\r" in body:
-            body = self._unify(body)
+            body = self._normalize(body)
         *blocks, self._rest = (self._rest + body).split(b"\n\n")
-        return [data for block in blocks if (data := data_of(block)) is not None]
+        return [data for block in blocks if (data := event_data(block)) is not None]
 
-    def _unify(self, body: bytes) -> bytes:
-        """Every line end as LF. A CR ends its line at once; an LF that follows it later belongs to it."""
+    def _normalize(self, body: bytes) -> bytes:
+        """Convert line ends to LF. A CR ends its line at once; an LF right after it belongs to it."""
         if self._after_return and body.startswith(b"\n"):
             body = body[1:]
             self._after_return = False
@@ -285,8 +283,8 @@ class EventReader:
         return body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
-def data_of(block: bytes) -> bytes | None:
-    """An event's data, or None if it has none."""
+def event_data(block: bytes) -> bytes | None:
+    """The data of an event, or None."""
     if block.startswith(b"data: ") and b"\n" not in block:
         return block[6:]
     values = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:")]

@@ -1,14 +1,8 @@
-"""Connections to the server under test: opened as needed, used again, one request at a time on each.
+"""An HTTP/1.1 client for load generation: the address of a server, a pool of connections, a parser of responses.
 
-Arrival is stamped when the event loop hands over the bytes, before anything is parsed. What the bytes mean is for the
-caller (`asking.py`).
-
-
-HTTP/1.1 as `quire bench serve` speaks it: where a server is, the bytes of a request, a response read as it arrives.
-
-Not a general client: no redirects, no proxies, no compression, one request at a time on a connection. It exists because
-the load generator shares its machine with the server under test, so what a streamed token costs here is taken from
-there. Sockets are in `connections.py`.
+Not a general client: no redirects, no proxies, no compression, one request at a time on a connection. The load
+generator shares its machine with the server under test, so a streamed token must cost little here. The arrival time of
+bytes is taken when the event loop delivers them, before they are parsed.
 """
 
 from __future__ import annotations
@@ -26,14 +20,14 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from quire.errors import InvalidParams
 
-# Shorter than servers keep an idle connection, so that none is closed from there while a request is on its way.
+# Shorter than the keep-alive of servers, so that no server closes a connection while a request is on its way.
 IDLE_S = 1.0
 
-Take = Callable[["ResponseReader", bytes, float], None]
+OnBody = Callable[["ResponseReader", bytes, float], None]
 
 
-class Failure(Exception):
-    """Why a request brought no whole answer: a kind to count by, and what happened in words."""
+class RequestFailure(Exception):
+    """Why a request failed: a kind to count by, and a description."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -41,20 +35,20 @@ class Failure(Exception):
         self.detail = detail
 
 
-class Unanswered(Failure):
-    """The connection ended before the first byte of a response."""
+class ConnectionClosed(RequestFailure):
+    """The connection was closed before the first byte of a response."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("connection", detail)
 
 
 class Connection(asyncio.Protocol):
-    """One socket. `exchange` sends a request and hands on the body of the response piece by piece."""
+    """One socket. `request` sends a request and passes the parts of the response body to a callback."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._reader = ResponseReader()
-        self._take: Take | None = None
+        self._on_body: OnBody | None = None
         self._ended: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -62,11 +56,11 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, take: Take) -> ResponseReader:
-        """Returns when the response is complete; `take` may raise a Failure to end it. Not usable after an error."""
+    async def request(self, request: bytes, on_body: OnBody) -> ResponseReader:
+        """Returns when the response is complete. `on_body` may raise RequestFailure. Not usable after an error."""
         assert self._transport is not None
         assert self._ended is None
-        self._reader, self._take = ResponseReader(), take
+        self._reader, self._on_body = ResponseReader(), on_body
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -75,16 +69,16 @@ class Connection(asyncio.Protocol):
             self.abort()
             raise
         finally:
-            self._take = self._ended = None
+            self._on_body = self._ended = None
         if not self._reader.keep_alive:
             self.abort()
         return self._reader
 
-    def rest(self) -> None:
-        """Wait for the next request, for a while."""
+    def start_idle_timer(self) -> None:
+        """Close the connection unless another request comes soon."""
         self._expiry = asyncio.get_running_loop().call_later(IDLE_S, self.abort)
 
-    def wake(self) -> None:
+    def stop_idle_timer(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
 
@@ -97,17 +91,17 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = perf_counter()
-        if self._take is None:
-            self.abort()  # the server speaks though nobody asked
+        if self._on_body is None:
+            self.abort()  # bytes without a request
             return
         reader = self._reader
         try:
             body = reader.feed(data)
             if body:
-                self._take(reader, body, now)
+                self._on_body(reader, body, now)
         except BadResponse as error:
-            self._end(Failure("malformed", str(error)))
-        except Failure as failure:
+            self._end(RequestFailure("malformed", str(error)))
+        except RequestFailure as failure:
             self._end(failure)
         else:
             if reader.complete:
@@ -119,11 +113,11 @@ class Connection(asyncio.Protocol):
         if reader.complete:
             self._end(None)
         elif reader.status:
-            self._end(Failure("cut_off", str(error or "the connection ended in the middle of the response")))
+            self._end(RequestFailure("cut_off", str(error or "the connection ended in the middle of the response")))
         else:
-            self._end(Unanswered(str(error or "the server closed the connection without an answer")))
+            self._end(ConnectionClosed(str(error or "the server closed the connection without an answer")))
 
-    def _end(self, failure: Failure | None) -> None:
+    def _end(self, failure: RequestFailure | None) -> None:
         if self._ended is None or self._ended.done():
             return
         if failure is None:
@@ -132,8 +126,8 @@ class Connection(asyncio.Protocol):
             self._ended.set_exception(failure)
 
 
-class Pool:
-    """Hands out connections, the one used last first, so that no more are kept than are needed."""
+class ConnectionPool:
+    """Reuses connections, the last used first, so that the number of idle ones stays small."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -141,18 +135,18 @@ class Pool:
         self._tls = ssl.create_default_context() if target.secure else None
         self._address: str | None = None
 
-    async def exchange(self, request: bytes, take: Take) -> ResponseReader:
+    async def request(self, request: bytes, on_body: OnBody) -> ResponseReader:
         if (kept := self._find()) is not None:
             try:
-                return await self._use(kept, request, take)
-            except Unanswered:
-                pass  # a server may end an idle connection at any time, and this was the time
-        return await self._use(await self._open(), request, take)
+                return await self._use(kept, request, on_body)
+            except ConnectionClosed:
+                pass  # the server closed the idle connection; open a new one
+        return await self._use(await self._open(), request, on_body)
 
-    async def _use(self, connection: Connection, request: bytes, take: Take) -> ResponseReader:
-        reader = await connection.exchange(request, take)
+    async def _use(self, connection: Connection, request: bytes, on_body: OnBody) -> ResponseReader:
+        reader = await connection.request(request, on_body)
         if connection.usable:
-            connection.rest()
+            connection.start_idle_timer()
             self._idle.append(connection)
         return reader
 
@@ -163,7 +157,7 @@ class Pool:
     def _find(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            connection.wake()
+            connection.stop_idle_timer()
             if connection.usable:
                 return connection
         return None
@@ -174,10 +168,10 @@ class Pool:
                 return await self._resolve()
             return await self._connect(self._address)
         except OSError as error:
-            raise Failure("connection", str(error)) from None
+            raise RequestFailure("connection", str(error)) from None
 
     async def _resolve(self) -> Connection:
-        """The name is looked up once, and its first address that answers is taken from then on."""
+        """Look up the name once. The first address that accepts a connection is used from then on."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self.target.host, self.target.port, type=socket.SOCK_STREAM)
         reason: OSError | None = None
@@ -205,12 +199,12 @@ INTERIM = range(100, 200)
 
 
 class BadResponse(Exception):
-    """Bytes that are no HTTP response."""
+    """Bytes that are not an HTTP response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and the path below which its API lies."""
+    """The address of a server, and the path prefix of its API."""
 
     secure: bool
     host: str
@@ -220,7 +214,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, api_key: str | None = None) -> Target:
-        """From an address with or without /v1."""
+        """Parse a URL with or without /v1."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -262,7 +256,7 @@ def head(lines: list[str]) -> bytes:
 
 
 class ResponseReader:
-    """One response, fed as it arrives. Body bytes are handed on at once, also from the middle of a chunk.
+    """Parses one response as it arrives. Body bytes are returned at once, also from the middle of a chunk.
 
     httptools parses; it calls the methods whose names begin with `on_`.
     """
@@ -278,7 +272,7 @@ class ResponseReader:
         self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body that came with these bytes."""
+        """Parse bytes, and return the part of the body that they have."""
         if not self._has_head:
             self._num_head_bytes += len(data)
         try:
@@ -288,23 +282,23 @@ class ResponseReader:
         except HttpParserError as error:
             if not self.complete:
                 raise BadResponse(f"{error} in {data[:80]!r}") from None
-            self.keep_alive = False  # what comes after the response is none
+            self.keep_alive = False  # bytes after the response are not a response
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
             raise BadResponse(f"the head of the response is longer than {MAX_HEAD_BYTES:,} bytes")
         body, self._body = self._body, []
         return body[0] if len(body) == 1 else b"".join(body)
 
     def end(self) -> None:
-        """The server has closed the connection, which completes a body of no stated length."""
-        if self._has_head and not self._states_length():
+        """The server closed the connection. That completes a body without a length."""
+        if self._has_head and not self._has_length():
             self.complete = True
 
-    def _states_length(self) -> bool:
+    def _has_length(self) -> bool:
         return "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "").lower()
 
     def on_message_begin(self) -> None:
         if self.complete:
-            self.keep_alive = False  # a second response, which nobody asked for
+            self.keep_alive = False  # a second response without a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_head:  # trailers come here too

@@ -1,9 +1,9 @@
-"""What is known of each request, and the figures made from all of them. Plain numbers in, plain documents out.
+"""The record of each request, and the metrics of a run. Plain numbers in, plain documents out.
 
     TTFT   from sending to the first text              ITL   between two chunks with text, all requests together
     TPOT   (last text - first text) / (tokens - 1)     E2E   from sending to the end of the stream
 
-Sending begins before the connection is opened, if one must be. Latencies are of requests that were answered in whole.
+Sending includes opening a connection. Latencies are those of requests that succeeded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from quire.errors import InvalidParams
 
-UNFINISHED = "unfinished"  # the kind of requests that were running when the measurement was stopped
+UNFINISHED = "unfinished"  # kind of failure: still running when the measurement was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One request. Moments are seconds on one clock; `due` is when it should have been sent, in an open loop."""
+class RequestRecord:
+    """One request. Times are seconds on one clock. `due`: the planned time of sending, in an open loop."""
 
     number: int
     wanted_tokens: int
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def delay_ms(self) -> float | None:
-        """How much later than planned it was sent."""
+        """The delay of sending against the plan."""
         return None if self.due is None else 1e3 * (self.sent - self.due)
 
     def to_dict(self, begin: float) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class Record:
         }
 
 
-LATENCIES: dict[str, Callable[[Record], float | None]] = {
+LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
     "ttft": lambda record: record.ttft_ms,
     "tpot": lambda record: record.tpot_ms,
     "e2e": lambda record: record.e2e_ms,
 }
 
 
-def parse_limits(text: str) -> dict[str, float]:
+def parse_slo(text: str) -> dict[str, float]:
     """From "ttft:500,tpot:50" to milliseconds by name."""
     limits: dict[str, float] = {}
     for part in text.split(","):
@@ -109,13 +109,13 @@ def parse_limits(text: str) -> dict[str, float]:
     return limits
 
 
-def meets(record: Record, limits: Mapping[str, float]) -> bool:
-    """Whether a request was answered within all limits. An answer of one token has no TPOT to miss."""
+def meets(record: RequestRecord, limits: Mapping[str, float]) -> bool:
+    """True if a request succeeded within all limits. An answer of one token has no TPOT."""
     return record.ok and all((LATENCIES[name](record) or 0.0) <= limit for name, limit in limits.items())
 
 
-def summarize(records: Sequence[Record], limits: Mapping[str, float]) -> dict[str, Any]:
-    """All figures of a measurement. Rates are over the time from the first sending to the last end."""
+def summarize(records: Sequence[RequestRecord], limits: Mapping[str, float]) -> dict[str, Any]:
+    """All metrics of a run. Rates are over the time from the first sending to the last end."""
     good = [record for record in records if record.ok]
     begin = min((record.sent for record in records), default=0.0)
     duration_s = max((record.ended for record in records), default=begin) - begin
@@ -137,11 +137,11 @@ def summarize(records: Sequence[Record], limits: Mapping[str, float]) -> dict[st
         "output_tokens_per_s": rate(output_tokens, duration_s),
         "total_tokens_per_s": rate(output_tokens + prompt_tokens, duration_s),
         "peak_concurrency": peak_concurrency(records),
-        "ttft_ms": spread(record.ttft_ms for record in good),
-        "tpot_ms": spread(record.tpot_ms for record in good),
-        "itl_ms": spread(gap for record in good for gap in record.gaps_ms),
-        "e2e_ms": spread(record.e2e_ms for record in good),
-        "send_delay_ms": spread(record.delay_ms for record in records),
+        "ttft_ms": distribution(record.ttft_ms for record in good),
+        "tpot_ms": distribution(record.tpot_ms for record in good),
+        "itl_ms": distribution(gap for record in good for gap in record.gaps_ms),
+        "e2e_ms": distribution(record.e2e_ms for record in good),
+        "send_delay_ms": distribution(record.delay_ms for record in records),
         "goodput": {
             "limits_ms": dict(limits),
             "num_met": num_met,
@@ -156,8 +156,8 @@ def rate(count: int, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, median and tails of the values that there are."""
+def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean, percentiles and maximum of the values that are not None."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return None
@@ -166,15 +166,15 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which that share of sorted values lies, read off the line between its two neighbours."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
+    """A percentile of sorted values, with linear interpolation."""
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def peak_concurrency(records: Iterable[Record]) -> int:
-    """The most requests that were open at one moment; one that begins as another ends does not overlap it."""
+def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+    """The largest number of requests in flight. A request that begins when another ends does not overlap it."""
     moments = sorted(moment for record in records for moment in ((record.sent, 1), (record.ended, -1)))
     peak = num_open = 0
     for _, change in moments:
@@ -183,8 +183,8 @@ def peak_concurrency(records: Iterable[Record]) -> int:
     return peak
 
 
-def errors_by_kind(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
-    """How often each kind of failure came, with the first of each in words; the most frequent first."""
+def errors_by_kind(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
+    """The count of each kind of failure and the description of its first one, the most frequent first."""
     failed = [record for record in records if record.failure not in (None, UNFINISHED)]
     counts = Counter(str(record.failure) for record in failed)
     return {

@@ -1,4 +1,4 @@
-"""A measurement's document as a page for people. Says nothing that the document does not."""
+"""The text report of a run, made from its document."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LATENCIES = {
     "itl_ms": "ITL, between two chunks",
     "e2e_ms": "E2E, whole request",
 }
-LATE_MS = 20.0  # timers are right to a millisecond or two; a client later than this has fallen behind
+LATE_MS = 20.0  # timers are exact to 1 or 2 ms; a later client is overloaded
 
 
-def page(document: dict[str, Any]) -> str:
+def format_report(document: dict[str, Any]) -> str:
     summary = document["summary"]
     lines = [f"{document['model']} at {document['url']}", f"{document['load']}", ""]
     lines += [f"{name:<32}{value}" for name, value in counts(summary)]
@@ -60,7 +60,7 @@ def number(value: float | None) -> str:
 
 
 def notes(document: dict[str, Any]) -> Iterator[str]:
-    """What one should know before believing the figures."""
+    """Conditions that affect the results."""
     summary, client = document["summary"], document["client"]
     if document["interrupted"]:
         yield "Interrupted: these are the requests that had ended."

@@ -1,4 +1,4 @@
-"""A server that lives as long as a measurement: started, waited for, stopped. Knows nothing of what it serves."""
+"""A server as a child process, for `quire bench serve --spawn`: any command that prints its address on stderr."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from quire.bench.serve.client import OK, fetch
-from quire.bench.serve.http_client import Pool, Target
+from quire.bench.serve.http_client import ConnectionPool, Target
 from quire.errors import EngineError
 
-START_S = 600.0  # a model may have to be fetched first
+START_S = 600.0  # includes the download of a model
 STOP_S = 30.0
 POLL_S = 0.1
 ADDRESS = re.compile(r"https?://[^\s/]+:\d+")
 NUM_LAST_LINES = 20
 
 
-class Server:
-    """A server's process. `url` is known once it has printed a line with its address on stderr."""
+class ServerProcess:
+    """The process of a server. Its URL is known after it has printed a line with its address on stderr."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -32,17 +32,17 @@ class Server:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """None while the process runs."""
         return self._process.returncode
 
     @property
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         return "\n".join(self._lines)
 
     async def url(self) -> str:
-        """Its address, once it can take work."""
+        """The address, after /ready succeeds."""
         address = await self._address
-        pool = Pool(Target.of(address))
+        pool = ConnectionPool(Target.of(address))
         try:
             while not await is_ready(pool):
                 if self.exit_status is not None:
@@ -53,7 +53,7 @@ class Server:
         return address
 
     async def stop(self) -> None:
-        """Ask it to end, and see to it that it does."""
+        """SIGTERM, and SIGKILL if that is not enough."""
         if self.exit_status is None:
             self._process.terminate()
             try:
@@ -64,7 +64,7 @@ class Server:
         await self._reading
 
     async def _read(self) -> None:
-        """All of stderr: a pipe that nobody reads would stop the server. Lines are kept for when it fails."""
+        """Read all of stderr: a full pipe would block the server. The last lines are kept for error messages."""
         assert self._process.stderr is not None
         rest = ""
         while data := await self._process.stderr.read(1 << 16):
@@ -83,11 +83,11 @@ class Server:
             self._address.set_result(found.group())
 
     def _died(self) -> EngineError:
-        return EngineError(f"The server ended with status {self.exit_status} before it could work:\n{self.last_words}")
+        return EngineError(f"The server ended with status {self.exit_status} before it could work:\n{self.last_lines}")
 
 
-async def is_ready(pool: Pool) -> bool:
-    """Whether a server that is starting takes work already."""
+async def is_ready(pool: ConnectionPool) -> bool:
+    """True if the server accepts requests."""
     try:
         status, _ = await fetch(pool, "/ready")
     except EngineError:
@@ -96,10 +96,10 @@ async def is_ready(pool: Pool) -> bool:
 
 
 @asynccontextmanager
-async def spawn(command: Sequence[str]) -> AsyncIterator[tuple[Server, str]]:
-    """Start a server; yields it with its address when it is ready, and stops it afterwards.
+async def spawn(command: Sequence[str]) -> AsyncIterator[tuple[ServerProcess, str]]:
+    """Start a server, yield it with its address when it is ready, and stop it afterwards.
 
-    It has a session of its own: Ctrl-C is for the measurement, which stops the server when it has reported.
+    The server has its own session, so Ctrl-C does not reach it. It is stopped after the report.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -108,13 +108,13 @@ async def spawn(command: Sequence[str]) -> AsyncIterator[tuple[Server, str]]:
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
-    server = Server(process)
+    server = ServerProcess(process)
     try:
         try:
             async with asyncio.timeout(START_S):
                 url = await server.url()
         except TimeoutError:
-            raise EngineError(f"The server was not ready within {START_S:g} s:\n{server.last_words}") from None
+            raise EngineError(f"The server was not ready within {START_S:g} s:\n{server.last_lines}") from None
         yield server, url
     finally:
         await server.stop()

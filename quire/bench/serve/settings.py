@@ -1,4 +1,4 @@
-"""Settings: what `quire bench serve` is to do, checked when it is made. The command line's flags are its fields."""
+"""Settings of `quire bench serve`, checked when they are made. The flags of the command line are its fields."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.serve.metrics import parse_limits
+from quire.bench.serve.metrics import parse_slo
 from quire.errors import InvalidParams
 
-# An option that would change nothing without another one is refused.
-NEEDS = {
+# An option that has no effect without another one is refused without it.
+REQUIRES = {
     "spawn_options": "spawn",
     "api_key": "base_url",
     "burstiness": "rate",
@@ -21,8 +21,8 @@ NEEDS = {
     "tokens_per_word": "trace",
     "trace_ids": "trace",
 }
-# Pairs of which only one can hold.
-APART = [
+# Pairs of options that exclude each other.
+EXCLUDES = [
     ("base_url", "spawn"),
     ("rate", "concurrency"),
     ("prompt_words", "prompt_tokens"),
@@ -49,7 +49,7 @@ OUTPUT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """None is "not given". Prompts are words, or token ids of an exact number; a trace brings lengths and times."""
+    """None means: not given. Prompts are words, or an exact number of token ids; a trace has lengths and times."""
 
     seed: int
     base_url: str | None = None
@@ -80,15 +80,15 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.base_url and not self.spawn:
             raise InvalidParams("Say which server to measure: --base-url URL, or --spawn to start one.")
-        for name, other in NEEDS.items():
+        for name, other in REQUIRES.items():
             if self._given(name) and not self._given(other):
                 raise InvalidParams(f"{flag(name)} changes nothing without {flag(other)}.")
-        for name, other in APART:
+        for name, other in EXCLUDES:
             if self._given(name) and self._given(other):
                 raise InvalidParams(f"{flag(name)} and {flag(other)} do not go together; give one of them.")
         self._check_numbers()
         if self.slo is not None:
-            parse_limits(self.slo)
+            parse_slo(self.slo)
 
     def _check_numbers(self) -> None:
         for name in COUNTS:
@@ -113,11 +113,11 @@ class Settings:
 
     @property
     def limits(self) -> dict[str, float]:
-        return parse_limits(self.slo) if self.slo is not None else {}
+        return parse_slo(self.slo) if self.slo is not None else {}
 
     @property
-    def in_words(self) -> str:
-        """When and what, in one line."""
+    def description(self) -> str:
+        """The load in one line."""
         return f"{self._when()}; {self._what()}; seed {self.seed}"
 
     def _when(self) -> str:
@@ -136,7 +136,7 @@ class Settings:
         return f"{size} in, {self.output_tokens or OUTPUT_TOKENS} tokens out"
 
     def to_dict(self) -> dict[str, Any]:
-        """For a document: without the key, and with nothing that JSON cannot say."""
+        """For the document: without the API key, and with values that JSON has."""
         fields = asdict(self)
         del fields["api_key"]
         fields["trace"] = None if self.trace is None else str(self.trace)

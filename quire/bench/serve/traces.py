@@ -1,8 +1,8 @@
-"""Recorded traffic: when requests came, how long they were, and which beginnings they shared.
+"""Traces of recorded traffic: arrival times, lengths and shared prefixes.
 
 Two published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens and GeneratedTokens. Mooncake's is JSON
 lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for each 512 tokens of the prompt:
-equal ids at the beginning are equal text. What the text is, is up to `prompts.py`.
+equal ids at the beginning are equal text. `workload.py` makes the text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One request of a trace. `blocks` name its prompt 512 tokens at a time; without any it shares nothing."""
+class TraceRequest:
+    """One request of a trace. `blocks`: an id for each 512 tokens of the prompt; without ids it shares no prefix."""
 
     at_s: float
     prompt_tokens: int
@@ -38,18 +38,18 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Excerpt:
-    """The part of a trace that is replayed, its first request at 0, and what became of the requests read for it."""
+class TraceSlice:
+    """The part of a trace that is replayed, with its first request at 0, and the counts of what was left out."""
 
-    entries: list[Entry]
+    entries: list[TraceRequest]
     num_read: int
     num_too_long: int
     num_shortened: int
     num_empty: int
 
 
-def read_trace(path: Path) -> list[Entry]:
-    """All requests of a file, in order of time."""
+def read_trace(path: Path) -> list[TraceRequest]:
+    """All requests of a file, by time."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             is_json = file.read(1) == "{"
@@ -62,7 +62,7 @@ def read_trace(path: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.at_s)
 
 
-def read_azure(file: TextIO, path: Path) -> Iterator[Entry]:
+def read_azure(file: TextIO, path: Path) -> Iterator[TraceRequest]:
     rows = csv.DictReader(file)
     if not set(AZURE) <= set(rows.fieldnames or ()):
         raise InvalidParams(
@@ -72,13 +72,13 @@ def read_azure(file: TextIO, path: Path) -> Iterator[Entry]:
     for row in rows:
         try:
             at, prompt, output = (row[name] for name in AZURE)
-            yield Entry(parse_time(at), int(prompt), int(output))
+            yield TraceRequest(parse_time(at), int(prompt), int(output))
         except (TypeError, ValueError) as error:
             raise bad_line(path, rows.line_num, error) from None
 
 
 def parse_time(text: str) -> float:
-    """Seconds of a timestamp with any number of decimals; without a zone it is taken as UTC."""
+    """The seconds of a timestamp with any number of decimals. Without a zone it is UTC."""
     found = TIME.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is no timestamp")
@@ -86,39 +86,39 @@ def parse_time(text: str) -> float:
     return datetime.fromisoformat(whole + (zone or "+00:00")).timestamp() + float(fraction or 0)
 
 
-def read_mooncake(file: TextIO, path: Path) -> Iterator[Entry]:
+def read_mooncake(file: TextIO, path: Path) -> Iterator[TraceRequest]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
-            yield mooncake_entry(json.loads(line))
+            yield mooncake_request(json.loads(line))
         except (KeyError, TypeError, ValueError) as error:
             raise bad_line(path, number, error) from None
 
 
-def mooncake_entry(row: dict[str, Any]) -> Entry:
+def mooncake_request(row: dict[str, Any]) -> TraceRequest:
     blocks = tuple(int(block) for block in row["hash_ids"])
-    return Entry(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), blocks)
+    return TraceRequest(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), blocks)
 
 
 def bad_line(path: Path, number: int, error: Exception) -> InvalidParams:
     return InvalidParams(f"--trace {path}, line {number}, is no request: {type(error).__name__}: {error}.")
 
 
-def excerpt(
-    entries: list[Entry],
+def slice_trace(
+    entries: list[TraceRequest],
     *,
     num_requests: int | None,
     max_prompt_tokens: int | None,
     max_output_tokens: int | None,
     speed: float,
-) -> Excerpt:
+) -> TraceSlice:
     """The first requests that fit.
 
-    Prompts that are too long are left out, since a cut one would share other beginnings than the real one did; answers
-    that are too long are asked for up to the limit. Requests that got no answer at all are left out too.
+    A prompt that is too long is left out: a shorter one would share other prefixes. An answer that is too long is cut
+    to the limit. A request without an answer is left out.
     """
-    kept: list[Entry] = []
+    kept: list[TraceRequest] = []
     num_read = num_too_long = num_shortened = num_empty = 0
     for entry in entries:
         if len(kept) == num_requests:
@@ -139,4 +139,4 @@ def excerpt(
         )
     begin = kept[0].at_s
     timed = [replace(entry, at_s=(entry.at_s - begin) / speed) for entry in kept]
-    return Excerpt(timed, num_read, num_too_long, num_shortened, num_empty)
+    return TraceSlice(timed, num_read, num_too_long, num_shortened, num_empty)

@@ -1,10 +1,8 @@
-"""Prompts of a wanted length that no cache has seen, unless they are meant to share a beginning.
+"""The requests of a benchmark: prompts of a given length, random or from a trace, and the warm-up.
 
-Text is drawn at random from common words, most of them one token in most vocabularies. Every stretch of it has a key
-and is a function of (seed, key), so requests that name the same blocks get the same words, and others do not.
-
-
-The requests of a measurement: random prompts of one size or a trace's, and those before the clock starts."""
+A prompt is random text of common words, most of them one token in most vocabularies. No cache has seen it, unless it
+shares a prefix with another one: a segment is a function of (seed, key), so equal keys give equal text.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from quire.bench.serve.client import Form, Question, ask_once
-from quire.bench.serve.http_client import Pool
-from quire.bench.serve.metrics import Record
+from quire.bench.serve.client import PreparedRequest, RequestTemplate, send_once
+from quire.bench.serve.http_client import ConnectionPool
+from quire.bench.serve.metrics import RequestRecord
 from quire.bench.serve.settings import NUM_REQUESTS, OUTPUT_TOKENS, PROMPT_WORDS, Settings
-from quire.bench.serve.traces import BLOCK_TOKENS, Entry, Excerpt, excerpt, read_trace
+from quire.bench.serve.traces import BLOCK_TOKENS, TraceRequest, TraceSlice, read_trace, slice_trace
 from quire.errors import EngineError
 
 COMMON_WORDS = """
@@ -45,14 +43,14 @@ Unit = TypeVar("Unit", str, int)
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many tokens a server counts for a prompt: `base` for every prompt and `per_word` for every word."""
+class TokenRatio:
+    """The tokens of a prompt: `base` for the prompt and `per_word` for each word."""
 
     base: float
     per_word: float
 
     @classmethod
-    def measured(cls, few: tuple[int, int], many: tuple[int, int]) -> Ratio:
+    def from_two(cls, few: tuple[int, int], many: tuple[int, int]) -> TokenRatio:
         """From two prompts, each as (words, tokens)."""
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         return cls(few[1] - per_word * few[0], per_word)
@@ -62,8 +60,8 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
-    """Writes prompts. With the same seed it writes the same ones."""
+class PromptGenerator:
+    """Makes prompts. The same seed gives the same prompts."""
 
     seed: int
 
@@ -73,21 +71,21 @@ class Writer:
     def token_ids(self, key: str, count: int) -> list[int]:
         return list(self._draw(TOKEN_IDS, [(key, count)]))
 
-    def trace_words(self, key: str, entry: Entry, ratio: Ratio) -> str:
+    def trace_words(self, key: str, entry: TraceRequest, ratio: TokenRatio) -> str:
         size = ratio.words(entry.prompt_tokens)
-        return " ".join(self._draw(WORDS, stretches(key, entry.blocks, size, BLOCK_TOKENS / ratio.per_word)))
+        return " ".join(self._draw(WORDS, segments(key, entry.blocks, size, BLOCK_TOKENS / ratio.per_word)))
 
-    def trace_ids(self, key: str, entry: Entry) -> list[int]:
-        return list(self._draw(TOKEN_IDS, stretches(key, entry.blocks, entry.prompt_tokens, BLOCK_TOKENS)))
+    def trace_ids(self, key: str, entry: TraceRequest) -> list[int]:
+        return list(self._draw(TOKEN_IDS, segments(key, entry.blocks, entry.prompt_tokens, BLOCK_TOKENS)))
 
     def _draw(self, units: Sequence[Unit], parts: list[tuple[str, int]]) -> Iterator[Unit]:
         for key, count in parts:
-            # Draws are made one by one, so a shorter stretch is the beginning of a longer one with the same key.
+            # `choices` draws one by one, so a shorter segment is a prefix of a longer one with the same key.
             yield from random.Random(f"{self.seed} {key}").choices(units, k=count)
 
 
-def stretches(key: str, blocks: Sequence[int], size: int, block_size: float) -> list[tuple[str, int]]:
-    """A prompt of `size` units as (key, units): one stretch for each block, and one of its own for what they leave."""
+def segments(key: str, blocks: Sequence[int], size: int, block_size: float) -> list[tuple[str, int]]:
+    """A prompt of `size` units as (key, units): one segment for each block, and a unique one for the rest."""
     ends = [min(size, round(block_size * number)) for number in range(len(blocks) + 1)]
     lengths = [end - start for start, end in pairwise(ends)]
     shared = [(f"block {block}", length) for block, length in zip(blocks, lengths, strict=True) if length]
@@ -97,10 +95,10 @@ def stretches(key: str, blocks: Sequence[int], size: int, block_size: float) -> 
 PROBE_WORDS = (50, 550)
 
 
-def read_excerpt(settings: Settings) -> Excerpt | None:
+def load_trace(settings: Settings) -> TraceSlice | None:
     if settings.trace is None:
         return None
-    return excerpt(
+    return slice_trace(
         read_trace(settings.trace),
         num_requests=settings.num_requests,
         max_prompt_tokens=settings.max_prompt_tokens,
@@ -109,42 +107,44 @@ def read_excerpt(settings: Settings) -> Excerpt | None:
     )
 
 
-async def warm_up(settings: Settings, pool: Pool, form: Form) -> Ratio:
-    """Requests that are not counted; for a trace in words, two of them find out how many tokens a word has."""
-    writer = Writer(settings.seed)
+async def warmup(settings: Settings, pool: ConnectionPool, template: RequestTemplate) -> TokenRatio:
+    """Send requests that are not measured. For a trace in words, two of them measure the tokens of a word."""
+    generator = PromptGenerator(settings.seed)
 
-    async def ask(key: str, num_words: int, max_tokens: int) -> Record:
-        question = form.fill(0, writer.words(key, num_words), max_tokens)
-        return await ask_once(pool, question, settings.timeout)
+    async def send(key: str, num_words: int, max_tokens: int) -> RequestRecord:
+        request = template.make(0, generator.words(key, num_words), max_tokens)
+        return await send_once(pool, request, settings.timeout)
 
     for number in range(settings.warmup):
-        await ask(f"warm-up {number}", PROMPT_WORDS, 2)
+        await send(f"warm-up {number}", PROMPT_WORDS, 2)
     if settings.trace is None or settings.trace_ids:
-        return Ratio(0.0, 1.0)
+        return TokenRatio(0.0, 1.0)
     if settings.tokens_per_word is not None:
-        return Ratio(0.0, settings.tokens_per_word)
-    few, many = [(words, (await ask(f"probe {words}", words, 1)).prompt_tokens) for words in PROBE_WORDS]
+        return TokenRatio(0.0, settings.tokens_per_word)
+    few, many = [(words, (await send(f"probe {words}", words, 1)).prompt_tokens) for words in PROBE_WORDS]
     if few[1] is None or many[1] is None or many[1] <= few[1]:
         raise EngineError(
-            f"{form.target.url(form.path)} does not count the tokens of prompts (no usage in its streams), so the "
-            "trace's lengths cannot be met; give --tokens-per-word."
+            f"{template.target.url(template.path)} does not count the tokens of prompts (no usage in its streams), so "
+            "the trace's lengths cannot be met; give --tokens-per-word."
         )
-    return Ratio.measured((few[0], few[1]), (many[0], many[1]))
+    return TokenRatio.from_two((few[0], few[1]), (many[0], many[1]))
 
 
-def questions(settings: Settings, replayed: Excerpt | None, form: Form, ratio: Ratio) -> Iterator[Question]:
-    """All requests of the measurement, each made when it is asked for."""
-    writer = Writer(settings.seed)
+def make_requests(
+    settings: Settings, replayed: TraceSlice | None, template: RequestTemplate, ratio: TokenRatio
+) -> Iterator[PreparedRequest]:
+    """All requests of the measurement, made one by one as the iterator advances."""
+    generator = PromptGenerator(settings.seed)
     if replayed is not None:
         for number, entry in enumerate(replayed.entries):
             key = f"request {number}"
-            prompt = writer.trace_ids(key, entry) if settings.trace_ids else writer.trace_words(key, entry, ratio)
-            yield form.fill(number, prompt, entry.output_tokens)
+            prompt = generator.trace_ids(key, entry) if settings.trace_ids else generator.trace_words(key, entry, ratio)
+            yield template.make(number, prompt, entry.output_tokens)
         return
     for number in range(settings.num_requests or NUM_REQUESTS):
         key = f"request {number}"
         if settings.prompt_tokens is not None:
-            prompt = writer.token_ids(key, settings.prompt_tokens)
+            prompt = generator.token_ids(key, settings.prompt_tokens)
         else:
-            prompt = writer.words(key, settings.prompt_words or PROMPT_WORDS)
-        yield form.fill(number, prompt, settings.output_tokens or OUTPUT_TOKENS)
+            prompt = generator.words(key, settings.prompt_words or PROMPT_WORDS)
+        yield template.make(number, prompt, settings.output_tokens or OUTPUT_TOKENS)

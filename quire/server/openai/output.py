@@ -30,14 +30,10 @@ class Delta:
     exchange: Exchange
     answer: CompletionOutput
     text: str
-    start: int  # tokens of the answer that earlier documents have
+    is_first: bool  # no earlier document has a token of the answer
     token_ids: list[int]
     logprobs: list[PositionLogprobs]
     finish_reason: str | None
-
-    @property
-    def is_first(self) -> bool:
-        return not self.start
 
 
 Write = Callable[[Delta], Document | None]
@@ -65,7 +61,7 @@ class Choice:
             self.exchange,
             answer,
             answer.text[self.num_chars :],
-            self.num_tokens,
+            not self.num_tokens,
             answer.token_ids[self.num_tokens :],
             (answer.logprobs or [])[self.num_tokens :],
             "length" if reason == "abort" else reason,  # an aborted answer is as long as it got

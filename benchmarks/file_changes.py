@@ -1,9 +1,9 @@
-"""How many files a reader opens to follow one chat request: files under quire/ that run, and changes from one to another.
+"""How many files a reader opens to follow one chat request: files of quire/ that run, and changes between them.
 
-    python benchmarks/hops.py [--stream] [--tokens 4] [--list]
+    python benchmarks/file_changes.py [--stream] [--tokens 4] [--under server] [--list]
 
-The request goes through the ASGI application to a fake engine that answers with fixed tokens, one at a time. A change is
-a call (or a resumption of a coroutine) in another file than the call before. A first request, which is not counted,
+The request goes through the ASGI application to a fake engine that answers with fixed tokens, one at a time. A change
+is a call (or a resumption of a coroutine) in another file than the call before. A first request, which is not counted,
 loads and compiles what later ones share.
 """
 
@@ -22,17 +22,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import quire  # noqa: E402
-from quire.config import EngineConfig  # noqa: E402
-from quire.core.plan import Update  # noqa: E402
-from quire.core.request import Finish, Request  # noqa: E402
-from quire.server.app import build_app  # noqa: E402
-from quire.server.auth import ApiKeys  # noqa: E402
-from quire.server.config import ServerConfig  # noqa: E402
-from quire.server.metrics import Metrics  # noqa: E402
-from quire.server.service import Service  # noqa: E402
-from quire.text.load import load_tokenizer  # noqa: E402
-from quire.weights.store import resolve  # noqa: E402
+import quire
+from quire.config import EngineConfig
+from quire.core.plan import Update
+from quire.core.request import Finish, Request
+from quire.server.app import build_app
+from quire.server.auth import ApiKeys
+from quire.server.config import ServerConfig
+from quire.server.metrics import Metrics
+from quire.server.service import Service
+from quire.text.load import load_tokenizer
+from quire.weights.store import resolve
 
 ROOT = str(Path(quire.__file__).parent)
 
@@ -58,12 +58,13 @@ class FakeEngine:
 class Trace:
     """The files that functions are called in, in order; neighbours that are equal count once."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
+        self.root = root
         self.files: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename
-        if event == "call" and path.startswith(ROOT) and (not self.files or self.files[-1] != path):
+        if event == "call" and path.startswith(self.root) and (not self.files or self.files[-1] != path):
             self.files.append(path)
 
 
@@ -89,6 +90,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stream", action="store_true", help="ask for a stream")
     parser.add_argument("--tokens", type=int, default=4, help="tokens in the answer, one in each update")
+    parser.add_argument("--under", default="", help="count only files in this folder of quire/")
     parser.add_argument("--list", action="store_true", help="print each file with the number of changes to it")
     options = parser.parse_args()
     tokenizer = load_tokenizer(resolve("smollm2:135m").path)
@@ -100,7 +102,7 @@ async def main() -> None:
     engine: Any = FakeEngine([*range(1000, 1000 + options.tokens)])
     app.service = Service(engine, ready, tokenizer, config, EngineConfig(), metrics)  # type: ignore[arg-type]
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": options.stream}
-    trace = Trace()
+    trace = Trace(str(Path(ROOT, options.under)))
     threading.setprofile(trace)  # before the first request starts the threads that render templates
     sys.setprofile(trace)
     await chat(app, body)
