@@ -18,6 +18,9 @@ from quire.bench.serve.http_client import ConnectionPool, RequestFailure, Respon
 from quire.bench.serve.metrics import UNFINISHED, RequestRecord
 from quire.errors import EngineError
 
+OK = 200
+DONE = b"[DONE]"
+MAX_DETAIL = 300
 LOOKUP_S = 30.0
 
 
@@ -142,11 +145,6 @@ async def fetch(pool: ConnectionPool, path: str) -> tuple[int, bytes]:
         reason = str(error) or f"no answer within {LOOKUP_S:g} s"
         raise EngineError(f"{pool.target.url(path)} does not response: {reason}. Is the server running?") from None
     return reader.status, b"".join(pieces)
-
-
-OK = 200
-DONE = b"[DONE]"
-MAX_DETAIL = 300
 
 
 class Delta(msgspec.Struct, gc=False):

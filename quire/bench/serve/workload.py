@@ -19,6 +19,8 @@ from quire.bench.serve.settings import NUM_REQUESTS, OUTPUT_TOKENS, PROMPT_WORDS
 from quire.bench.serve.traces import BLOCK_TOKENS, TraceRequest, TraceSlice, read_trace, slice_trace
 from quire.errors import EngineError
 
+PROBE_WORDS = (50, 550)
+
 COMMON_WORDS = """
 time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work government number night point home water room
@@ -90,9 +92,6 @@ def segments(key: str, blocks: Sequence[int], size: int, block_size: float) -> l
     lengths = [end - start for start, end in pairwise(ends)]
     shared = [(f"block {block}", length) for block, length in zip(blocks, lengths, strict=True) if length]
     return shared + ([(key, size - ends[-1])] if size > ends[-1] else [])
-
-
-PROBE_WORDS = (50, 550)
 
 
 def load_trace(settings: Settings) -> TraceSlice | None:

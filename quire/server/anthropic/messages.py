@@ -23,6 +23,8 @@ from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event,
 from quire.text.exchange import Exchange
 from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
 
+Document = dict[str, Any]
+
 router = APIRouter()
 
 
@@ -90,9 +92,6 @@ async def prepare(context: RequestContext, body: MessagesRequest) -> MessageGene
 def anthropic_headers(context: RequestContext) -> dict[str, str]:
     """Anthropic's clients read the request id from this header."""
     return {"request-id": context.request_id}
-
-
-Document = dict[str, Any]
 
 
 class MessageBuilder:

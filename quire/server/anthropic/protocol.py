@@ -19,6 +19,9 @@ from quire.server.openai.protocol import Number
 from quire.server.request_model import ArrayOf, RequestModel
 from quire.text.tools import Tool, ToolChoice, gather_tools, make_tool, name_choice, read_choice
 
+Document = dict[str, Any]
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
 
 class TextBlock(RequestModel):
     type: Literal["text"]
@@ -139,11 +142,6 @@ class MessagesRequest(PromptFields):
             if (value := getattr(self, name)) is not None
         }
         return SamplingParams.of({**defaults, **given, "stop": self.stop_sequences or (), **overrides})
-
-
-Document = dict[str, Any]
-
-TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_input(body: PromptFields) -> ChatInput:

@@ -16,6 +16,8 @@ from quire.errors import InvalidParams, show
 from quire.server.openai.protocol import NoEffectFields, Number
 from quire.server.request_model import ArrayOf, RequestModel
 
+Document = dict[str, Any]
+
 MAX_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
 
@@ -192,9 +194,6 @@ class ResponsesRequest(NoEffectFields):
         if self.with_logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return SamplingParams.of({**defaults, **given, "max_tokens": self.max_output_tokens, **overrides})
-
-
-Document = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
