@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import traffic  # noqa: E402
 from arguments import count, milliseconds, positive  # noqa: E402
 
-from quire.bench.traces import excerpt, read_trace  # noqa: E402
+from quire.bench.serve.traces import read_trace, slice_trace  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 
@@ -349,7 +349,7 @@ def measure_shared(options: argparse.Namespace) -> Iterator[Figure]:
 
 def read_arrivals(trace: Path, speed: float, seconds: float) -> list[traffic.Arrival]:
     """The first seconds of a trace, at that speed."""
-    entries = excerpt(
+    entries = slice_trace(
         read_trace(trace), num_requests=None, max_prompt_tokens=None, max_output_tokens=None, speed=speed
     ).entries
     return [traffic.Arrival(e.at_s, e.prompt_tokens, e.output_tokens) for e in entries if e.at_s < seconds]

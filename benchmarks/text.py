@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from time import perf_counter
 
-from quire.bench.wire import ResponseReader
+from quire.bench.serve.http_client import ResponseReader
 from quire.config import DEFAULT_MODEL
 from quire.kernels import isa
 from quire.text.chat_template import ChatTemplate

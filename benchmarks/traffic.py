@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from quire.bench.measures import spread
+from quire.bench.serve.metrics import distribution
 from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams
 from quire.core.request import Request
@@ -101,9 +101,9 @@ def serve(client: InProcess, requests: list[tuple[float, Request]]) -> Figures:
 
 
 def summarize(seen: Sequence[Seen]) -> Figures:
-    ttft = spread(1e3 * (each.times_s[0] - each.due_s) for each in seen)
+    ttft = distribution(1e3 * (each.times_s[0] - each.due_s) for each in seen)
     gaps = (1e3 * (b - a) for each in seen for a, b in zip(each.times_s, each.times_s[1:], strict=False))
-    itl = spread(gaps) or {"p50": 0.0, "p99": 0.0, "max": 0.0}
+    itl = distribution(gaps) or {"p50": 0.0, "p99": 0.0, "max": 0.0}
     assert ttft is not None
     ends_s = max(each.times_s[-1] for each in seen)
     return Figures(ttft, itl, ends_s, sum(len(each.times_s) for each in seen))

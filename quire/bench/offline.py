@@ -1,8 +1,8 @@
-"""`quire bench offline`: how fast an engine is with nothing around it.
+"""`quire bench offline`: the speed of the engine alone, without a server.
 
 Random token ids, greedy, no end of sequence, prefix cache off. For each batch size the same prompts run twice: once for
-one token each, which is the prefill (and the time to first token over the whole batch), and once for all tokens, where
-the decode is timed while all requests are at it: from the last one's first token to the first one's last.
+one token each, which is the prefill (and the time to first token of the whole batch), and once for all tokens. Decode
+is timed while all requests decode: from the first token of the last request to the last token of the first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(
     begin = time.perf_counter()
     client = InProcess(config, path)
     start_s = time.perf_counter() - begin
-    measure(client, 1, 8, 2)  # the first step pays for allocations that no later one does
+    measure(client, 1, 8, 2)  # the first step allocates memory that later steps reuse
     rows = []
     for number, batch in enumerate(batches):
         if report:
@@ -67,8 +67,8 @@ def run(
 
 
 def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Row:
-    prefill = answer(client, batch, prompt_tokens, 1)
-    whole = answer(client, batch, prompt_tokens, output_tokens)
+    prefill = run_batch(client, batch, prompt_tokens, 1)
+    whole = run_batch(client, batch, prompt_tokens, output_tokens)
     return Row(
         batch,
         prompt_tokens,
@@ -81,15 +81,15 @@ def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: in
     )
 
 
-class Answer(NamedTuple):
-    """Seconds in all, and of those in which the whole batch decoded; the tokens that came then."""
+class BatchRun(NamedTuple):
+    """Total seconds, the seconds in which the whole batch decoded, and the tokens of that time."""
 
     total_s: float
     decode_s: float
     num_decoded: int
 
 
-def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Answer:
+def run_batch(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> BatchRun:
     """Run one batch to its end."""
     rng = random.Random(7)
     vocabulary = client.info.config.vocab_size
@@ -103,20 +103,20 @@ def answer(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int
     begin = time.perf_counter()
     for request in requests:
         client.add(request)
-    begun: set[str] = set()
+    started: set[str] = set()
     num_open, num_decoded, first_s, last_s = batch, 0, 0.0, 0.0
     while num_open:
         was_whole = num_open == batch or not num_decoded
         updates = client.step()
         now_s = time.perf_counter() - begin
-        if len(begun) < batch:
-            begun.update(update.id for update in updates)
+        if len(started) < batch:
+            started.update(update.id for update in updates)
             first_s = now_s
         elif was_whole:
             num_decoded += sum(len(update.tokens) for update in updates)
             last_s = now_s
         num_open -= sum(update.finish is not None for update in updates)
-    return Answer(now_s, last_s - first_s, num_decoded)
+    return BatchRun(now_s, last_s - first_s, num_decoded)
 
 
 def median(rows: list[Row]) -> Row:

@@ -143,20 +143,20 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    from quire.bench.report import page
-    from quire.bench.serve import run as measure
-    from quire.bench.serve import step_back
-    from quire.bench.settings import Settings
+    from quire.bench.serve.report import format_report
+    from quire.bench.serve.run import lower_priority
+    from quire.bench.serve.run import run as measure
+    from quire.bench.serve.settings import Settings
 
     given = {name: value for name, value in vars(arguments).items() if name in Settings.__slots__}
     seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
     settings = Settings(**{**given, "seed": seed})
-    step_back()
+    lower_priority()
     with bar("requests", unit="requests") as report:
         document = measure(settings, report, with_requests=arguments.json_requests)
     if arguments.json or arguments.json_requests:
         print(json.dumps(document))
     else:
-        print(page(document))
+        print(format_report(document))
     if document["interrupted"]:
         raise KeyboardInterrupt  # what there is has been said; the exit status tells that it is not all

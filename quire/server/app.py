@@ -1,4 +1,4 @@
-"""The application: routes, and how errors become answers. `main.py` runs it."""
+"""The application: its routes and exception handlers. `main.py` runs it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from starlette.routing import Match, Route
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import health, tokens
+from quire.server import health, tokenize
 from quire.server.anthropic import messages
-from quire.server.body_check import check_text
+from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
-from quire.server.fields import explain
-from quire.server.front import Front
-from quire.server.keys import Keys
+from quire.server.error_response import error_response
 from quire.server.metrics import Metrics
-from quire.server.openai import chat, completions, models, responses, responses_stored
-from quire.server.openai.responses_store import ResponseStore
-from quire.server.problems import headers_of, make_body, status_of
-from quire.server.stream import JSON, ClientGone
-from quire.server.tgi import generate, info, tokenize
+from quire.server.middleware import RequestMiddleware
+from quire.server.openai import chat, completions, models
+from quire.server.openai.responses import routes as responses
+from quire.server.openai.responses.store import ResponseStore
+from quire.server.request_model import check_text, explain_validation_error
+from quire.server.streaming import ClientDisconnected
+from quire.server.tgi import routes as tgi
 
 ROUTERS = (
     health.router,
@@ -30,53 +30,49 @@ ROUTERS = (
     completions.router,
     chat.router,
     responses.router,
-    responses_stored.router,
     messages.router,
-    tokens.router,
-    generate.router,
-    info.router,
     tokenize.router,
+    tgi.router,
 )
 
 
-def build_app(config: ServerConfig, keys: Keys, metrics: Metrics) -> Front:
+def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestMiddleware:
     app = FastAPI(title="quire", version=__version__, docs_url=None, redoc_url=None, dependencies=[Depends(check_text)])
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(QuireError, answer_problem)
-    app.add_exception_handler(RequestValidationError, answer_bad_fields)
-    app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_exception_handler(ClientGone, answer_nobody)
-    app.add_exception_handler(Exception, answer_failure)
+    app.add_exception_handler(QuireError, handle_quire_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(ClientDisconnected, handle_disconnect)
+    app.add_exception_handler(Exception, handle_exception)
+    middleware = RequestMiddleware(app, config, keys, metrics)
     app.state.responses = ResponseStore()
-    app.state.front = Front(app, config, keys, metrics)
-    front: Front = app.state.front
-    return front
+    app.state.middleware = middleware
+    return middleware
 
 
-async def answer_problem(request: Request, error: Exception) -> Response:
+async def handle_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    path = request.url.path
-    return JSON(make_body(error, path), status_of(error, path), headers_of(error))
+    return error_response(error, request.url.path)
 
 
-async def answer_bad_fields(request: Request, error: Exception) -> Response:
+async def handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return await answer_problem(request, explain(error.errors(), error.body))
+    return error_response(explain_validation_error(error.errors(), error.body), request.url.path)
 
 
-async def answer_http_error(request: Request, error: Exception) -> Response:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    problem = QuireError(f"{request.method} {request.url.path}: {error.detail}.")
-    problem.status = error.status_code
-    answer = await answer_problem(request, problem)
+    own = QuireError(f"{request.method} {request.url.path}: {error.detail}.")
+    own.status = error.status_code
+    response = error_response(own, request.url.path)
     if error.status_code == 405:
-        answer.headers["allow"] = ", ".join(sorted(allowed_methods(request)))
-    return answer
+        response.headers["allow"] = ", ".join(sorted(allowed_methods(request)))
+    return response
 
 
 def allowed_methods(request: Request) -> set[str]:
-    """The methods of all routes of a path: each method has a route of its own."""
+    """The methods of all routes with the path of a request. Each method has a route of its own."""
     routes = (route for router in ROUTERS for route in router.routes if isinstance(route, Route))
     return {
         method
@@ -86,10 +82,11 @@ def allowed_methods(request: Request) -> set[str]:
     }
 
 
-async def answer_failure(request: Request, error: Exception) -> Response:
-    """A mistake of ours. `Front` writes it into the log."""
-    return await answer_problem(request, QuireError("quire failed on this request; the server's log says why."))
+async def handle_exception(request: Request, error: Exception) -> Response:
+    """A bug in quire. The middleware logs it."""
+    own = QuireError("quire failed on this request; the server's log says why.")
+    return error_response(own, request.url.path)
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+async def handle_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""ServerConfig: what a server is started with besides the engine. `quire serve`'s flags are made from its fields."""
+"""ServerConfig: the settings of the HTTP server. The flags of `quire serve` are made from its fields."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from quire.errors import InvalidParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where to listen, whom to serve, how much to take on."""
+    """Address, API keys, limits, timeouts and TLS."""
 
     host: str = option("127.0.0.1", "Address to listen on; the default is reached from this machine only.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "PORT")
     api_key: str | None = option(
-        None, "Clients must send this key; $QUIRE_API_KEY if not set. Without a key, anyone may ask."
+        None, "Clients must send this key; $QUIRE_API_KEY if not set. Without a key, every request is accepted."
     )
     api_key_file: str | None = option(None, "A file of keys, a line each: NAME KEY. Each name is a tenant of its own.")
     served_model_name: str | None = option(None, "What clients call the model; MODEL if not set.")
-    max_queue_requests: int = option(16_384, "Requests that may wait; more are told to come back later (429).")
-    max_queue_tokens: int = option(16_777_216, "Prompt tokens that may wait; more are told to come back later (429).")
+    max_queue_requests: int = option(16_384, "Requests that may wait; more are refused, with a Retry-After (429).")
+    max_queue_tokens: int = option(
+        16_777_216, "Prompt tokens that may wait; more are refused, with a Retry-After (429)."
+    )
     request_timeout: float = option(
-        600.0, "Seconds a request may take in all, waiting included; then it is ended.", "SECONDS"
+        600.0, "Seconds a request may take in all, waiting included; then it is aborted.", "SECONDS"
     )
     drain_timeout: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.", "SECONDS")
-    stall_timeout: float = option(
-        120.0, "Seconds without a sign of life after which the engine is started again.", "SECONDS"
-    )
+    stall_timeout: float = option(120.0, "Seconds without a reply after which the engine is restarted.", "SECONDS")
     max_body_bytes: int = option(4_194_304, "Longest request body; longer ones are refused (413).", "BYTES")
     max_header_bytes: int = option(65_536, "Longest request line and headers; longer ones are refused (431).", "BYTES")
     read_timeout: float = option(
         60.0, "Seconds a client has to send a request's headers, and again for its body (408)."
     )
     max_prompts: int = option(128, "Prompts in one request.")
-    allow_request_templates: bool = option(False, "Let requests bring a chat template of their own.")
+    allow_request_templates: bool = option(False, "Accept requests with their own chat template.")
     log_requests: bool = option(True, "Write a line for every request, as JSON, on standard error.")
     cors_origins: str | None = option(
-        None, "Origins of web pages that may ask, with commas; none if not set.", "ORIGIN,..."
+        None, "Origins of web pages that may send requests, with commas; none if not set.", "ORIGIN,..."
     )
     tls_cert: str | None = option(None, "Certificate chain (PEM) to serve HTTPS with; needs --tls-key.", "FILE")
     tls_key: str | None = option(None, "Private key (PEM) of --tls-cert.", "FILE")

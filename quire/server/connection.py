@@ -1,8 +1,8 @@
-"""Connection: one client's socket, bounded in bytes and in seconds before any key has been checked.
+"""Connection: the protocol of one client's socket, with limits that hold before the API key is checked.
 
-uvicorn reads HTTP and runs the application. Added here: a limit on a request's headers (431), a time in which a client
-has to send them (408), and a limit on connections that leaves file descriptors for everything else (503). The time for
-a body is `front.py`'s, which can still answer in the style of the API that was called.
+uvicorn reads HTTP and runs the application. This file adds a limit on the bytes of headers (431), a timeout for them
+(408), and a limit on connections that leaves file descriptors for everything else (503). The limits on bodies are in
+`middleware.py`, where a refusal can have the form of the API that was called.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import HeadersTooLarge, InvalidRequest, QuireError, RequestTimeout, TooManyConnections
-from quire.server.problems import openai_problem
-from quire.server.stream import encode_json
+from quire.server.error_response import openai_error
+from quire.server.streaming import encode_json
 
-RESERVED_FILES = 128  # descriptors for the engine's pipes, models, logs, and connections that are being refused
-MAX_FILES = 1_048_576  # more than any server needs; some systems have no limit of their own
+RESERVED_FILES = 128  # for the engine's pipes, models, logs, and connections that are being refused
+MAX_FILES = 1_048_576  # for systems without a limit
 LOG_EVERY_S = 10.0
 
 log = logging.getLogger("quire.server")
@@ -32,7 +32,7 @@ log = logging.getLogger("quire.server")
 
 @dataclass(slots=True)
 class RefusalLog:
-    """Says that connections are refused, at once and then every few seconds with their number."""
+    """Logs refused connections: the first at once, then their number every few seconds."""
 
     max_connections: int
     now: Callable[[], float] = monotonic
@@ -59,8 +59,8 @@ class ConnectionLimits:
     refusals: RefusalLog
 
 
-class ListenerConfig(uvicorn.Config):
-    """uvicorn's settings, and the limits of its connections."""
+class UvicornConfig(uvicorn.Config):
+    """uvicorn's settings with the limits of connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(app, http=Connection, **options)
@@ -68,19 +68,19 @@ class ListenerConfig(uvicorn.Config):
 
 
 class Connection(HttpToolsProtocol):
-    """A request is being read from its first byte, or from the connection's beginning, until its body is complete.
+    """A timer runs from the start of the connection, or the first byte of a request, until the body is complete.
 
-    The timer runs during that time. While a response is being made the timer does not end the connection.
+    The timer does not close a connection that has a response in progress.
     """
 
-    config: ListenerConfig
+    config: UvicornConfig
 
-    def __init__(self, config: ListenerConfig, **options: Any) -> None:
+    def __init__(self, config: UvicornConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
-        self._num_pending = 0  # bytes received since the parser last completed headers or found a part of a body
-        self._error: QuireError | None = None  # why a callback of the parser stopped it
+        self._num_pending = 0  # bytes received since the parser last completed headers or found body bytes
+        self._error: QuireError | None = None  # raised by a callback of the parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._num_pending += len(data)
-        if not self._is_answering():
+        if not self._is_responding():
             self._start_timer()
         super().data_received(data)
         if self._num_pending > self._limits.max_header_bytes and not self.transport.is_closing():
@@ -130,7 +130,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this when the parser has stopped."""
+        """uvicorn calls this when the parser fails."""
         self._refuse(self._error or InvalidRequest("The request is not valid HTTP/1.1."))
 
     # The timer.
@@ -148,7 +148,7 @@ class Connection(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if self._is_answering():
+        if self._is_responding():
             self._start_timer()
         elif self._num_pending:
             seconds = f"{self._limits.read_timeout_s:g}"
@@ -156,17 +156,17 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _is_answering(self) -> bool:
+    def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _headers_too_large(self) -> HeadersTooLarge:
-        most = self._limits.max_header_bytes
-        return HeadersTooLarge(f"The request's headers have more than {most:,} bytes, the most this server reads.")
+        max_bytes = self._limits.max_header_bytes
+        return HeadersTooLarge(f"The request's headers have more than {max_bytes:,} bytes, the most this server reads.")
 
     def _refuse(self, error: QuireError) -> None:
-        """Answer in place of the application, unless it has begun to, and close the connection."""
+        """Send an error unless a response has started, and close the connection."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            body = encode_json(openai_problem(error))
+            body = encode_json(openai_error(error))
             head = (
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system lets it, and return that number. A connection is a file."""
+    """Raise the limit on open files to its maximum and return it. Every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft >= wanted:
@@ -191,5 +191,5 @@ def raise_file_limit() -> int:
 
 
 def max_connections(max_files: int) -> int:
-    """How many connections leave enough descriptors for everything else."""
+    """The number of connections that leaves enough file descriptors for everything else."""
     return max(max_files - RESERVED_FILES, max_files // 2)

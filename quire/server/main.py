@@ -1,4 +1,4 @@
-"""A server's life: bind, load, serve, drain, end. `quire serve` calls `run`."""
+"""The server process: bind, load, serve, drain, exit. `quire serve` calls `run`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quire.engine.messages import Stepped
 from quire.engine.supervisor import Supervised, Watch
 from quire.errors import EngineError, InvalidParams
 from quire.server.app import build_app
+from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, ListenerConfig, RefusalLog, max_connections, raise_file_limit
-from quire.server.front import Front
-from quire.server.keys import read_keys
+from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections, raise_file_limit
 from quire.server.metrics import Metrics
+from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
 from quire.text.load import load_tokenizer
 
@@ -33,8 +33,8 @@ IDLE_CONNECTION_S = 75
 log = logging.getLogger("quire.server")
 
 
-class Listener(uvicorn.Server):
-    """uvicorn without its own signal handlers: ending is decided here."""
+class UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers; `Server` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,46 +42,48 @@ class Listener(uvicorn.Server):
 
 
 class Server:
-    """The parts of one running server."""
+    """One server: uvicorn, the application, and the engine's process."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, path: Path) -> None:
         self.engine = engine
         self.config = config
         self.path = path
         self.metrics = Metrics()
-        self.front: Front = build_app(config, read_keys(config.api_key, config.api_key_file), self.metrics)
+        self.middleware: RequestMiddleware = build_app(
+            config, load_api_keys(config.api_key, config.api_key_file), self.metrics
+        )
         self.num_signals = 0
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
 
     async def run(self, announce: Callable[[str, str], None]) -> None:
-        """Serve until told to stop. `announce` gets the address and the engine's summary once requests are taken."""
+        """Serve until a signal. `announce` gets the address and the summary of the engine when the server is ready."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._take_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with bind(self.config.host, self.config.port) as listening:
-            listener = Listener(self._listener_config())
-            serving = asyncio.create_task(listener.serve([listening]))
+            http = UvicornServer(self._uvicorn_config())
+            serving = asyncio.create_task(http.serve([listening]))
             client = Supervised(
                 self.engine, self.path, stall_s=self.config.stall_timeout,
-                watch=Watch(self._took_step, self._restarted),
+                watch=Watch(self._on_step, self._on_restart),
             )  # fmt: skip
             try:
                 service = await self._load(client)
                 if service is not None:
                     gc.collect()
-                    gc.freeze()  # what is here now stays: looking through it again and again would hold up streams
+                    gc.freeze()  # objects made so far live on; the collector need not visit them again
                     announce(address(listening, self.config), service.ready.summary)
                     await self._until_stopped(service, serving)
                     await self._drain(service)
             finally:
                 await client.close()
-                if self.front.service is not None:
-                    await self.front.service.close()
-                listener.should_exit = True
+                if self.middleware.service is not None:
+                    await self.middleware.service.close()
+                http.should_exit = True
                 await serving
 
     async def _load(self, client: Supervised) -> Service | None:
-        """Load the model and let requests in; None if told to stop meanwhile."""
+        """Load the model and accept requests. None if a signal comes before the model is loaded."""
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, self.path)
         loading = asyncio.ensure_future(client.start())
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -93,11 +95,11 @@ class Server:
         ready = loading.result()
         self.metrics.num_blocks = ready.num_blocks
         self.metrics.ready.set_function(lambda: float(client.health()))
-        self.front.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
-        return self.front.service
+        self.middleware.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
+        return self.middleware.service
 
     async def _until_stopped(self, service: Service, serving: asyncio.Task[None]) -> None:
-        """Told to stop, or unable to go on."""
+        """Return after a signal. Raises EngineError if the engine cannot be restarted."""
         stopping = asyncio.ensure_future(self._stop.wait())
         while not stopping.done() and not serving.done():
             if service.client.gone:
@@ -106,35 +108,35 @@ class Server:
         stopping.cancel()
 
     async def _drain(self, service: Service) -> None:
-        """No new requests; those that run have some time to finish."""
-        service.gate.draining = True
-        log.info("draining: %d requests are running; no new ones are taken", service.gate.num_requests)
+        """Refuse new requests, and give running ones time to finish."""
+        service.admission.draining = True
+        log.info("draining: %d requests are running; no new ones are taken", service.admission.num_requests)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
-                while service.gate.num_requests and not self._abort.is_set():
+                while service.admission.num_requests and not self._abort.is_set():
                     await asyncio.sleep(POLL_S)
-        if service.gate.num_requests:
-            log.warning("ending %d requests that did not finish in time", service.gate.num_requests)
+        if service.admission.num_requests:
+            log.warning("ending %d requests that did not finish in time", service.admission.num_requests)
 
-    def _take_signal(self) -> None:
-        """The first asks to drain, the second to end at once."""
+    def _on_signal(self) -> None:
+        """The first signal drains, the second aborts."""
         self.num_signals += 1
         (self._stop if self.num_signals == 1 else self._abort).set()
 
-    def _took_step(self, stepped: Stepped) -> None:
-        if self.front.service is not None:
-            self.front.service.took_step(stepped)
+    def _on_step(self, stepped: Stepped) -> None:
+        if self.middleware.service is not None:
+            self.middleware.service.on_step(stepped)
 
-    def _restarted(self, reason: str) -> None:
-        self.metrics.restarted()
+    def _on_restart(self, reason: str) -> None:
+        self.metrics.on_restart()
 
-    def _listener_config(self) -> ListenerConfig:
-        most = max_connections(raise_file_limit())
+    def _uvicorn_config(self) -> UvicornConfig:
+        max_open = max_connections(raise_file_limit())
         limits = ConnectionLimits(
-            self.config.max_header_bytes, self.config.read_timeout, most, refusals=RefusalLog(most)
+            self.config.max_header_bytes, self.config.read_timeout, max_open, refusals=RefusalLog(max_open)
         )
-        return ListenerConfig(
-            self.front,
+        return UvicornConfig(
+            self.middleware,
             limits,
             loop="none",
             ws="none",

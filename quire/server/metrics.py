@@ -1,6 +1,4 @@
-"""Metrics: what Prometheus gets to see. The service tells it when requests begin, grow and end; the supervisor when
-steps end and engines are started again.
-"""
+"""Metrics for Prometheus. The service reports requests and steps of the engine, the supervisor reports restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2
 
 
 class Histogram:
-    """How often values were how large. Every token is counted here, so adding one is as cheap as can be."""
+    """A histogram that is cheaper than prometheus_client's: it observes every token."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
@@ -36,14 +34,14 @@ class Histogram:
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Called by the registry for a page."""
+        """Called by the registry."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class Metrics:
-    """All figures of one server."""
+    """All metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -76,10 +74,10 @@ class Metrics:
         self.num_blocks = 1
         self._preemptions = self._swaps = 0
 
-    def begin(self, exchanges: Sequence[Exchange]) -> Clock:
-        return Clock(self, exchanges)
+    def start_timer(self, exchanges: Sequence[Exchange]) -> RequestTimer:
+        return RequestTimer(self, exchanges)
 
-    def took_step(self, stepped: Stepped) -> None:
+    def on_step(self, stepped: Stepped) -> None:
         self.running.set(stepped.num_running)
         self.waiting.set(stepped.num_waiting)
         self.kv_use.set(1 - stepped.num_free_blocks / self.num_blocks)
@@ -90,16 +88,16 @@ class Metrics:
         if stepped.step_s is not None:
             self.step.observe(stepped.step_s)
 
-    def restarted(self) -> None:
+    def on_restart(self) -> None:
         self.restarts.inc()
         self._preemptions = self._swaps = 0
 
-    def page(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class Clock:
-    """Times the answers of one call."""
+class RequestTimer:
+    """Measures the answers of one HTTP request."""
 
     def __init__(self, metrics: Metrics, exchanges: Sequence[Exchange]) -> None:
         self._metrics = metrics
@@ -107,7 +105,7 @@ class Clock:
         self._begin_s = time.perf_counter()
         self._last_s: dict[str, float] = {}
 
-    def tick(self, updates: Sequence[Update]) -> None:
+    def observe(self, updates: Sequence[Update]) -> None:
         now_s, metrics, num_tokens = time.perf_counter(), self._metrics, 0
         for update in updates:
             if update.detail is not None and update.detail.beams:
@@ -124,7 +122,7 @@ class Clock:
         metrics.output_tokens.inc(num_tokens)
 
     def stop(self) -> None:
-        """The call is over: all answers have ended, or nobody waits for them any more."""
+        """All answers have ended, or the client has disconnected."""
         metrics = self._metrics
         for exchange in self._exchanges:
             output = exchange.output

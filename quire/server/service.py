@@ -1,5 +1,7 @@
-"""Service: the model as the routes see it. It turns prompts into exchanges, runs them under the server's limits, and
-counts. What an API's fields are called and how its answers look is the routes' own affair.
+"""Service: the model as the routes use it. It tokenizes prompts, runs requests under the server's limits, and counts.
+
+It has no fields and no documents of an API; those are in the API's own folder. `RequestContext` is what the middleware
+hands to a route.
 """
 
 from __future__ import annotations
@@ -7,31 +9,55 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fastapi import Request
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
-from quire.core.structured import StructuredOutputs
 from quire.engine.messages import Ready, Stepped
 from quire.engine.supervisor import Supervised
-from quire.errors import DeadlineExceeded
+from quire.errors import DeadlineExceeded, EngineError, InvalidParams, ModelNotFound
+from quire.server.admission import Admission
+from quire.server.auth import Tenant
+from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
 from quire.server.config import ServerConfig
-from quire.server.gate import Gate
-from quire.server.keys import Caller
 from quire.server.metrics import Metrics
-from quire.server.templates import ChatTemplates, Result, run_in
 from quire.text.exchange import Exchange, Intake, Prompt
 from quire.text.grammar_worker import GrammarChecker
 from quire.text.length_bound import find_length_bound
 from quire.text.offsets import PromptText, locate_prompt
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_events import Event
 
-LONG_CHARS = 8192  # what takes longer than a step to encode is encoded in a thread
+LONG_CHARS = 8192  # a longer text takes longer to encode than a step takes, so it is encoded in a thread
+PLACEHOLDER_MODELS = frozenset({"tgi", "dummy"})  # sent by Hugging Face's clients when the user names no model
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a route gets with an HTTP request."""
+
+    service: Service
+    tenant: Tenant
+    request_id: str
+    created_s: int
+
+
+def request_context(request: Request, model: str | None = None) -> RequestContext:
+    """The context of a request. Raises ModelNotFound if the request names a model that is not served."""
+    context: RequestContext = request.scope["quire"]
+    served = context.service.model
+    if model is not None and model != served and model not in PLACEHOLDER_MODELS:
+        raise ModelNotFound(f"There is no model {model!r} here; this server has {served!r}.")
+    return context
 
 
 class Service:
-    """One model, its limits and its figures."""
+    """One model with its limits and metrics."""
 
     def __init__(
         self,
@@ -49,8 +75,8 @@ class Service:
         self.metrics = metrics
         self.model = config.served_model_name or engine.model
         self.created_s = int(time.time())
-        self.numbers = itertools.count()
-        self.gate = Gate(ready.max_requests, config.max_queue_requests, config.max_queue_tokens)
+        self.admission = Admission(ready.max_requests, config.max_queue_requests, config.max_queue_tokens)
+        self.templates = ChatTemplates(self.model, tokenizer, allow_request_templates=config.allow_request_templates)
         self._intake = Intake(
             tokenizer,
             ready.vocab_size,
@@ -60,125 +86,158 @@ class Service:
             by_priority=engine.order == "priority",
             length_bound=find_length_bound(tokenizer.backend),
         )
-        self.templates = ChatTemplates(self.model, tokenizer, allow_request_templates=config.allow_request_templates)
+        self._prompt_numbers = itertools.count()
         self._threads = ThreadPoolExecutor(2, "quire-text")
-        self._grammars: GrammarChecker | None = None  # made when the first grammar comes
+        self._grammar_checker: GrammarChecker | None = None  # started with the first grammar
         self._computed_tokens = 0
 
-    # ── words in ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt. One that cannot fit the context is refused before it is encoded."""
-        self._intake.check_length(text)
-        return await self.encode(text, add_special_tokens=add_special_tokens)
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
-
-    async def locate_prompt(self, exchange: Exchange) -> PromptText:
-        """The text of an exchange's prompt, and where its tokens begin in it."""
-        text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
-        size = len(token_ids) if text is None else len(text)
-        return await self._aside(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
-
-    async def _aside(self, size: int, work: Callable[[], Result]) -> Result:
-        """Work on a short text is done at once, on a long one in a thread, so that no stream stands still meanwhile."""
-        return work() if size < LONG_CHARS else await run_in(self._threads, work)
+    # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open(
         self,
         prompt: Prompt,
         params: SamplingParams,
-        caller: Caller,
-        request_id: str,
+        context: RequestContext,
         priority: int = 0,
         kept: frozenset[int] = frozenset(),
     ) -> Exchange:
-        """Check a prompt and its parameters, and make the requests for it.
+        """Check a prompt and its parameters, and make its requests. `kept`: special tokens that stay in the text.
 
-        Whether there is room is asked here too, as long as a refusal can still have a status of its own.
+        Admission is checked here as well as in `generate`: a refusal before a stream begins has a status of its own.
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt, "prompt_token_ids": await self.encode_prompt(prompt)}
+        # Clients may send the same request id twice, the engine must not see it twice.
+        request_id = f"{context.request_id}-{next(self._prompt_numbers)}"
+        tenant = context.tenant
         exchange = self._intake.open(
-            prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, kept=kept
+            prompt, params, request_id, priority=priority, salt=tenant.salt, tenant=tenant.name, kept=kept
         )
-        self.gate.check(exchange.num_sequences, len(exchange.output.prompt_token_ids))
+        self.admission.check(exchange.num_sequences, len(exchange.output.prompt_token_ids))
         return exchange
 
-    async def check_grammar(self, spec: StructuredOutputs) -> None:
-        """Raise BadGrammar if an answer cannot be made to follow this."""
-        if self._grammars is None:
-            self._grammars = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._intake.end_token_ids)
-        await self._grammars.check(spec)
+    async def open_chat(
+        self, prompt: ChatPrompt, params: SamplingParams, context: RequestContext, priority: int = 0
+    ) -> Exchange:
+        await self.check_grammar(params)
+        text = await prompt.render()
+        tokens = await self.encode_prompt(text, add_special_tokens=False)
+        tokenized = {"prompt": text, "prompt_token_ids": tokens}
+        return await self.open(tokenized, params, context, priority, prompt.kept_token_ids())
 
-    async def close(self) -> None:
-        """Let go of threads and processes. Requests are the client's affair."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self.templates.close()
-        if self._grammars is not None:
-            await self._grammars.close()
+    async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt. A prompt that cannot fit the context is refused before it is encoded."""
+        self._intake.check_length(text)
+        return await self.encode(text, add_special_tokens=add_special_tokens)
 
-    # ── answers out ───────────────────────────────────────────────────────────────────────────────────────────────
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._run_text_work(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def answer(self, exchanges: Sequence[Exchange]) -> AsyncIterator[set[Exchange]]:
-        """Run exchanges that belong together to their end, yielding those that have grown each time some have.
+    async def locate_prompt(self, exchange: Exchange) -> PromptText:
+        """The text of a prompt, and the offsets of its tokens."""
+        text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
+        size = len(token_ids) if text is None else len(text)
+        return await self._run_text_work(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
 
-        Whoever stops listening ends them. They end too when their time is over: then DeadlineExceeded is raised.
+    async def _run_text_work(self, size: int, work: Callable[[], Result]) -> Result:
+        """Run work on a text: a short text at once, a long text in a thread, so that it does not block streams."""
+        return work() if size < LONG_CHARS else await run_in(self._threads, work)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Compile the grammar of structured outputs in a worker process. Raises BadGrammar if that fails."""
+        if params.structured_outputs is None:
+            return
+        if self._grammar_checker is None:
+            self._grammar_checker = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._intake.end_token_ids)
+        await self._grammar_checker.check(params.structured_outputs)
+
+    # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(self, exchanges: Sequence[Exchange]) -> AsyncIterator[set[Exchange]]:
+        """Run the exchanges of one HTTP request to their end. Each time some of them have grown, they are yielded.
+
+        Closing the iterator aborts them. An answer that fails, or a request that exceeds its deadline, raises.
         """
         requests = [request for exchange in exchanges for request in exchange.requests]
-        owners = {request.id: exchange for exchange in exchanges for request in exchange.requests}
+        exchange_of = {request.id: exchange for exchange in exchanges for request in exchange.requests}
         num_tokens = sum(len(exchange.requests[0].prompt) for exchange in exchanges)
-        with self.gate.admit(sum(exchange.num_sequences for exchange in exchanges), num_tokens):
-            clock = self.metrics.begin(exchanges)
+        with self.admission.admit(sum(exchange.num_sequences for exchange in exchanges), num_tokens):
+            timer = self.metrics.start_timer(exchanges)
             deadline = Deadline(self.client, exchanges, self.config.request_timeout)
-            updates = self.client.submit(requests)
+            stream = self.client.submit(requests)
             try:
-                async for bundle in updates:
+                async for updates in stream:
                     deadline.check()
-                    grown = {owners[update.id] for update in bundle}
-                    for update in bundle:
-                        if owners[update.id].take(update):
+                    grown = {exchange_of[update.id] for update in updates}
+                    for update in updates:
+                        if exchange_of[update.id].take(update):
                             self.client.abort(update.id)
-                    clock.tick(bundle)
+                    timer.observe(updates)
+                    for exchange in grown:
+                        raise_failure(exchange)
                     yield grown
             finally:
                 deadline.cancel()
-                await updates.aclose()  # type: ignore[attr-defined]
-                clock.stop()
+                await stream.aclose()  # type: ignore[attr-defined]
+                timer.stop()
 
     async def complete(self, exchanges: Sequence[Exchange]) -> None:
         """Run exchanges to their end."""
-        async for _ in self.answer(exchanges):
+        async for _ in self.generate(exchanges):
             pass
 
-    def took_step(self, stepped: Stepped) -> None:
-        """News from the engine: figures for the gate and for /metrics."""
+    def on_step(self, stepped: Stepped) -> None:
+        """The engine has finished a step."""
         if stepped.step_s is not None:
             tokens = stepped.computed_tokens - self._computed_tokens
-            self.gate.rate.add(max(0, tokens), stepped.step_s)
+            self.admission.throughput.add(max(0, tokens), stepped.step_s)
         self._computed_tokens = stepped.computed_tokens
-        self.metrics.took_step(stepped)
+        self.metrics.on_step(stepped)
+
+    async def close(self) -> None:
+        """Stop threads and the grammar worker. The client ends the requests."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.templates.close()
+        if self._grammar_checker is not None:
+            await self._grammar_checker.close()
+
+
+async def stream_chat(service: Service, exchange: Exchange, parser: ChatParser) -> AsyncGenerator[list[Event], None]:
+    """The one answer of an exchange as text and tool calls, while it grows. It ends early if the parser is finished."""
+    answer = exchange.output.outputs[0]
+    async with aclosing(service.generate([exchange])) as stream:  # type: ignore[type-var]
+        async for _ in stream:
+            yield parser.push(answer.text, is_last=answer.finished)
+            if parser.finished:
+                return
+
+
+def raise_failure(exchange: Exchange) -> None:
+    """Raise the error of an answer that failed."""
+    for answer in exchange.output.outputs:
+        if answer.finish_reason == "error":
+            message = answer.error or "The engine failed on this request."
+            raise InvalidParams(message) if answer.refused else EngineError(message)
 
 
 class Deadline:
-    """Ends exchanges when their time is over, whatever their reader is doing."""
+    """Aborts requests that have run for too long, even if their client reads nothing."""
 
     def __init__(self, client: Supervised, exchanges: Sequence[Exchange], seconds: float) -> None:
         self._client = client
         self._exchanges = exchanges
         self._seconds = seconds
-        self._passed = False
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._pass)
+        self._exceeded = False
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._abort)
 
-    def _pass(self) -> None:
-        self._passed = True
+    def _abort(self) -> None:
+        self._exceeded = True
         for exchange in self._exchanges:
             for request_id in exchange.open_ids:
                 self._client.abort(request_id)
 
     def check(self) -> None:
-        if self._passed:
+        if self._exceeded:
             raise DeadlineExceeded(f"The request was ended after {self._seconds:g} s, the longest one may take here.")
 
     def cancel(self) -> None:

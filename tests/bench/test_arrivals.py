@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.bench.arrivals import closed_loop, open_loop, prepare, random_times
+from quire.bench.serve.arrivals import closed_loop, open_loop, prefetch, random_times
 
 pytestmark = pytest.mark.core
 
@@ -115,7 +115,7 @@ def test_items_are_made_in_advance_up_to_a_limit():
             made.append(number)
             yield number
 
-    ready = prepare(items(), 3)
+    ready = prefetch(items(), 3)
     assert made == [0, 1, 2]
     assert next(ready) == 0
     assert list(ready) == [1, 2, 3, 4, 5]

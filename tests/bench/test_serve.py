@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from quire.bench import spawn as spawning
-from quire.bench.report import page
-from quire.bench.serve import run
-from quire.bench.settings import Settings
-from quire.bench.spawn import spawn
+from quire.bench.serve import server_process
+from quire.bench.serve.report import format_report
+from quire.bench.serve.run import run
+from quire.bench.serve.server_process import spawn
+from quire.bench.serve.settings import Settings
 from quire.errors import EngineError
 from tests.bench.fake_server import (
     END,
@@ -41,7 +41,7 @@ def measure(server: FakeServer, **more: Any) -> dict[str, Any]:
     given = {"seed": 5, "base_url": server.url, "num_requests": 6, "output_tokens": 4, "warmup": 0, "timeout": 20.0}
     settings = Settings(**{**given, **more})
     document = run(settings, lambda done, total: None, with_requests=True)
-    page(document)
+    format_report(document)
     return json.loads(json.dumps(document, allow_nan=False))
 
 
@@ -104,7 +104,7 @@ class TestRequests:
         summary = document["summary"]
         assert summary["output_tokens_counted_by"] == {"chunks": 6}
         assert (summary["output_tokens"], summary["num_short"]) == (12, 6)
-        assert "every chunk with text counts as one" in page(document)
+        assert "every chunk with text counts as one" in format_report(document)
 
 
 class TestLoads:
@@ -273,7 +273,7 @@ class TestFailures:
         summary = document["summary"]
         assert (summary["num_ok"], summary["num_failed"], summary["output_tokens"]) == (3, 3, 12)
         assert summary["goodput"]["num_met"] == 3
-        assert f"3 failed with {kind}" in page(document)
+        assert f"3 failed with {kind}" in format_report(document)
 
     def test_nobody_there(self):
         with FakeServer() as server:
@@ -305,7 +305,7 @@ class TestSpawn:
         async def use() -> tuple[str, int | None, str]:
             async with spawn([sys.executable, FAKE]) as (server, url):
                 assert server.exit_status is None
-            return url, server.exit_status, server.last_words
+            return url, server.exit_status, server.last_lines
 
         url, status, words = asyncio.run(use())
         assert url.startswith("http://127.0.0.1:")
@@ -323,8 +323,8 @@ class TestSpawn:
             asyncio.run(use())
 
     def test_a_server_that_is_never_ready(self, monkeypatch):
-        monkeypatch.setattr(spawning, "START_S", 0.3)
-        monkeypatch.setattr(spawning, "STOP_S", 0.3)
+        monkeypatch.setattr(server_process, "START_S", 0.3)
+        monkeypatch.setattr(server_process, "STOP_S", 0.3)
         script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
         async def use() -> None:
@@ -335,7 +335,7 @@ class TestSpawn:
             asyncio.run(use())
 
     def test_a_measurement_of_its_own_server(self, monkeypatch):
-        monkeypatch.setattr("quire.bench.serve.serve_command", lambda settings: [sys.executable, FAKE])
+        monkeypatch.setattr("quire.bench.serve.run.serve_command", lambda settings: [sys.executable, FAKE])
         settings = Settings(seed=1, spawn=True, num_requests=4, output_tokens=3, concurrency=2)
         document = run(settings, lambda done, total: None)
         assert document["summary"]["num_ok"] == 4
@@ -343,5 +343,6 @@ class TestSpawn:
 
 
 def test_measuring_loads_no_torch():
-    script = "import sys, quire.bench.serve, quire.bench.report, quire.cli.main; sys.exit('torch' in sys.modules)"
+    modules = "quire.bench.serve.run, quire.bench.serve.report, quire.cli.main"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

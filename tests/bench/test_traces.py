@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.prompts import TOKEN_IDS, WORDS, Ratio, Writer, stretches
-from quire.bench.traces import Entry, excerpt, read_trace
+from quire.bench.serve.traces import TraceRequest, read_trace, slice_trace
+from quire.bench.serve.workload import TOKEN_IDS, WORDS, PromptGenerator, TokenRatio, segments
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.core
@@ -28,9 +28,9 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def cut(entries: list[Entry], **more) -> object:
+def cut(entries: list[TraceRequest], **more) -> object:
     options = {"num_requests": None, "max_prompt_tokens": None, "max_output_tokens": None, "speed": 1.0}
-    return excerpt(entries, **{**options, **more})
+    return slice_trace(entries, **{**options, **more})
 
 
 class TestReading:
@@ -58,7 +58,7 @@ class TestReading:
             {"timestamp": 2500, "input_length": 600, "output_length": 7, "hash_ids": [0, 3]},
         ]
         entries = read_trace(write(tmp_path, "\n".join(json.dumps(row) for row in rows) + "\n\n"))
-        assert entries == [Entry(0.0, 1100, 5, (0, 1, 2)), Entry(2.5, 600, 7, (0, 3))]
+        assert entries == [TraceRequest(0.0, 1100, 5, (0, 1, 2)), TraceRequest(2.5, 600, 7, (0, 3))]
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -98,7 +98,13 @@ class TestReading:
             assert all(-(-entry.prompt_tokens // tokens) == len(entry.blocks) for entry in entries)
 
 
-ENTRIES = [Entry(10.0, 900, 5), Entry(12.0, 100, 50), Entry(13.0, 100, 0), Entry(16.0, 200, 9), Entry(20.0, 50, 9)]
+ENTRIES = [
+    TraceRequest(10.0, 900, 5),
+    TraceRequest(12.0, 100, 50),
+    TraceRequest(13.0, 100, 0),
+    TraceRequest(16.0, 200, 9),
+    TraceRequest(20.0, 50, 9),
+]
 
 
 class TestExcerpts:
@@ -109,7 +115,7 @@ class TestExcerpts:
 
     def test_limits_and_speed(self):
         part = cut(ENTRIES, num_requests=2, max_prompt_tokens=200, max_output_tokens=8, speed=4.0)
-        assert part.entries == [Entry(0.0, 100, 8), Entry(1.0, 200, 8)]
+        assert part.entries == [TraceRequest(0.0, 100, 8), TraceRequest(1.0, 200, 8)]
         assert (part.num_read, part.num_too_long, part.num_shortened, part.num_empty) == (4, 1, 2, 1)
 
     def test_nothing_fits(self):
@@ -119,45 +125,45 @@ class TestExcerpts:
 
 class TestPrompts:
     def test_words_are_random_seeded_and_unlike(self):
-        writer = Writer(1)
+        writer = PromptGenerator(1)
         prompts = [writer.words(f"request {number}", 115) for number in range(300)]
         assert all(len(prompt.split()) == 115 for prompt in prompts)
         assert len({" ".join(prompt.split()[:4]) for prompt in prompts}) == 300
-        assert Writer(1).words("request 7", 115) == prompts[7]
-        assert Writer(2).words("request 7", 115) != prompts[7]
+        assert PromptGenerator(1).words("request 7", 115) == prompts[7]
+        assert PromptGenerator(2).words("request 7", 115) != prompts[7]
         assert len(set(WORDS)) == len(WORDS)
 
     def test_token_ids_have_the_exact_number(self):
-        ids = Writer(1).token_ids("request 0", 777)
+        ids = PromptGenerator(1).token_ids("request 0", 777)
         assert len(ids) == 777
         assert set(ids) <= set(TOKEN_IDS)
 
-    @pytest.mark.parametrize("ratio", [Ratio(0.0, 1.0), Ratio(12.0, 1.37), Ratio(1.0, 3.0)])
+    @pytest.mark.parametrize("ratio", [TokenRatio(0.0, 1.0), TokenRatio(12.0, 1.37), TokenRatio(1.0, 3.0)])
     def test_shared_blocks_are_shared_text_and_nothing_else_is(self, ratio):
-        writer = Writer(3)
-        first = writer.trace_words("a", Entry(0, 1200, 1, (0, 1, 2)), ratio).split()
-        other = writer.trace_words("b", Entry(0, 1500, 1, (0, 1, 9)), ratio).split()
+        writer = PromptGenerator(3)
+        first = writer.trace_words("a", TraceRequest(0, 1200, 1, (0, 1, 2)), ratio).split()
+        other = writer.trace_words("b", TraceRequest(0, 1500, 1, (0, 1, 9)), ratio).split()
         shared = round(2 * 512 / ratio.per_word)
         assert first[:shared] == other[:shared]
         assert first[shared : shared + 8] != other[shared : shared + 8]
-        again = writer.trace_words("c", Entry(0, 1300, 1, (0, 1, 2)), ratio).split()
+        again = writer.trace_words("c", TraceRequest(0, 1300, 1, (0, 1, 2)), ratio).split()
         assert again[: len(first)] == first
 
     def test_shared_blocks_as_ids(self):
-        writer = Writer(3)
-        first = writer.trace_ids("a", Entry(0, 1200, 1, (0, 1, 2)))
-        other = writer.trace_ids("b", Entry(0, 700, 1, (0, 1)))
+        writer = PromptGenerator(3)
+        first = writer.trace_ids("a", TraceRequest(0, 1200, 1, (0, 1, 2)))
+        other = writer.trace_ids("b", TraceRequest(0, 700, 1, (0, 1)))
         assert (len(first), len(other)) == (1200, 700)
         assert other == first[:700]
-        assert len(writer.trace_ids("c", Entry(0, 700, 1))) == 700
+        assert len(writer.trace_ids("c", TraceRequest(0, 700, 1))) == 700
 
     def test_what_blocks_do_not_cover_is_the_requests_own(self):
-        assert stretches("r", [7, 8], 1100, 512) == [("block 7", 512), ("block 8", 512), ("r", 76)]
-        assert stretches("r", [7, 8, 9], 600, 512) == [("block 7", 512), ("block 8", 88)]
-        assert stretches("r", [], 5, 512) == [("r", 5)]
+        assert segments("r", [7, 8], 1100, 512) == [("block 7", 512), ("block 8", 512), ("r", 76)]
+        assert segments("r", [7, 8, 9], 600, 512) == [("block 7", 512), ("block 8", 88)]
+        assert segments("r", [], 5, 512) == [("r", 5)]
 
     def test_a_ratio_meets_lengths(self):
-        ratio = Ratio.measured((50, 103), (550, 1103))
-        assert ratio == Ratio(3.0, 2.0)
+        ratio = TokenRatio.from_two((50, 103), (550, 1103))
+        assert ratio == TokenRatio(3.0, 2.0)
         assert 3 + 2 * ratio.words(1001) == 1001
         assert ratio.words(1) == 1

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.server.service import raise_failure
 
 
 def make_exchange(num_prompt: int = 5) -> Any:
@@ -26,7 +27,7 @@ class ScriptedService:
     model: str = "scripted"
     exchanges: list[Any] = field(default_factory=list)
 
-    async def answer(self, exchanges: Sequence[Any]) -> AsyncIterator[set[Any]]:
+    async def generate(self, exchanges: Sequence[Any]) -> AsyncIterator[set[Any]]:
         (exchange,) = exchanges
         answer = exchange.output.outputs[0]
         try:
@@ -35,6 +36,7 @@ class ScriptedService:
                 answer.token_ids.append(index)
                 if index == len(self.texts) - 1 and self.error is None:
                     answer.finish_reason = self.finish
+                raise_failure(exchange)
                 yield {index}
             if self.error is not None:
                 raise self.error

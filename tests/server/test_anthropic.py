@@ -11,11 +11,10 @@ import anthropic
 import pytest
 
 from quire.errors import EngineClosed, QuireError
-from quire.server.anthropic.draft import Draft
-from quire.server.anthropic.fields import MessagesRequest
-from quire.server.anthropic.inquiries import make_inquiry
-from quire.server.anthropic.messages import Answering
-from quire.server.anthropic.problems import anthropic_problem
+from quire.server.anthropic.messages import MessageBuilder, MessageGeneration
+from quire.server.anthropic.protocol import MessagesRequest, chat_input
+from quire.server.chat import ChatParser
+from quire.server.error_response import anthropic_error
 from quire.text.tool_formats import HERMES
 from quire.text.tool_parser import ToolParser
 from quire.text.tools import ToolChoice, make_tool
@@ -245,22 +244,22 @@ class TestRefusals:
     def test_kinds_of_errors(self, status, kind):
         error = QuireError("It went wrong.")
         error.status = status
-        assert anthropic_problem(error) == {"type": "error", "error": {"type": kind, "message": "It went wrong."}}
+        assert anthropic_error(error) == {"type": "error", "error": {"type": kind, "message": "It went wrong."}}
 
 
 class TestParts:
     """What a real server does only when things go wrong, or a small model hardly ever."""
 
     def test_an_error_is_the_last_event(self):
-        answering, _ = make_answering(["Once ", "upon"], error=EngineClosed("Shut down."))
-        events = asyncio.run(gather(answering))
+        generation, _ = make_generation(["Once ", "upon"], error=EngineClosed("Shut down."))
+        events = asyncio.run(gather(generation))
         assert events[-1] == {"type": "error", "error": {"type": "overloaded_error", "message": "Shut down."}}
 
     def test_who_stops_reading_ends_it(self):
-        answering, service = make_answering(["a", "b", "c"])
+        generation, service = make_generation(["a", "b", "c"])
 
         async def run() -> None:
-            stream = answering.send()
+            stream = generation.stream()
             for _ in range(3):
                 await anext(stream)
             await stream.aclose()
@@ -272,13 +271,13 @@ class TestParts:
         said = ["Well. ", '<tool_call>\n{"name": "look", "arguments"', ': {"a": [1]}}\n</tool_call>']
         tool = make_tool("tools[0]", name="look")
         parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(tool,)))
-        answering, _ = make_answering(said, parser=parser)
-        events = asyncio.run(gather(answering))
-        words, call = answering.draft.document["content"]
+        generation, _ = make_generation(said, parser=parser)
+        events = asyncio.run(gather(generation))
+        words, call = generation.builder.document["content"]
         assert words == {"type": "text", "text": "Well."}
         assert call["input"] == {"a": [1]}
         assert call["id"].startswith("toolu_")
-        assert answering.draft.document["stop_reason"] == "tool_use"
+        assert generation.builder.document["stop_reason"] == "tool_use"
         assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1]
         started = next(event for event in events if event.get("index") == 1)
         assert started["content_block"]["input"] == {}
@@ -286,11 +285,11 @@ class TestParts:
     def test_a_call_that_is_cut_keeps_what_there_is(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": "x']
         parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(make_tool("tools[0]", name="look"),)))
-        answering, _ = make_answering(said, finish="length", parser=parser)
-        asyncio.run(gather(answering))
-        (call,) = answering.draft.document["content"]
+        generation, _ = make_generation(said, finish="length", parser=parser)
+        asyncio.run(gather(generation))
+        (call,) = generation.builder.document["content"]
         assert call["input"]["a"] == 1
-        assert answering.draft.document["stop_reason"] == "max_tokens"
+        assert generation.builder.document["stop_reason"] == "max_tokens"
 
     def test_turns_of_one_side_are_one_turn(self):
         result = {
@@ -311,7 +310,7 @@ class TestParts:
                 ],
             }
         )
-        one, two, three, four = make_inquiry(body).messages
+        one, two, three, four = chat_input(body).messages
         assert one == {"role": "user", "content": "One.\nTwo."}
         assert two["content"] == "Let me see."
         assert json.loads(two["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
@@ -319,13 +318,13 @@ class TestParts:
         assert four == {"role": "user", "content": "Go on."}
 
 
-def make_answering(
+def make_generation(
     texts: list[str], parser: ToolParser | None = None, **more: Any
-) -> tuple[Answering, ScriptedService]:
+) -> tuple[MessageGeneration, ScriptedService]:
     service, exchange = ScriptedService(texts, **more), make_exchange()
-    return Answering(service, exchange, parser, Draft("scripted", exchange)), service  # type: ignore[arg-type]
+    return MessageGeneration(service, exchange, ChatParser(parser), MessageBuilder("scripted", exchange)), service  # type: ignore[arg-type]
 
 
-async def gather(answering: Answering) -> list[dict[str, Any]]:
-    data = b"".join([piece async for piece in answering.send()]).decode()
+async def gather(generation: MessageGeneration) -> list[dict[str, Any]]:
+    data = b"".join([piece async for piece in generation.stream()]).decode()
     return [json.loads(line[6:]) for line in data.split("\n") if line.startswith("data: ")]

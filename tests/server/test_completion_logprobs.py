@@ -11,11 +11,10 @@ import pytest
 
 from quire.core.plan import Detail, TokenLogprobs, Update
 from quire.core.request import Finish
-from quire.server.gate import Gate
-from quire.server.openai.bodies import chat_logprobs
-from quire.server.openai.choices import choices_of
-from quire.server.openai.completions import open_call, sampling
-from quire.server.openai.fields import CompletionRequest
+from quire.server.admission import Admission
+from quire.server.openai.completions import open_prompts, sampling_params
+from quire.server.openai.output import chat_logprobs, list_choices
+from quire.server.openai.protocol import CompletionRequest
 from quire.text.exchange import Exchange, Intake
 from quire.text.offsets import PromptText, locate_prompt
 from quire.text.tokenizer import Tokenizer
@@ -36,11 +35,14 @@ class Service:
         self.model = "tiny"
         self.config = SimpleNamespace(max_prompts=8)
         self.ready = SimpleNamespace(sampling={})
-        self.gate = Gate(8, 8, 1000)
+        self.admission = Admission(8, 8, 1000)
         self.intake = Intake(tokenizer, tokenizer.vocab_size + NUM_PADDED, 100)
 
-    async def open(self, prompt: Any, params: Any, caller: Any, request_id: str, priority: int) -> Exchange:
-        return self.intake.open(prompt, params, request_id, priority=priority)
+    async def check_grammar(self, params: Any) -> None:
+        pass
+
+    async def open(self, prompt: Any, params: Any, context: Any, priority: int) -> Exchange:
+        return self.intake.open(prompt, params, "a", priority=priority)
 
     async def locate_prompt(self, exchange: Exchange) -> PromptText:
         return locate_prompt(self.tokenizer, exchange.output.prompt, exchange.output.prompt_token_ids)
@@ -51,14 +53,7 @@ class Call:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.service = Service(tokenizer)
-        self.caller = None
         self.request_id, self.created_s = "one", int(time.time())
-
-    def new_id(self) -> str:
-        return "a"
-
-    async def prepare(self, params: Any) -> None:
-        pass
 
 
 def scored(tokens: list[int], others: tuple[int, ...] = ()) -> list[TokenLogprobs]:
@@ -73,8 +68,8 @@ def complete(
     """The documents of a completion that answers with these tokens, one for each of them when it streams."""
     body = CompletionRequest.model_validate({"prompt": prompt, **fields})
     call = Call(tokenizer)
-    exchanges, writer = asyncio.run(open_call(call, body))  # type: ignore[arg-type]
-    (exchange,), (choice,) = exchanges, choices_of(exchanges)
+    exchanges, writer = asyncio.run(open_prompts(call, body))  # type: ignore[arg-type]
+    (exchange,), (choice,) = exchanges, list_choices(exchanges)
     ids = exchange.output.prompt_token_ids
     prompt_scores = scored(ids[1:], others) if exchange.output.prompt_logprobs is not None else None
     groups = [[token] for token in answer] if body.stream else [answer]
@@ -83,7 +78,7 @@ def complete(
         finish = Finish.LENGTH if index == len(groups) - 1 else None
         logprobs = scored(group, others) if body.logprobs is not None else None
         exchange.take(Update("a", list(group), finish, Detail(logprobs, None if index else prompt_scores)))
-        documents += writer.write(choice)
+        documents += filter(None, [choice.write(writer.write)])
     return documents
 
 
@@ -183,7 +178,7 @@ def test_a_token_keeps_the_space_that_it_begins_with() -> None:
 def test_bytes_are_the_tokens_own() -> None:
     padded = BYTE_LEVEL.vocab_size + 1
     llama = encode(BYTE_LEVEL, "🦙")
-    exchange = Service(BYTE_LEVEL).intake.open("he", sampling(request_body(logprobs=1), {}), "a")
+    exchange = Service(BYTE_LEVEL).intake.open("he", sampling_params(request_body(logprobs=1), {}), "a")
     exchange.take(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
     content = chat_logprobs(exchange.output.outputs[0].logprobs, 1, BYTE_LEVEL)["content"]
     assert bytes(byte for one in content for byte in one["bytes"]) == "🦙".encode()

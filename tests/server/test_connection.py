@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from quire.server.app import build_app
+from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, ListenerConfig, RefusalLog, max_connections
-from quire.server.keys import Keys
-from quire.server.main import Listener, bind
+from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections
+from quire.server.main import UvicornServer, bind
 from quire.server.metrics import Metrics
 
 pytestmark = pytest.mark.cpu
@@ -30,10 +30,12 @@ async def listening(keys=None, **limits):
     """Yields a function that opens a connection."""
     values = LIMITS | limits
     config = ServerConfig(max_body_bytes=1000, read_timeout=values["read_timeout_s"], log_requests=False)
-    front = build_app(config, Keys(keys or {}), Metrics())
+    middleware = build_app(config, ApiKeys(keys or {}), Metrics())
     made = ConnectionLimits(**values, refusals=RefusalLog(values["max_connections"]))
     with bind("127.0.0.1", 0) as socket:
-        listener = Listener(ListenerConfig(front, made, loop="none", ws="none", lifespan="off", log_config=None))
+        listener = UvicornServer(
+            UvicornConfig(middleware, made, loop="none", ws="none", lifespan="off", log_config=None)
+        )
         serving = asyncio.create_task(listener.serve([socket]))
         while not listener.started:
             await asyncio.sleep(0.01)

@@ -8,11 +8,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.core.params import SamplingParams
-from quire.server.anthropic.fields import MessagesRequest
+from quire.server.anthropic.protocol import MessagesRequest
 from quire.server.openai import chat, completions
-from quire.server.openai.fields import NO_EFFECT, ChatRequest, CompletionRequest
-from quire.server.openai.responses_fields import ResponsesRequest
-from quire.server.tgi.fields import AnyRequest
+from quire.server.openai.protocol import NO_EFFECT, ChatCompletionRequest, CompletionRequest
+from quire.server.openai.responses.protocol import ResponsesRequest
+from quire.server.tgi.protocol import CompatGenerateRequest
 
 pytestmark = pytest.mark.cpu
 
@@ -21,24 +21,24 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def completion(fields: dict[str, Any]) -> SamplingParams:
-    return completions.sampling(CompletionRequest.model_validate({"prompt": "hi", **fields}), MODELS)
+    return completions.sampling_params(CompletionRequest.model_validate({"prompt": "hi", **fields}), MODELS)
 
 
 def chat_completion(fields: dict[str, Any]) -> SamplingParams:
-    return chat.sampling(ChatRequest.model_validate({"messages": MESSAGES, **fields}), MODELS, {})
+    return chat.sampling_params(ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields}), MODELS, {})
 
 
 def response(fields: dict[str, Any]) -> SamplingParams:
-    return ResponsesRequest.model_validate({"input": "hi", **fields}).sampling(MODELS)
+    return ResponsesRequest.model_validate({"input": "hi", **fields}).sampling_params(MODELS)
 
 
 def message(fields: dict[str, Any]) -> SamplingParams:
-    return MessagesRequest.model_validate({"messages": MESSAGES, "max_tokens": 5, **fields}).sampling(MODELS)
+    return MessagesRequest.model_validate({"messages": MESSAGES, "max_tokens": 5, **fields}).sampling_params(MODELS)
 
 
 def tgi(fields: dict[str, Any]) -> SamplingParams:
-    body = AnyRequest.model_validate({"inputs": "hi", "parameters": {"do_sample": True, **fields}})
-    return body.parameters.sampling(MODELS, stream=False, room=100)
+    body = CompatGenerateRequest.model_validate({"inputs": "hi", "parameters": {"do_sample": True, **fields}})
+    return body.parameters.sampling_params(MODELS, stream=False, room=100)
 
 
 DIALECTS = [completion, chat_completion, response, message, tgi]
@@ -65,17 +65,19 @@ def test_a_null_is_not_said(read) -> None:
 
 
 def test_tgi_draws_only_when_it_is_told_to() -> None:
-    greedy = AnyRequest.model_validate({"inputs": "hi"}).parameters.sampling(MODELS, stream=False, room=100)
+    greedy = CompatGenerateRequest.model_validate({"inputs": "hi"}).parameters.sampling_params(
+        MODELS, stream=False, room=100
+    )
     assert greedy.greedy
     assert greedy.repetition_penalty == MODELS["repetition_penalty"]
 
 
 REQUESTS: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": "hi"}),
-    (ChatRequest, {"messages": MESSAGES}),
+    (ChatCompletionRequest, {"messages": MESSAGES}),
     (ResponsesRequest, {"input": "hi"}),
     (MessagesRequest, {"messages": MESSAGES, "max_tokens": 5}),
-    (AnyRequest, {"inputs": "hi"}),
+    (CompatGenerateRequest, {"inputs": "hi"}),
 ]
 
 
@@ -91,7 +93,7 @@ def test_every_field_may_be_null_but_those_that_must_be_there(model, required) -
 
 def test_nulls_inside_objects_are_not_said_either() -> None:
     options = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
-    body = ChatRequest.model_validate({"messages": MESSAGES, "stream_options": options})
+    body = ChatCompletionRequest.model_validate({"messages": MESSAGES, "stream_options": options})
     assert body.stream_options is not None
     assert not body.stream_options.include_usage
 

@@ -7,13 +7,13 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from quire.errors import InvalidParams, Overloaded
+from quire.server.admission import Admission
 from quire.server.app import build_app
+from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
-from quire.server.fields import MAX_MISTAKES, explain
-from quire.server.gate import Gate
-from quire.server.keys import Keys
 from quire.server.metrics import Metrics
-from quire.server.openai.fields import ChatRequest, CompletionRequest
+from quire.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.request_model import MAX_ERRORS, explain_validation_error
 
 pytestmark = pytest.mark.cpu
 
@@ -21,15 +21,15 @@ PAGE = "https://page.example"
 
 
 def client(keys=None, **config):
-    front = build_app(ServerConfig(log_requests=False, **config), Keys(keys or {}), Metrics())
-    return TestClient(front, raise_server_exceptions=False)
+    middleware = build_app(ServerConfig(log_requests=False, **config), ApiKeys(keys or {}), Metrics())
+    return TestClient(middleware, raise_server_exceptions=False)
 
 
 def mistake(model, body):
     """What is wrong with a body: the sentence, and the field."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    problem = explain(caught.value.errors(), body)
+    problem = explain_validation_error(caught.value.errors(), body)
     return str(problem), problem.param
 
 
@@ -63,7 +63,7 @@ def test_health_routes_answer_head(path, status):
 @pytest.mark.parametrize("value", [True, "0.5"])
 def test_numbers_are_numbers(field, value):
     assert mistake(CompletionRequest, {"prompt": "x", field: value}) == (f"{field}: give a number.", field)
-    assert CompletionRequest.model_validate({"prompt": "x", field: 1}).sampling()
+    assert CompletionRequest.model_validate({"prompt": "x", field: 1}).sampling_params({})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_mistakes_are_told_in_the_words_of_json(body, message, param):
 )
 def test_what_is_out_of_range_is_named(field, value, message):
     with pytest.raises(InvalidParams) as caught:
-        CompletionRequest.model_validate({"prompt": "x", field: value}).sampling()
+        CompletionRequest.model_validate({"prompt": "x", field: value}).sampling_params({})
     assert str(caught.value).startswith(message)
     assert caught.value.param is not None
     assert caught.value.param.startswith(field)
@@ -111,22 +111,22 @@ def test_what_is_out_of_range_is_named(field, value, message):
         ),
         (
             {"messages": [], "logit_bias": {str(number): "x" for number in range(1000)}},
-            f"more than {MAX_MISTAKES} values are wrong",
+            f"more than {MAX_ERRORS} values are wrong",
         ),
         ({"messages": [5] * 1000}, "messages.0: give an object."),
     ],
 )
 def test_a_thousand_mistakes_are_not_listed_one_by_one(body, words):
     with pytest.raises(ValidationError) as caught:
-        ChatRequest.model_validate(body)
-    assert caught.value.error_count() <= MAX_MISTAKES
-    assert words in str(explain(caught.value.errors(), body))
+        ChatCompletionRequest.model_validate(body)
+    assert caught.value.error_count() <= MAX_ERRORS
+    assert words in str(explain_validation_error(caught.value.errors(), body))
 
 
 def test_one_call_cannot_be_larger_than_the_queue():
-    gate = Gate(max_running=2, max_queue_requests=2, max_queue_tokens=100)
+    admission = Admission(max_running=2, max_queue_requests=2, max_queue_tokens=100)
     for num_requests, num_tokens in ((5, 10), (1, 101)):
         with pytest.raises(InvalidParams, match="at most 4 answers and 100 prompt tokens"):
-            gate.check(num_requests, num_tokens)
-    with gate.admit(4, 100), pytest.raises(Overloaded):
-        gate.check(1, 1)
+            admission.check(num_requests, num_tokens)
+    with admission.admit(4, 100), pytest.raises(Overloaded):
+        admission.check(1, 1)

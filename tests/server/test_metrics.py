@@ -11,15 +11,15 @@ pytestmark = pytest.mark.server
 
 
 def figures(metrics: Metrics) -> tuple[float, float]:
-    lines = dict(line.rsplit(" ", 1) for line in metrics.page().decode().splitlines() if not line.startswith("#"))
+    lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if not line.startswith("#"))
     return float(lines["quire_preemptions_total"]), float(lines["quire_swaps_total"])
 
 
 def test_preemptions_and_swaps_are_counted_over_restarts() -> None:
     metrics = Metrics()
-    metrics.took_step(Stepped(preemptions=3, swaps=2))
-    metrics.took_step(Stepped(preemptions=5, swaps=2))
+    metrics.on_step(Stepped(preemptions=3, swaps=2))
+    metrics.on_step(Stepped(preemptions=5, swaps=2))
     assert figures(metrics) == (5, 2)
-    metrics.restarted()
-    metrics.took_step(Stepped(preemptions=1, swaps=1))
+    metrics.on_restart()
+    metrics.on_step(Stepped(preemptions=1, swaps=1))
     assert figures(metrics) == (6, 3)

@@ -11,14 +11,15 @@ import pytest
 
 from quire.errors import EngineClosed, EngineError, Overloaded, ResponseNotFound
 from quire.server.app import build_app
+from quire.server.auth import ApiKeys
+from quire.server.chat import ChatParser
 from quire.server.config import ServerConfig
-from quire.server.keys import Keys
 from quire.server.metrics import Metrics
-from quire.server.openai import responses_store
-from quire.server.openai.responses_draft import Draft
-from quire.server.openai.responses_items import as_messages
-from quire.server.openai.responses_running import Answering
-from quire.server.openai.responses_store import Record, ResponseStore, Shelf
+from quire.server.openai.responses import store as store_module
+from quire.server.openai.responses.builder import ResponseBuilder
+from quire.server.openai.responses.generation import ResponseGeneration
+from quire.server.openai.responses.protocol import as_messages
+from quire.server.openai.responses.store import ResponseStore, StoredResponse, TenantResponses
 from quire.text.tool_formats import HERMES
 from quire.text.tool_parser import ToolParser
 from quire.text.tools import ToolChoice, make_tool
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.server
 TOOL = make_tool("tools[0]", name="look", parameters={"type": "object", "properties": {}})
 
 
-def make_record(response_id: str = "resp_1", status: str = "in_progress", **more: Any) -> Record:
-    return Record(Draft(make_document(response_id, status)), [], **more)
+def make_stored(response_id: str = "resp_1", status: str = "in_progress", **more: Any) -> StoredResponse:
+    return StoredResponse(ResponseBuilder(make_document(response_id, status)), [], **more)
 
 
 def make_document(response_id: str, status: str) -> dict[str, Any]:
@@ -42,8 +43,10 @@ def make_document(response_id: str, status: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_answering(service: ScriptedService, record: Record, shelf: Shelf | None = None, **more: Any) -> Answering:
-    return Answering(service, make_exchange(), more.pop("parser", None), record, shelf, **more)  # type: ignore[arg-type]
+def make_generation(
+    service: ScriptedService, stored: StoredResponse, responses: TenantResponses | None = None, **more: Any
+) -> ResponseGeneration:
+    return ResponseGeneration(service, make_exchange(), ChatParser(more.pop("parser", None)), stored, responses, **more)  # type: ignore[arg-type]
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:
@@ -67,41 +70,41 @@ class TestEndings:
         ],
     )
     def test_an_error_is_the_last_event(self, error, code):
-        record, shelf = make_record(), Shelf(lambda: 0.0)
+        stored, responses = make_stored(), TenantResponses(lambda: 0.0)
         service = ScriptedService(["Once ", "upon"], error=error)
-        events = asyncio.run(gather(make_answering(service, record, shelf).send()))
+        events = asyncio.run(gather(make_generation(service, stored, responses).stream()))
         assert events[-1]["type"] == "response.failed"
         assert events[-1]["response"]["error"] == {"code": code, "message": str(error)}
         assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Once upon"
-        assert shelf.find("resp_1").draft.document["status"] == "failed"
+        assert responses.find("resp_1").document["status"] == "failed"
 
     def test_an_answer_that_failed_in_the_engine(self):
         service = ScriptedService(["Once"], finish="error")
-        events = asyncio.run(gather(make_answering(service, make_record()).send()))
+        events = asyncio.run(gather(make_generation(service, make_stored()).stream()))
         assert events[-1]["type"] == "response.failed"
 
     def test_an_empty_answer_has_an_item(self):
-        events = asyncio.run(gather(make_answering(ScriptedService([""]), make_record()).send()))
+        events = asyncio.run(gather(make_generation(ScriptedService([""]), make_stored()).stream()))
         assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
         assert events[-1]["type"] == "response.completed"
 
     def test_who_stops_reading_cancels(self):
-        service, record = ScriptedService(["a", "b", "c"]), make_record()
+        service, stored = ScriptedService(["a", "b", "c"]), make_stored()
 
         async def run() -> None:
-            stream = make_answering(service, record).send()
+            stream = make_generation(service, stored).stream()
             for _ in range(3):
                 await anext(stream)
             await stream.aclose()
 
         asyncio.run(run())
         assert service.num_closed == 1
-        assert record.draft.document["status"] == "cancelled"
+        assert stored.document["status"] == "cancelled"
 
     def test_calls_between_texts(self):
         said = ["Well. ", '<tool_call>\n{"name": "look", ', '"arguments": {"a": 1}}\n</tool_call>', " And then."]
         parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,)))
-        events = asyncio.run(gather(make_answering(ScriptedService(said), make_record(), parser=parser).send()))
+        events = asyncio.run(gather(make_generation(ScriptedService(said), make_stored(), parser=parser).stream()))
         first, call, last = events[-1]["response"]["output"]
         assert (first["type"], call["type"], last["type"]) == ("message", "function_call", "message")
         assert json.loads(call["arguments"]) == {"a": 1}
@@ -111,7 +114,7 @@ class TestEndings:
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": ']
         parser = ToolParser(HERMES, ToolChoice(mode="required", tools=(TOOL,)))
         service = ScriptedService(said, finish="length")
-        events = asyncio.run(gather(make_answering(service, make_record(), parser=parser).send()))
+        events = asyncio.run(gather(make_generation(service, make_stored(), parser=parser).stream()))
         (call,) = events[-1]["response"]["output"]
         assert call["status"] == "incomplete"
         assert call["arguments"] == '{"a": '
@@ -121,7 +124,7 @@ class TestEndings:
         said = ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "More", " and more"]
         parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,), parallel=False))
         service = ScriptedService(said)
-        events = asyncio.run(gather(make_answering(service, make_record(), parser=parser).send()))
+        events = asyncio.run(gather(make_generation(service, make_stored(), parser=parser).stream()))
         assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
         assert events[-1]["response"]["usage"]["output_tokens"] == 1
         assert service.num_closed == 1
@@ -130,11 +133,11 @@ class TestEndings:
 class TestFollowers:
     def test_many_read_the_same(self):
         async def run() -> list[list[dict[str, Any]]]:
-            record = make_record(status="queued", log=[])
-            answering = make_answering(ScriptedService(["a", "b", "c"]), record)
-            readers = [asyncio.create_task(gather(record.follow())) for _ in range(2)]
-            answering.run_aside()
-            late = asyncio.create_task(gather(record.follow(5)))
+            stored = make_stored(status="queued", events=[])
+            generation = make_generation(ScriptedService(["a", "b", "c"]), stored)
+            readers = [asyncio.create_task(gather(stored.stream())) for _ in range(2)]
+            generation.run_in_background()
+            late = asyncio.create_task(gather(stored.stream(5)))
             return await asyncio.gather(*readers, late)
 
         first, second, late = asyncio.run(run())
@@ -144,22 +147,22 @@ class TestFollowers:
 
     def test_are_told_of_a_cancellation(self):
         async def run() -> list[dict[str, Any]]:
-            record = make_record(status="queued", log=[])
+            stored = make_stored(status="queued", events=[])
             service = ScriptedService(["a", "b"])
             waiting = asyncio.Event()
 
             async def wait(exchanges: Any) -> Any:
-                async for grown in ScriptedService.answer(service, exchanges):
+                async for grown in ScriptedService.generate(service, exchanges):
                     yield grown
                     waiting.set()
                     await asyncio.sleep(60)
 
-            service.answer = wait  # type: ignore[method-assign]
-            reader = asyncio.create_task(gather(record.follow()))
-            make_answering(service, record).run_aside()
+            service.generate = wait  # type: ignore[method-assign]
+            reader = asyncio.create_task(gather(stored.stream()))
+            make_generation(service, stored).run_in_background()
             await waiting.wait()
-            assert record.task is not None
-            record.task.cancel()
+            assert stored.task is not None
+            stored.task.cancel()
             return await reader
 
         events = asyncio.run(run())
@@ -167,22 +170,22 @@ class TestFollowers:
         assert events[-1]["response"]["output"][0]["content"][0]["text"] == "a"
 
 
-class TestShelf:
+class TestStore:
     def test_each_tenant_sees_its_own(self):
         store = ResponseStore()
-        store.shelf("one").keep(make_record())
-        assert store.shelf("one").find("resp_1")
+        store.for_tenant("one").add(make_stored())
+        assert store.for_tenant("one").find("resp_1")
         with pytest.raises(ResponseNotFound, match="no response"):
-            store.shelf("two").find("resp_1")
+            store.for_tenant("two").find("resp_1")
 
     def test_each_key_sees_its_own(self):
         keys = {"one": "key-of-one", "two": "key-of-two"}
-        front = build_app(ServerConfig(log_requests=False), Keys(keys), Metrics())
-        front.service = ScriptedService([])  # type: ignore[assignment]
-        front.app.state.responses.shelf("one").keep(make_record(status="completed"))  # type: ignore[attr-defined]
+        middleware = build_app(ServerConfig(log_requests=False), ApiKeys(keys), Metrics())
+        middleware.service = ScriptedService([])  # type: ignore[assignment]
+        middleware.app.state.responses.for_tenant("one").add(make_stored(status="completed"))  # type: ignore[attr-defined]
 
         async def run(method: str, key: str) -> int:
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(front), base_url="http://quire") as http:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(middleware), base_url="http://quire") as http:
                 answer = await http.request(method, "/v1/responses/resp_1", headers={"Authorization": f"Bearer {key}"})
             return answer.status_code
 
@@ -192,45 +195,45 @@ class TestShelf:
         assert asyncio.run(run("GET", keys["one"])) == 200
 
     def test_the_oldest_go_when_there_are_too_many(self, monkeypatch):
-        monkeypatch.setattr(responses_store, "MAX_RESPONSES", 2)
-        shelf = Shelf(lambda: 0.0)
+        monkeypatch.setattr(store_module, "MAX_RESPONSES", 2)
+        responses = TenantResponses(lambda: 0.0)
         for number in range(3):
-            shelf.keep(make_record(f"resp_{number}", "completed"))
+            responses.add(make_stored(f"resp_{number}", "completed"))
         with pytest.raises(ResponseNotFound, match="the last 2 responses"):
-            shelf.find("resp_0")
-        assert shelf.find("resp_1")
-        assert shelf.find("resp_2")
+            responses.find("resp_0")
+        assert responses.find("resp_1")
+        assert responses.find("resp_2")
 
     def test_the_oldest_go_when_they_are_too_large(self, monkeypatch):
-        monkeypatch.setattr(responses_store, "MAX_BYTES", 1 << 20)
-        shelf = Shelf(lambda: 0.0)
+        monkeypatch.setattr(store_module, "MAX_BYTES", 1 << 20)
+        responses = TenantResponses(lambda: 0.0)
         for number in range(3):
-            record = make_record(f"resp_{number}", "completed")
-            record.items.append({"text": "x" * 500_000})
-            shelf.keep(record)
+            stored = make_stored(f"resp_{number}", "completed")
+            stored.items.append({"text": "x" * 500_000})
+            responses.add(stored)
         with pytest.raises(ResponseNotFound, match="1 MiB"):
-            shelf.find("resp_0")
-        assert shelf.find("resp_1")
+            responses.find("resp_0")
+        assert responses.find("resp_1")
 
     def test_events_that_are_kept_have_a_size(self, monkeypatch):
-        monkeypatch.setattr(responses_store, "MAX_BYTES", 1 << 20)
-        shelf, record = Shelf(lambda: 0.0), make_record(status="completed", log=[])
-        shelf.keep(record)
-        assert shelf.find("resp_1")
-        record.note([b"x" * (1 << 20)])
-        shelf.settle(record)
+        monkeypatch.setattr(store_module, "MAX_BYTES", 1 << 20)
+        responses, stored = TenantResponses(lambda: 0.0), make_stored(status="completed", events=[])
+        responses.add(stored)
+        assert responses.find("resp_1")
+        stored.append([b"x" * (1 << 20)])
+        responses.update_size(stored)
         with pytest.raises(ResponseNotFound, match="1 MiB"):
-            shelf.find("resp_1")
+            responses.find("resp_1")
 
     def test_old_ones_go(self):
         now_s = 0.0
-        shelf = Shelf(lambda: now_s)
-        shelf.keep(make_record("resp_1", "completed"))
-        shelf.keep(make_record("resp_2", "in_progress"))
-        now_s = responses_store.MAX_AGE_S + 1
+        responses = TenantResponses(lambda: now_s)
+        responses.add(make_stored("resp_1", "completed"))
+        responses.add(make_stored("resp_2", "in_progress"))
+        now_s = store_module.MAX_AGE_S + 1
         with pytest.raises(ResponseNotFound, match="hours"):
-            shelf.find("resp_1")
-        assert shelf.find("resp_2"), "one that is still being made stays"
+            responses.find("resp_1")
+        assert responses.find("resp_2"), "one that is still being made stays"
 
 
 def test_calls_join_the_turn_that_they_were_made_in():

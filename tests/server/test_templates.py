@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quire.errors import InvalidParams, TemplateError
-from quire.server.templates import MAX_COMPILED, ChatTemplates
+from quire.server.chat import MAX_REQUEST_TEMPLATES, ChatInput, ChatTemplates
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
@@ -26,7 +26,7 @@ def make(source=None, *, allow=True):
 
 def render(templates, source=None, messages=HELLO, **options):
     async def work():
-        return await (await templates.find(source)).render(messages, **options)
+        return await (await templates.prepare(ChatInput(messages=messages, chat_template=source, **options))).render()
 
     try:
         return asyncio.run(work())
@@ -49,7 +49,7 @@ def test_a_request_may_bring_one_only_where_the_server_allows_it():
 
 def test_variables_of_its_own_cannot_be_replaced():
     with pytest.raises(InvalidParams, match=r"chat_template_kwargs\.messages"):
-        render(make(PLAIN), extra={"messages": []})
+        render(make(PLAIN), chat_template_kwargs={"messages": []})
 
 
 @pytest.mark.parametrize("source", [None, PLAIN + "x"])
@@ -72,9 +72,9 @@ def test_a_few_templates_of_requests_are_kept():
     templates, made = make(), []
 
     async def work():
-        for number in range(MAX_COMPILED + 1):
+        for number in range(MAX_REQUEST_TEMPLATES + 1):
             made.append(await templates.find(f"{number}"))
-        assert await templates.find(f"{MAX_COMPILED}") is made[-1]
+        assert await templates.find(f"{MAX_REQUEST_TEMPLATES}") is made[-1]
         assert await templates.find("0") is not made[0]
 
     asyncio.run(work())

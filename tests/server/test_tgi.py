@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import ValidationError
 
-from quire.server.tgi.fields import Parameters
+from quire.server.tgi.protocol import Parameters
 from tests.server.running import Running, wait_for
 
 pytestmark = pytest.mark.server
@@ -138,8 +138,8 @@ class TestRoutes:
         assert document["details"]["seed"] is None
 
     def test_a_default_answer_fits_into_what_is_left(self):
-        assert Parameters().sampling({}, stream=False, room=7).max_tokens == 7
-        assert Parameters().sampling({}, stream=False, room=2000).max_tokens == 100
+        assert Parameters().sampling_params({}, stream=False, room=7).max_tokens == 7
+        assert Parameters().sampling_params({}, stream=False, room=2000).max_tokens == 100
 
 
 class TestParameters:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Finish
-from quire.server.tgi.token_texts import TokenTexts
+from quire.server.tgi.output import TokenTexts
 from quire.text.exchange import Exchange, Intake
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
@@ -51,7 +51,7 @@ def test_pieces_are_the_answer(made):
             break
     assert answer.finished
     assert "".join(pieces) == answer.text
-    assert len(pieces) == len(answer.token_ids) == texts.num_given
+    assert len(pieces) == len(answer.token_ids) == texts.num_taken
 
 
 @given(answers())

@@ -12,12 +12,19 @@ from starlette.responses import Response
 from quire.core.outputs import PositionLogprobs
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
-from quire.server.context import Context, context
-from quire.server.documents import Completion, answers
-from quire.server.openai.bodies import completion_logprobs, finish_reason, prompt_logprobs, usage
-from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
-from quire.server.openai.fields import CompletionRequest
-from quire.server.stream import JSON, EventStream, while_connected
+from quire.server.openai.output import (
+    Delta,
+    Document,
+    completion_logprobs,
+    list_choices,
+    prompt_logprobs,
+    stream_choices,
+    usage,
+)
+from quire.server.openai.protocol import CompletionRequest
+from quire.server.schemas import Completion, response_schemas
+from quire.server.service import RequestContext, request_context
+from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
 from quire.text.detokenizer import Detokenizer
 from quire.text.exchange import Exchange
 from quire.text.offsets import PromptText, TokenOffsets
@@ -28,110 +35,108 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Writes choices as this route's documents."""
-
-    call: Context
-    body: CompletionRequest
-    prompts: Mapping[Exchange, PromptText] = field(default_factory=dict)  # those that are echoed
-    offsets: dict[int, TokenOffsets] = field(default_factory=dict)  # of each choice's tokens
-
-    def head(self) -> Document:
-        return {
-            "id": f"cmpl-{self.call.request_id}",
-            "object": "text_completion",
-            "created": self.call.created_s,
-            "model": self.call.service.model,
-        }
-
-    def write(self, choice: Choice) -> list[Document]:
-        """What has not been written of an answer; nothing while no character of it is complete."""
-        body, answer, first = self.body, choice.answer, not choice.num_tokens
-        text = choice.take_text()
-        prompt = self.prompts[choice.exchange].text if first and body.echo else ""
-        if not (text or prompt or answer.finished or body.logprobs is not None or body.return_token_ids):
-            return []
-        document: Document = {
-            "index": choice.index,
-            "text": prompt + text,
-            "logprobs": None if body.logprobs is None else self.logprobs(choice, body.logprobs),
-            "finish_reason": finish_reason(answer),
-            "stop_reason": answer.stop_reason,
-        }
-        if body.return_token_ids:
-            document["token_ids"] = answer.token_ids[choice.num_tokens :]
-            document["prompt_token_ids"] = choice.exchange.output.prompt_token_ids if first else None
-        if body.prompt_logprobs is not None and first:
-            document["prompt_logprobs"] = prompt_logprobs(choice.exchange.output, body.prompt_logprobs)
-        choice.settle()
-        return [document]
-
-    def logprobs(self, choice: Choice, num_top: int) -> Document:
-        """Of the tokens that have not been written, and of an echoed prompt's before the first of them."""
-        output, answer, start = choice.exchange.output, choice.answer, choice.num_tokens
-        prompt = self.prompts.get(choice.exchange)
-        tokens = answer.token_ids[start:]
-        positions: list[PositionLogprobs | None] = list((answer.logprobs or ())[start:])
-        offsets = self.answer_offsets(choice, tokens)
-        if prompt is not None and not start:
-            scored = output.prompt_logprobs or []  # fewer than the prompt's tokens if it was aborted
-            tokens = [*output.prompt_token_ids[: len(scored)], *tokens]
-            positions = [*scored, *positions]
-            offsets = [*prompt.offsets[: len(scored)], *offsets]
-        return completion_logprobs(tokens, positions, offsets, num_top, self.call.service.tokenizer)
-
-    def answer_offsets(self, choice: Choice, tokens: list[int]) -> list[int]:
-        """Where tokens of the answer begin. A stop string is left out of the text, but its tokens are there."""
-        prompt = self.prompts.get(choice.exchange)
-        begin = len(prompt.text) if prompt is not None else 0
-        if choice.index not in self.offsets:
-            skips = choice.exchange.requests[0].params.skip_special_tokens
-            detokenizer = Detokenizer(self.call.service.tokenizer, skip_special_tokens=skips, continues=True)
-            self.offsets[choice.index] = TokenOffsets(detokenizer, begin)
-        offsets = self.offsets[choice.index].take(tokens)
-        end = begin + len(choice.answer.text)
-        return [min(offset, end) for offset in offsets] if choice.answer.finished else offsets
-
-
-@router.post("/v1/completions", responses=answers(Completion, stream=True))
+@router.post("/v1/completions", responses=response_schemas(Completion, stream=True))
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
-    call = context(request)
-    call.check_model(body.model)
-    exchanges, writer = await open_call(call, body)
-    service = call.service
+    context = request_context(request, body.model)
+    exchanges, writer = await open_prompts(context, body)
+    service = context.service
     if body.stream:
         events = stream_choices(service, exchanges, writer.head(), writer.write, body.stream_options)
-        return EventStream(call.guard(events), call.headers())
-    await while_connected(request.receive, service.complete(exchanges))
-    for exchange in exchanges:
-        check(exchange)
-    choices = [document for choice in choices_of(exchanges) for document in writer.write(choice)]
-    return JSON({**writer.head(), "choices": choices, "usage": usage(exchanges)}, headers=call.headers())
+        return EventStreamResponse(events)
+    await with_cancellation(request.receive, service.complete(exchanges))
+    # A beam search may find fewer answers than n.
+    written = (choice.write(writer.write) for choice in list_choices(exchanges))
+    choices = [document for document in written if document is not None]
+    return JSONResponse({**writer.head(), "choices": choices, "usage": usage(exchanges)})
 
 
-async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchange], Writer]:
-    """An exchange for each prompt, and what writes their answers."""
-    params = sampling(body, call.service.ready.sampling)
-    await call.prepare(params)
-    prompts, gate = body.prompts(call.service.config.max_prompts), call.service.gate
-    gate.check(len(prompts) * params.num_sequences, 0)
+async def open_prompts(context: RequestContext, body: CompletionRequest) -> tuple[list[Exchange], CompletionWriter]:
+    """An exchange for each prompt, and the writer of their answers."""
+    service = context.service
+    params = sampling_params(body, service.ready.sampling)
+    await service.check_grammar(params)
+    prompts, admission = body.prompts(service.config.max_prompts), service.admission
+    admission.check(len(prompts) * params.num_sequences, 0)
     exchanges = []
     for prompt in prompts:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        exchanges.append(await call.service.open(given, params, call.caller, call.new_id(), body.priority or 0))
+        exchanges.append(await service.open(given, params, context, body.priority or 0))
     num_tokens = sum(len(exchange.output.prompt_token_ids) for exchange in exchanges)
-    gate.check(len(prompts) * params.num_sequences, num_tokens)
-    located = {exchange: await call.service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
-    return exchanges, Writer(call, body, located)
+    admission.check(len(prompts) * params.num_sequences, num_tokens)
+    located = {exchange: await service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
+    return exchanges, CompletionWriter(context, body, located)
 
 
-def sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise InvalidParams(f"logprobs is {body.logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.", "logprobs")
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         scored = max(scored or 0, body.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return body.sampling(defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+    return body.sampling_params(defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionWriter:
+    """Writes choices as completions, whole or chunk by chunk."""
+
+    context: RequestContext
+    body: CompletionRequest
+    prompts: Mapping[Exchange, PromptText] = field(default_factory=dict)  # those that are echoed
+    offsets: dict[int, TokenOffsets] = field(default_factory=dict)  # of the tokens of each choice
+
+    def head(self) -> Document:
+        return {
+            "id": f"cmpl-{self.context.request_id}",
+            "object": "text_completion",
+            "created": self.context.created_s,
+            "model": self.context.service.model,
+        }
+
+    def write(self, delta: Delta) -> Document | None:
+        """The document of a delta; none while no character of it is complete."""
+        body, output, first = self.body, delta.exchange.output, delta.is_first
+        prompt = self.prompts[delta.exchange].text if first and body.echo else ""
+        has_details = body.logprobs is not None or body.return_token_ids
+        if not (delta.text or prompt or delta.finish_reason or has_details):
+            return None
+        document: Document = {
+            "index": delta.index,
+            "text": prompt + delta.text,
+            "logprobs": None if body.logprobs is None else self.logprobs(delta, body.logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.answer.stop_reason,
+        }
+        if body.return_token_ids:
+            document["token_ids"] = delta.token_ids
+            document["prompt_token_ids"] = output.prompt_token_ids if first else None
+        if body.prompt_logprobs is not None and first:
+            document["prompt_logprobs"] = prompt_logprobs(output, body.prompt_logprobs)
+        return document
+
+    def logprobs(self, delta: Delta, num_top: int) -> Document:
+        """Of the tokens of a delta, and in the first of them also of the echoed prompt."""
+        output, tokens = delta.exchange.output, delta.token_ids
+        prompt = self.prompts.get(delta.exchange)
+        positions: list[PositionLogprobs | None] = list(delta.logprobs)
+        offsets = self.answer_offsets(delta)
+        if prompt is not None and delta.is_first:
+            scored = output.prompt_logprobs or []  # fewer than the prompt's tokens if it was aborted
+            tokens = [*output.prompt_token_ids[: len(scored)], *tokens]
+            positions = [*scored, *positions]
+            offsets = [*prompt.offsets[: len(scored)], *offsets]
+        return completion_logprobs(tokens, positions, offsets, num_top, self.context.service.tokenizer)
+
+    def answer_offsets(self, delta: Delta) -> list[int]:
+        """Where the tokens of a delta begin. The text leaves out a stop string, but its tokens are there."""
+        prompt = self.prompts.get(delta.exchange)
+        begin = len(prompt.text) if prompt is not None else 0
+        if delta.index not in self.offsets:
+            skips = delta.exchange.requests[0].params.skip_special_tokens
+            detokenizer = Detokenizer(self.context.service.tokenizer, skip_special_tokens=skips, continues=True)
+            self.offsets[delta.index] = TokenOffsets(detokenizer, begin)
+        offsets = self.offsets[delta.index].take(delta.token_ids)
+        end = begin + len(delta.answer.text)
+        return [min(offset, end) for offset in offsets] if delta.finish_reason else offsets

@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model there is."""
+"""GET /v1/models: the one model that is served."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.context import Context, context
-from quire.server.documents import ModelCard, ModelList, answers
-from quire.server.stream import JSON
+from quire.server.schemas import ModelCard, ModelList, response_schemas
+from quire.server.service import RequestContext, request_context
+from quire.server.streaming import JSONResponse
 
 router = APIRouter()
 
 
-@router.get("/v1/models", responses=answers(ModelList))
+@router.get("/v1/models", responses=response_schemas(ModelList))
 async def list_models(request: Request) -> Response:
-    """The models that can be asked."""
-    return JSON({"object": "list", "data": [card(context(request))]})
+    """List the models."""
+    return JSONResponse({"object": "list", "data": [card(request_context(request))]})
 
 
-@router.get("/v1/models/{model:path}", responses=answers(ModelCard))
+@router.get("/v1/models/{model:path}", responses=response_schemas(ModelCard))
 async def show_model(request: Request, model: str) -> Response:
     """One model."""
-    call = context(request)
-    call.check_model(model)
-    return JSON(card(call))
+    return JSONResponse(card(request_context(request, model)))
 
 
-def card(call: Context) -> dict[str, Any]:
-    service = call.service
+def card(context: RequestContext) -> dict[str, Any]:
+    service = context.service
     return {
         "id": service.model,
         "object": "model",
