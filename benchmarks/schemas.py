@@ -29,8 +29,8 @@ from referencing.exceptions import Unresolvable
 from quire import LLM, SamplingParams
 from quire.core.params import StructuredOutputs
 from quire.errors import BadGrammar
-from quire.text.grammar_worker import GrammarChecker
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.checker import GrammarChecker
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 PROMPT = "A short example, as JSON:\n"
 AT_ONCE = 64

@@ -12,9 +12,9 @@ from time import perf_counter
 from quire.bench.wire import ResponseReader
 from quire.config import DEFAULT_MODEL
 from quire.kernels import isa
-from quire.text.chat_template import ChatTemplate
-from quire.text.load import load_tokenizer
-from quire.text.stops import StopScanner
+from quire.text.detokenizer import StopScanner
+from quire.text.templates.chat_template import ChatTemplate
+from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.store import resolve
 
 REPEATS = 7

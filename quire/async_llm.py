@@ -10,10 +10,10 @@ from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
 from quire.errors import InvalidParams
-from quire.text.exchange import Exchange, Intake, Prompt
-from quire.text.grammar import Grammars
-from quire.text.load import load_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import Grammars
+from quire.text.input_processor import Intake, Prompt
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from quire.weights.store import resolve
 
 

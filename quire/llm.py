@@ -26,14 +26,14 @@ from quire.engine.client import Inbox, Shared, no_garbage_collection
 from quire.errors import InvalidParams, TemplateError
 from quire.progress import bar
 from quire.text.detokenizer import Detokenizer
-from quire.text.exchange import Exchange, Intake, Prompt, packed
-from quire.text.grammar import Grammars
-from quire.text.load import load_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import Grammars
+from quire.text.input_processor import Intake, Prompt, packed
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from quire.weights.store import resolve
 
 if TYPE_CHECKING:
-    from quire.text.chat_template import ChatTemplate
+    from quire.text.templates.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -146,7 +146,7 @@ class LLM:
 
     def _compile(self, source: str) -> ChatTemplate:
         """The chat template; the one that was used last is kept."""
-        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+        from quire.text.templates.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
 
         if self._chat_template is None or self._chat_template.source != source:
             self._chat_template = ChatTemplate(source, self._tokenizer.special_tokens)

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "quant",
         "text.grammar",
-        "text.load",
+        "text.tokenizers",
         "config",
         "errors",
     },

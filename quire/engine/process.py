@@ -43,7 +43,7 @@ from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.text.grammar import Grammars
+    from quire.text.grammar.constraint import Grammars
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
@@ -144,8 +144,10 @@ class EngineLoop:
         if spec is None:
             return None
         if self._grammars is None:
-            from quire.text.grammar import Grammars  # only who asks for structure waits for a vocabulary to be read
-            from quire.text.load import load_tokenizer
+            from quire.text.grammar.constraint import (
+                Grammars,  # only who asks for structure waits for a vocabulary to be read
+            )
+            from quire.text.tokenizers.tokenizer import load_tokenizer
 
             tokenizer, config = load_tokenizer(self._path), self._engine.info.config
             ends = tokenizer.end_token_ids | frozenset(config.eos_token_ids)

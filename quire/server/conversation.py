@@ -17,12 +17,12 @@ from quire.server.context import Context
 from quire.server.openai.choices import check
 from quire.server.service import Service
 from quire.server.templates import Template
-from quire.text.exchange import Exchange
-from quire.text.tool_events import Event, TextPiece
-from quire.text.tool_formats import ToolFormat, special_markers
-from quire.text.tool_grammar import call_grammar
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import NO_TOOLS, Tool, ToolChoice
+from quire.text.output_processor import Exchange
+from quire.text.tools.definitions import NO_TOOLS, Tool, ToolChoice
+from quire.text.tools.events import Event, TextPiece
+from quire.text.tools.formats import ToolFormat, special_markers
+from quire.text.tools.grammar import call_grammar
+from quire.text.tools.parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from quire.server.front import Front
 from quire.server.keys import read_keys
 from quire.server.metrics import Metrics
 from quire.server.service import Service
-from quire.text.load import load_tokenizer
+from quire.text.tokenizers.tokenizer import load_tokenizer
 
 POLL_S = 0.05
 BACKLOG = 4096

@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 from quire.core.plan import Update
 from quire.engine.messages import Stepped
-from quire.text.exchange import Exchange
+from quire.text.output_processor import Exchange
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)

@@ -21,11 +21,12 @@ from quire.server.gate import Gate
 from quire.server.keys import Caller
 from quire.server.metrics import Metrics
 from quire.server.templates import ChatTemplates, Result, run_in
-from quire.text.exchange import Exchange, Intake, Prompt
-from quire.text.grammar_worker import GrammarChecker
-from quire.text.length_bound import find_length_bound
-from quire.text.offsets import PromptText, locate_prompt
-from quire.text.tokenizer import Tokenizer
+from quire.text.detokenizer import PromptText, locate_prompt
+from quire.text.grammar.checker import GrammarChecker
+from quire.text.input_processor import Intake, Prompt
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.length_bound import find_length_bound
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 LONG_CHARS = 8192  # what takes longer than a step to encode is encoded in a thread
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidParams, TemplateError
-from quire.text.chat_template import ChatTemplate
-from quire.text.tokenizer import Tokenizer
-from quire.text.tool_dialect import Dialect, choose_dialect
-from quire.text.tool_messages import prepare_messages
-from quire.text.tools import Tool
+from quire.text.templates.capabilities import Dialect, choose_dialect
+from quire.text.templates.chat_template import ChatTemplate
+from quire.text.templates.messages import prepare_messages
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.definitions import Tool
 
 Result = TypeVar("Result")
 

@@ -19,8 +19,8 @@ from quire.server.documents import PromptText, Tokens, TokenSpan, answers
 from quire.server.fields import ArrayOf, Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
-from quire.text.tokenizer import Tokenizer
-from quire.text.tools import read_choice, read_tools
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.definitions import read_choice, read_tools
 
 router = APIRouter()
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from quire.text.stops import StopScanner
-from quire.text.tokenizer import Tokenizer
+from quire.errors import InvalidParams
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -99,3 +100,89 @@ class Detokenizer:
         if fresh:
             self._emitted.append(fresh)
         return fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stop string, and where it ends in the characters that were held and those that were scanned."""
+
+    stop: str
+    end: int
+
+
+class StopScanner:
+    """Finds the stop string that ends first; of those that end together, the longest."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise InvalidParams(f"A stop string is empty or not text in {list(stops)!r}; give non-empty strings.")
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self.held = ""  # the longest end of the text that is the beginning of a stop string, but not all of one
+
+    def scan(self, characters: str, counts: bool) -> Found | None:
+        """Go on with these characters. Unless it `counts`, a stop string that is completed here is passed over."""
+        if not self.held and self._first_characters.isdisjoint(characters):
+            return None
+        window = self.held + characters
+        if counts and (found := self._find(window, len(self.held))) is not None:
+            return found
+        self.held = self._find_beginning(window)
+        return None
+
+    def _find(self, window: str, num_held: int) -> Found | None:
+        """The first stop string that ends behind the characters that were held: before, it was passed over."""
+        found: Found | None = None
+        for stop in self._stops:
+            start = window.find(stop, max(0, num_held + 1 - len(stop)))
+            if start >= 0 and (found is None or start + len(stop) < found.end):
+                found = Found(stop, start + len(stop))
+        return found
+
+    def _find_beginning(self, window: str) -> str:
+        """The longest end of the window that a stop string begins with and is longer than."""
+        longest = ""
+        for stop in self._stops:
+            start = window.find(stop[0], max(0, len(window) + 1 - len(stop)))
+            while 0 <= start < len(window) - len(longest):
+                if stop.startswith(window[start:]):
+                    longest = window[start:]
+                    break
+                start = window.find(stop[0], start + 1)
+        return longest
+
+
+class TokenOffsets:
+    """Offsets of tokens that arrive one after another. `detokenizer` gives each token's share of the text."""
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._end = start
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._end)
+            self._end += len(self._detokenizer.push([token_id]))
+        return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt's text, and the offset in it of each of the prompt's tokens."""
+
+    text: str
+    offsets: list[int]
+
+
+def locate_prompt(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int]) -> PromptText:
+    """A prompt was given as a text, or as token ids alone, which are decoded.
+
+    The encoder may change a text before it cuts it into tokens, so offsets in a given text are the encoder's own.
+    """
+    if text is not None:
+        encoded, offsets = tokenizer.encode_with_offsets(text)
+        if encoded == list(token_ids):
+            return PromptText(text, offsets)
+    offsets = TokenOffsets(Detokenizer(tokenizer)).take(token_ids)
+    return PromptText(Detokenizer(tokenizer).decode(token_ids), offsets)

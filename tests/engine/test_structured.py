@@ -17,8 +17,8 @@ from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
 from quire.engine.logits import forbid_at_once, forbid_others
 from quire.engine.messages import Order, Submit, decode_for_engine, encode
-from quire.text.grammar import Grammars
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import Grammars
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 from tests.tools.tiny import LLAMA, TinyEngine, tiny_model
 

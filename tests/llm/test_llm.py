@@ -24,7 +24,7 @@ from quire.errors import (
     TemplateError,
     UnknownField,
 )
-from quire.text.exchange import Intake
+from quire.text.input_processor import Intake
 
 pytestmark = pytest.mark.model
 

@@ -17,8 +17,9 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.params import StructuredOutputs
 from quire.engine.supervisor import Supervised, Watch
 from quire.errors import BadGrammar
-from quire.text.exchange import Exchange, Intake
-from quire.text.load import load_tokenizer
+from quire.text.input_processor import Intake
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -16,9 +16,9 @@ from quire.server.anthropic.fields import MessagesRequest
 from quire.server.anthropic.inquiries import make_inquiry
 from quire.server.anthropic.messages import Answering
 from quire.server.anthropic.problems import anthropic_problem
-from quire.text.tool_formats import HERMES
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import ToolChoice, make_tool
+from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.tools.formats import HERMES
+from quire.text.tools.parser import ToolParser
 from tests.server.running import Running, wait_for
 from tests.server.scripted import ScriptedService, make_exchange
 from tests.server.test_responses import running

@@ -16,9 +16,10 @@ from quire.server.openai.bodies import chat_logprobs
 from quire.server.openai.choices import choices_of
 from quire.server.openai.completions import open_call, sampling
 from quire.server.openai.fields import CompletionRequest
-from quire.text.exchange import Exchange, Intake
-from quire.text.offsets import PromptText, locate_prompt
-from quire.text.tokenizer import Tokenizer
+from quire.text.detokenizer import PromptText, locate_prompt
+from quire.text.input_processor import Intake
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu

@@ -19,9 +19,9 @@ from quire.server.openai.responses_draft import Draft
 from quire.server.openai.responses_items import as_messages
 from quire.server.openai.responses_running import Answering
 from quire.server.openai.responses_store import Record, ResponseStore, Shelf
-from quire.text.tool_formats import HERMES
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import ToolChoice, make_tool
+from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.tools.formats import HERMES
+from quire.text.tools.parser import ToolParser
 from tests.server.openapi_schema import validate_event
 from tests.server.scripted import ScriptedService, make_exchange
 

@@ -10,8 +10,9 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Finish
 from quire.server.tgi.token_texts import TokenTexts
-from quire.text.exchange import Exchange, Intake
-from quire.text.tokenizer import Tokenizer
+from quire.text.input_processor import Intake
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu

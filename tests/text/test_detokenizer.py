@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidParams
-from quire.text.detokenizer import Detokenizer
-from quire.text.stops import StopScanner
-from quire.text.tokenizer import Tokenizer
+from quire.text.detokenizer import Detokenizer, StopScanner
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu

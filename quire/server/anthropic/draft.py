@@ -14,8 +14,8 @@ from quire.core.outputs import CompletionOutput
 from quire.errors import QuireError
 from quire.server.anthropic.problems import anthropic_problem
 from quire.server.stream import event
-from quire.text.exchange import Exchange
-from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
+from quire.text.output_processor import Exchange
+from quire.text.tools.events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
 
 Document = dict[str, Any]
 

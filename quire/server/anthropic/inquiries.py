@@ -16,7 +16,7 @@ from quire.server.anthropic.fields import (
     ToolUseBlock,
 )
 from quire.server.conversation import Inquiry
-from quire.text.tools import Tool, ToolChoice, gather_tools, make_tool, name_choice, read_choice
+from quire.text.tools.definitions import Tool, ToolChoice, gather_tools, make_tool, name_choice, read_choice
 
 Document = dict[str, Any]
 

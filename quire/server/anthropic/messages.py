@@ -18,8 +18,8 @@ from quire.server.conversation import narrate
 from quire.server.documents import AnthropicError, AnthropicMessage, TokenCount, answers
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.exchange import Exchange
-from quire.text.tool_parser import ToolParser
+from quire.text.output_processor import Exchange
+from quire.text.tools.parser import ToolParser
 
 router = APIRouter()
 

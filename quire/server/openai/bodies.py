@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from quire.text.exchange import Exchange
-from quire.text.tokenizer import Tokenizer
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:

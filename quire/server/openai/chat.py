@@ -19,10 +19,10 @@ from quire.server.openai.choices import Choice, Document, check, choices_of, str
 from quire.server.openai.fields import ChatRequest
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.exchange import Exchange
-from quire.text.tool_events import ArgumentsPiece, CallBegins, Event, TextPiece, collect
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import read_choice, read_tools
+from quire.text.output_processor import Exchange
+from quire.text.tools.definitions import read_choice, read_tools
+from quire.text.tools.events import ArgumentsPiece, CallBegins, Event, TextPiece, collect
+from quire.text.tools.parser import ToolParser
 
 MAX_LOGPROBS = 20
 

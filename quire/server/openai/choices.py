@@ -12,7 +12,7 @@ from quire.server.openai.bodies import usage
 from quire.server.openai.fields import StreamOptions
 from quire.server.service import Service
 from quire.server.stream import DONE, event
-from quire.text.exchange import Exchange
+from quire.text.output_processor import Exchange
 
 Document = dict[str, Any]
 

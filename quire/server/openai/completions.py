@@ -18,9 +18,8 @@ from quire.server.openai.bodies import completion_logprobs, finish_reason, promp
 from quire.server.openai.choices import Choice, Document, check, choices_of, stream_choices
 from quire.server.openai.fields import CompletionRequest
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.detokenizer import Detokenizer
-from quire.text.exchange import Exchange
-from quire.text.offsets import PromptText, TokenOffsets
+from quire.text.detokenizer import Detokenizer, PromptText, TokenOffsets
+from quire.text.output_processor import Exchange
 
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16

@@ -19,7 +19,7 @@ from quire.server.openai.responses_running import Answering
 from quire.server.openai.responses_store import Record, Shelf
 from quire.server.openai.responses_stored import shelf_of
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.tools import Tool, read_choice, read_tools
+from quire.text.tools.definitions import Tool, read_choice, read_tools
 
 Document = dict[str, Any]
 

@@ -12,7 +12,7 @@ from quire.core.outputs import CompletionOutput
 from quire.errors import InvalidRequest, Overloaded, QuireError
 from quire.server.openai.responses_items import new_id, output_part
 from quire.server.stream import event
-from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
+from quire.text.tools.events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
 
 Document = dict[str, Any]
 RUNNING = ("queued", "in_progress")

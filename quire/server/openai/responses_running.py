@@ -16,8 +16,8 @@ from quire.server.conversation import narrate
 from quire.server.openai.bodies import chat_logprobs
 from quire.server.openai.responses_store import Record, Shelf
 from quire.server.service import Service
-from quire.text.exchange import Exchange
-from quire.text.tool_parser import ToolParser
+from quire.text.output_processor import Exchange
+from quire.text.tools.parser import ToolParser
 
 Document = dict[str, Any]
 

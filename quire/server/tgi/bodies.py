@@ -8,8 +8,8 @@ from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs
 from quire.server.tgi.fields import Parameters
 from quire.server.tgi.problems import IncompleteGeneration
 from quire.server.tgi.token_texts import TokenTexts
-from quire.text.exchange import Exchange
-from quire.text.tokenizer import Tokenizer
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 Document = dict[str, Any]
 

@@ -16,7 +16,7 @@ from quire.server.tgi.bodies import Writer, best_of
 from quire.server.tgi.fields import AnyRequest, GenerateRequest
 from quire.server.tgi.problems import tgi_problem
 from quire.server.tgi.timing import Timing, base_headers
-from quire.text.exchange import Exchange
+from quire.text.output_processor import Exchange
 
 router = APIRouter()
 

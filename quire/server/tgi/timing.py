@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from quire.server.context import Context
-from quire.text.exchange import Exchange
+from quire.text.output_processor import Exchange
 
 
 class Timing:

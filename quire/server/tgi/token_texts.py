@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 
 from quire.core.outputs import CompletionOutput
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class TokenTexts:

@@ -16,7 +16,7 @@ from quire.server.documents import TemplatedTokens, TGIError, answers
 from quire.server.openai.chat import read_inquiry
 from quire.server.openai.fields import ChatRequest
 from quire.server.stream import JSON
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 router = APIRouter()
 

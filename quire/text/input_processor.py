@@ -1,0 +1,207 @@
+"""Intake: checks."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from quire.core.constraint import Constraint
+from quire.core.params import SamplingParams, check_priority
+from quire.core.request import Request
+from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
+from quire.text.grammar.constraint import Grammars
+from quire.text.output_processor import Exchange
+from quire.text.tokenizers.length_bound import LengthBound
+from quire.text.tokenizers.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+TEXTS_AT_ONCE = 1024  # that are encoded together, before their tokens are packed
+GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 64 bits
+
+
+class PackedTokens(array):  # type: ignore[type-arg]
+    """Tokens that our own tokenizer has made, four bytes each."""
+
+
+@dataclass(slots=True)
+class Intake:
+    """Opens exchanges for one model. What ends an answer is what the tokenizer or the model's configuration names."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_len: int
+    eos_token_ids: Sequence[int] = ()
+    seed: int | None = None
+    by_priority: bool = False  # whether the scheduler heeds priorities
+    grammars: Grammars | None = None  # makes constraints; without it the engine's process does
+    length_bound: LengthBound | None = None  # refuses texts that are far too long before they are encoded
+    numbers: Iterator[int] = field(default_factory=count)  # of exchanges, in their order
+    end_token_ids: frozenset[int] = field(init=False)
+    _ids: list[int] = field(init=False)  # one object for each token id: a list of them takes 8 bytes a token, not 36
+
+    def __post_init__(self) -> None:
+        self._ids = list(range(max(self.vocab_size, self.tokenizer.vocab_size)))
+        self.end_token_ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
+
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        tenant: str = "",
+        kept: frozenset[int] = frozenset(),
+    ) -> Exchange:
+        """Check a prompt and its parameters, and make the requests for it.
+
+        `kept` are special tokens that stay in the text although others are skipped.
+        """
+        text, tokens = self.encode(prompt)
+        self.check_params(params)
+        self.check_prompt(tokens, params, priority)
+        return self.make(text, tokens, params, next(self.numbers), request_id, priority, salt, tenant, kept)
+
+    def make(
+        self,
+        text: str | None,
+        tokens: list[int],
+        params: SamplingParams,
+        number: int,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+        tenant: str = "",
+        kept: frozenset[int] = frozenset(),
+    ) -> Exchange:
+        """The exchange of a prompt that has been checked. Its number is its id, if it has no other, and its seed's."""
+        request_id = str(number) if request_id is None else request_id
+        seed = self._choose_seed(params, number)
+        ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        requests: list[Request] = []
+        bad_words = self._bad_words(params)
+        for index, one_id in enumerate(ids):
+            requests.append(
+                Request(
+                    one_id,
+                    tokens,
+                    params,
+                    end_token_ids=self.end_token_ids,
+                    bad_word_ids=bad_words,
+                    seed=(seed + index * GOLDEN) % 2**64,
+                    priority=priority,
+                    salt=salt,
+                    tenant=tenant,
+                    max_tokens=self.max_len - len(tokens) if params.max_tokens is None else params.max_tokens,
+                    leader=requests[0] if requests else None,
+                    constraint=self._constraint(params),
+                )
+            )
+        return Exchange(request_id, requests, text, self.tokenizer, kept)
+
+    def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that are strings with their tokens beside them, four bytes each, encoded on all cores."""
+        encoded = list(prompts)
+        texts = [(index, text) for index, prompt in enumerate(encoded) if (text := text_of(prompt)) is not None]
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[first : first + TEXTS_AT_ONCE]
+            batch = self.tokenizer.encode_batch([text for _, text in some])
+            for (index, text), tokens in zip(some, batch, strict=True):
+                encoded[index] = packed(text, tokens)
+        return encoded
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit the context, whatever its tokens are."""
+        if self.length_bound is None or len(text) < self.max_len:
+            return
+        least = self.length_bound.min_tokens(text)
+        if least >= self.max_len:
+            raise PromptTooLong(
+                f"The prompt has {len(text):,} characters, which are at least {least:,} tokens, but prompt and answer "
+                f"together may have {self.max_len:,}. Shorten the prompt or raise max_len."
+            )
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its tokens."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Mapping):
+            raise InvalidParams(f"A prompt is a string or an object with prompt_token_ids, not {kind(prompt)}.")
+        UnknownField.check("A prompt", prompt, ("prompt", "prompt_token_ids"))
+        if "prompt_token_ids" in prompt:
+            tokens = prompt["prompt_token_ids"]
+            is_packed = isinstance(tokens, PackedTokens)
+            return prompt.get("prompt"), [self._ids[token] for token in tokens] if is_packed else list(tokens)
+        return self.encode(prompt.get("prompt", ""))
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters that name tokens which the model lacks, or a grammar that cannot be followed."""
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        self._constraint(params)
+
+    def check_prompt(self, tokens: Sequence[int], params: SamplingParams, priority: int) -> None:
+        """Refuse a prompt that this engine could not serve."""
+        check_priority(priority)
+        if priority and not self.by_priority:
+            raise InvalidParams(
+                f"priority is {priority}, but this engine serves in order of arrival; set order='priority'."
+            )
+        if not tokens:
+            raise EmptyPrompt("The prompt is empty; give at least one token of text.")
+        room = self.max_len - len(tokens)
+        if room < (params.max_tokens != 0):  # a prompt that is only scored may fill the context
+            raise PromptTooLong(
+                f"The prompt has {len(tokens):,} tokens, but prompt and answer together may have {self.max_len:,}. "
+                "Shorten the prompt or raise max_len."
+            )
+        self._check_ids("prompt_token_ids", tokens)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"The prompt has {len(tokens):,} tokens and max_tokens is {params.max_tokens:,}, together more than "
+                f"{self.max_len:,}. Lower max_tokens to {room:,} or less, or leave it out.",
+                "max_tokens",
+            )
+
+    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise InvalidParams(
+                    f"{name} holds {show(token)}; token ids are whole numbers from 0 to {self.vocab_size - 1}.", name
+                )
+
+    def _choose_seed(self, params: SamplingParams, number: int) -> int:
+        if params.seed is not None:
+            return params.seed % 2**64
+        if self.seed is not None:
+            return (self.seed + (number + 1) * GOLDEN) % 2**64
+        return secrets.randbits(64)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if self.grammars is None or params.structured_outputs is None:
+            return None
+        return self.grammars.constraint(params.structured_outputs)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """A word can begin a line or follow a space, and is other tokens there: both are banned."""
+        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
+def packed(text: str, tokens: Sequence[int]) -> Prompt:
+    """A prompt to be kept until the engine gets to it."""
+    return {"prompt": text, "prompt_token_ids": PackedTokens("I", tokens)}
+
+
+def text_of(prompt: object) -> str | None:
+    """The text of a prompt that is nothing else."""
+    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
+        prompt = prompt["prompt"]
+    return prompt if isinstance(prompt, str) else None
