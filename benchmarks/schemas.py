@@ -58,12 +58,12 @@ async def try_out(cases: list[Case], checker: GrammarChecker) -> None:
     await checker.check(StructuredOutputs(json=True))
     for case in cases:
         begin = time.perf_counter()
-        num_ended = checker.num_ended
+        num_worker_deaths = checker.num_worker_deaths
         try:
             await checker.check(StructuredOutputs(json=case.schema))
         except BadGrammar as error:
             case.outcome, case.reason = "refused", str(error)
-            if checker.num_ended > num_ended:
+            if checker.num_worker_deaths > num_worker_deaths:
                 case.outcome = "hung" if "took longer" in case.reason else "crashed"
         case.compile_ms = 1000 * (time.perf_counter() - begin)
     await checker.close()

@@ -43,7 +43,7 @@ from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.text.grammar.constraint import Grammars
+    from quire.text.grammar.constraint import GrammarBackend
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
@@ -86,7 +86,7 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._path = path
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarBackend | None = None
         self._begun: set[str] = set()
         self._reported = 0.0
         engine.before_run = self._announce
@@ -144,15 +144,14 @@ class EngineLoop:
         if spec is None:
             return None
         if self._grammars is None:
-            from quire.text.grammar.constraint import (
-                Grammars,  # only who asks for structure waits for a vocabulary to be read
-            )
+            # Imported here: only a structured request needs the vocabulary.
+            from quire.text.grammar.constraint import GrammarBackend
             from quire.text.tokenizers.tokenizer import load_tokenizer
 
             tokenizer, config = load_tokenizer(self._path), self._engine.info.config
             ends = tokenizer.end_token_ids | frozenset(config.eos_token_ids)
-            self._grammars = Grammars(tokenizer, config.vocab_size, ends)
-        return self._grammars.constraint(spec, order.output)
+            self._grammars = GrammarBackend(tokenizer, config.vocab_size, ends)
+        return self._grammars.make_constraint(spec, order.output)
 
     def _announce(self, plan: Plan) -> None:
         """Said before the step, so that whoever watches knows who was in it if it never ends."""

@@ -17,11 +17,11 @@ from quire.server.context import Context
 from quire.server.openai.choices import check
 from quire.server.service import Service
 from quire.server.templates import Template
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 from quire.text.tools.definitions import NO_TOOLS, Tool, ToolChoice
-from quire.text.tools.events import Event, TextPiece
+from quire.text.tools.events import Event, TextDelta
 from quire.text.tools.formats import ToolFormat, special_markers
-from quire.text.tools.grammar import call_grammar
+from quire.text.tools.grammar import tool_call_grammar
 from quire.text.tools.parser import ToolParser
 
 
@@ -59,7 +59,7 @@ class ChatPrompt:
 
     @property
     def format(self) -> ToolFormat:
-        return self.template.dialect.format
+        return self.template.capabilities.format
 
     def demands(self) -> dict[str, Any]:
         """The sampling parameters that follow from tools and structure."""
@@ -71,7 +71,7 @@ class ChatPrompt:
                 "The answer is to be JSON and may be a call of a tool as well; ask for one of the two: set tool_choice "
                 "so that there must be a call, or none, or leave the format out."
             )
-        grammar = call_grammar(self.format, choice, special_markers(self.format, self.service.tokenizer))
+        grammar = tool_call_grammar(self.format, choice, special_markers(self.format, self.service.tokenizer))
         return {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
 
     def kept(self) -> frozenset[int]:
@@ -89,7 +89,7 @@ class ChatPrompt:
         )
         return text + inquiry.prefill
 
-    async def open(self, call: Context, params: SamplingParams, priority: int = 0) -> Exchange:
+    async def open(self, call: Context, params: SamplingParams, priority: int = 0) -> OutputProcessor:
         await call.prepare(params)
         text = await self.render()
         tokens = await self.service.encode_prompt(text, add_special_tokens=False)
@@ -100,7 +100,9 @@ class ChatPrompt:
         return None if self.inquiry.choice.mode == "none" else ToolParser(self.format, self.inquiry.choice)
 
 
-async def narrate(service: Service, exchange: Exchange, parser: ToolParser | None) -> AsyncGenerator[list[Event], None]:
+async def narrate(
+    service: Service, exchange: OutputProcessor, parser: ToolParser | None
+) -> AsyncGenerator[list[Event], None]:
     """What the one answer of an exchange says, as it grows.
 
     Where a single call was wanted the answer ends with it, whatever the model would have gone on to say.
@@ -110,7 +112,7 @@ async def narrate(service: Service, exchange: Exchange, parser: ToolParser | Non
         async for _ in growth:
             check(exchange)
             text, num_chars = answer.text[num_chars:], len(answer.text)
-            events: list[Event] = [TextPiece(text)] if text else []
+            events: list[Event] = [TextDelta(text)] if text else []
             if parser is not None:
                 events = parser.push(text) + (parser.finish() if answer.finished else [])
             yield events

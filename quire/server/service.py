@@ -23,8 +23,8 @@ from quire.server.metrics import Metrics
 from quire.server.templates import ChatTemplates, Result, run_in
 from quire.text.detokenizer import PromptText, locate_prompt
 from quire.text.grammar.checker import GrammarChecker
-from quire.text.input_processor import Intake, Prompt
-from quire.text.output_processor import Exchange
+from quire.text.input_processor import InputProcessor, Prompt
+from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.length_bound import find_length_bound
 from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class Service:
         self.created_s = int(time.time())
         self.numbers = itertools.count()
         self.gate = Gate(ready.max_requests, config.max_queue_requests, config.max_queue_tokens)
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             tokenizer,
             ready.vocab_size,
             ready.max_len,
@@ -70,13 +70,13 @@ class Service:
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt. One that cannot fit the context is refused before it is encoded."""
-        self._intake.check_length(text)
+        self._input_processor.check_length(text)
         return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def locate_prompt(self, exchange: Exchange) -> PromptText:
+    async def locate_prompt(self, exchange: OutputProcessor) -> PromptText:
         """The text of an exchange's prompt, and where its tokens begin in it."""
         text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
         size = len(token_ids) if text is None else len(text)
@@ -94,15 +94,15 @@ class Service:
         request_id: str,
         priority: int = 0,
         kept: frozenset[int] = frozenset(),
-    ) -> Exchange:
+    ) -> OutputProcessor:
         """Check a prompt and its parameters, and make the requests for it.
 
         Whether there is room is asked here too, as long as a refusal can still have a status of its own.
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt, "prompt_token_ids": await self.encode_prompt(prompt)}
-        exchange = self._intake.open(
-            prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, kept=kept
+        exchange = self._input_processor.process(
+            prompt, params, request_id, priority=priority, salt=caller.salt, tenant=caller.tenant, keep_special_ids=kept
         )
         self.gate.check(len(exchange.requests), len(exchange.output.prompt_token_ids))
         return exchange
@@ -110,7 +110,7 @@ class Service:
     async def check_grammar(self, spec: StructuredOutputs) -> None:
         """Raise BadGrammar if an answer cannot be made to follow this."""
         if self._grammars is None:
-            self._grammars = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._intake.end_token_ids)
+            self._grammars = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._input_processor.end_token_ids)
         await self._grammars.check(spec)
 
     async def close(self) -> None:
@@ -122,7 +122,7 @@ class Service:
 
     # ── answers out ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def answer(self, exchanges: Sequence[Exchange]) -> AsyncIterator[set[Exchange]]:
+    async def answer(self, exchanges: Sequence[OutputProcessor]) -> AsyncIterator[set[OutputProcessor]]:
         """Run exchanges that belong together to their end, yielding those that have grown each time some have.
 
         Whoever stops listening ends them. They end too when their time is over: then DeadlineExceeded is raised.
@@ -139,7 +139,7 @@ class Service:
                     deadline.check()
                     grown = {owners[update.id] for update in bundle}
                     for update in bundle:
-                        if owners[update.id].take(update):
+                        if owners[update.id].process(update):
                             self.client.abort(update.id)
                     clock.tick(bundle)
                     yield grown
@@ -148,7 +148,7 @@ class Service:
                 await updates.aclose()  # type: ignore[attr-defined]
                 clock.stop()
 
-    async def complete(self, exchanges: Sequence[Exchange]) -> None:
+    async def complete(self, exchanges: Sequence[OutputProcessor]) -> None:
         """Run exchanges to their end."""
         async for _ in self.answer(exchanges):
             pass
@@ -165,7 +165,7 @@ class Service:
 class Deadline:
     """Ends exchanges when their time is over, whatever their reader is doing."""
 
-    def __init__(self, client: Supervised, exchanges: Sequence[Exchange], seconds: float) -> None:
+    def __init__(self, client: Supervised, exchanges: Sequence[OutputProcessor], seconds: float) -> None:
         self._client = client
         self._exchanges = exchanges
         self._seconds = seconds
@@ -175,7 +175,7 @@ class Deadline:
     def _pass(self) -> None:
         self._passed = True
         for exchange in self._exchanges:
-            for request_id in exchange.open_ids:
+            for request_id in exchange.unfinished_ids:
                 self._client.abort(request_id)
 
     def check(self) -> None:

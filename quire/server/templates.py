@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidParams, TemplateError
-from quire.text.templates.capabilities import Dialect, choose_dialect
+from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.templates.messages import prepare_messages
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Template:
     """A compiled chat template, how it writes tool calls, and the threads that it runs in."""
 
     chat_template: ChatTemplate
-    dialect: Dialect
+    capabilities: TemplateCapabilities
     threads: Executor
 
     async def render(
@@ -48,7 +48,7 @@ class Template:
             raise InvalidParams(f"{name}: this has a field of its own; leave it out here.")
 
         def work() -> str:
-            prepared = prepare_messages([known_role(message) for message in messages], tools, self.dialect)
+            prepared = prepare_messages([known_role(message) for message in messages], tools, self.capabilities)
             return self.chat_template.render(
                 prepared.messages, prepared.tools, add_generation_prompt=add_generation_prompt, **(extra or {})
             )
@@ -94,7 +94,7 @@ class ChatTemplates:
     async def _compile(self, source: str, threads: Executor) -> Template:
         def work() -> Template:
             compiled = ChatTemplate(source, self._special_tokens)
-            return Template(compiled, choose_dialect(compiled), threads)
+            return Template(compiled, detect_capabilities(compiled), threads)
 
         return await run_in(threads, work)
 

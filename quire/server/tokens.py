@@ -20,7 +20,7 @@ from quire.server.fields import ArrayOf, Fields
 from quire.server.stream import JSON
 from quire.server.tgi.tokenize import spans
 from quire.text.tokenizers.tokenizer import Tokenizer
-from quire.text.tools.definitions import read_choice, read_tools
+from quire.text.tools.definitions import parse_tool_choice, parse_tools
 
 router = APIRouter()
 
@@ -39,11 +39,11 @@ class Conversation(Fields):
         """The prompt that a chat completion would make of it."""
         if self.messages is None:
             raise InvalidField("messages is missing; it is required.", "messages")
-        tools = read_tools(self.tools)
+        tools = parse_tools(self.tools)
         inquiry = Inquiry(
             messages=self.messages,
             tools=tools,
-            choice=read_choice(None, tools, None),
+            choice=parse_tool_choice(None, tools, None),
             template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt is not False,
             extra=self.chat_template_kwargs,

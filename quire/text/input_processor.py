@@ -1,4 +1,8 @@
-"""Intake: checks."""
+"""InputProcessor: a prompt and its sampling parameters become requests.
+
+It encodes the prompt, checks it against the model's limits, chooses a seed and makes the requests, together with the
+`OutputProcessor` that collects their output. Used by `LLM`, `AsyncLLM` and the server. No engine and no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +17,41 @@ from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams, check_priority
 from quire.core.request import Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
-from quire.text.grammar.constraint import Grammars
-from quire.text.output_processor import Exchange
+from quire.text.grammar.constraint import GrammarBackend
+from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.length_bound import LengthBound
 from quire.text.tokenizers.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
-TEXTS_AT_ONCE = 1024  # that are encoded together, before their tokens are packed
-GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a prompt's samples over all 64 bits
+ENCODE_BATCH_SIZE = 1024  # texts that are encoded in one call
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples over 64 bits
 
 
 class PackedTokens(array):  # type: ignore[type-arg]
-    """Tokens that our own tokenizer has made, four bytes each."""
+    """Token ids from the model's own tokenizer, four bytes each."""
 
 
 @dataclass(slots=True)
-class Intake:
-    """Opens exchanges for one model. What ends an answer is what the tokenizer or the model's configuration names."""
+class InputProcessor:
+    """Makes requests for one model. The end tokens are those of the tokenizer and of the model's configuration."""
 
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
     eos_token_ids: Sequence[int] = ()
     seed: int | None = None
-    by_priority: bool = False  # whether the scheduler heeds priorities
-    grammars: Grammars | None = None  # makes constraints; without it the engine's process does
-    length_bound: LengthBound | None = None  # refuses texts that are far too long before they are encoded
-    numbers: Iterator[int] = field(default_factory=count)  # of exchanges, in their order
+    by_priority: bool = False  # whether the scheduler orders requests by priority
+    grammars: GrammarBackend | None = None  # makes constraints here; None: the engine's process makes them
+    length_bound: LengthBound | None = None  # refuses a text that is too long without encoding it
+    request_counter: Iterator[int] = field(default_factory=count)  # numbers prompts in their order
     end_token_ids: frozenset[int] = field(init=False)
-    _ids: list[int] = field(init=False)  # one object for each token id: a list of them takes 8 bytes a token, not 36
+    _ids: list[int] = field(init=False)  # one int object for each id: a list of them takes 8 bytes a token, not 36
 
     def __post_init__(self) -> None:
         self._ids = list(range(max(self.vocab_size, self.tokenizer.vocab_size)))
         self.end_token_ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
 
-    def open(
+    def process(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -56,18 +60,20 @@ class Intake:
         priority: int = 0,
         salt: bytes = b"",
         tenant: str = "",
-        kept: frozenset[int] = frozenset(),
-    ) -> Exchange:
-        """Check a prompt and its parameters, and make the requests for it.
+        keep_special_ids: frozenset[int] = frozenset(),
+    ) -> OutputProcessor:
+        """Check a prompt and its parameters, and make its requests.
 
-        `kept` are special tokens that stay in the text although others are skipped.
+        `keep_special_ids` are special tokens that stay in the text when special tokens are skipped.
         """
         text, tokens = self.encode(prompt)
         self.check_params(params)
         self.check_prompt(tokens, params, priority)
-        return self.make(text, tokens, params, next(self.numbers), request_id, priority, salt, tenant, kept)
+        return self.build(
+            text, tokens, params, next(self.request_counter), request_id, priority, salt, tenant, keep_special_ids
+        )
 
-    def make(
+    def build(
         self,
         text: str | None,
         tokens: list[int],
@@ -77,9 +83,9 @@ class Intake:
         priority: int = 0,
         salt: bytes = b"",
         tenant: str = "",
-        kept: frozenset[int] = frozenset(),
-    ) -> Exchange:
-        """The exchange of a prompt that has been checked. Its number is its id, if it has no other, and its seed's."""
+        keep_special_ids: frozenset[int] = frozenset(),
+    ) -> OutputProcessor:
+        """Make the requests of a checked prompt. `number` is the default id, and offsets the engine's seed."""
         request_id = str(number) if request_id is None else request_id
         seed = self._choose_seed(params, number)
         ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
@@ -93,7 +99,7 @@ class Intake:
                     params,
                     end_token_ids=self.end_token_ids,
                     bad_word_ids=bad_words,
-                    seed=(seed + index * GOLDEN) % 2**64,
+                    seed=(seed + index * SEED_STRIDE) % 2**64,
                     priority=priority,
                     salt=salt,
                     tenant=tenant,
@@ -102,21 +108,21 @@ class Intake:
                     constraint=self._constraint(params),
                 )
             )
-        return Exchange(request_id, requests, text, self.tokenizer, kept)
+        return OutputProcessor(request_id, requests, text, self.tokenizer, keep_special_ids)
 
-    def encode_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that are strings with their tokens beside them, four bytes each, encoded on all cores."""
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Encode the prompts that are strings, on all cores. The token ids are added, four bytes each."""
         encoded = list(prompts)
-        texts = [(index, text) for index, prompt in enumerate(encoded) if (text := text_of(prompt)) is not None]
-        for first in range(0, len(texts), TEXTS_AT_ONCE):
-            some = texts[first : first + TEXTS_AT_ONCE]
+        texts = [(index, text) for index, prompt in enumerate(encoded) if (text := get_text(prompt)) is not None]
+        for first in range(0, len(texts), ENCODE_BATCH_SIZE):
+            some = texts[first : first + ENCODE_BATCH_SIZE]
             batch = self.tokenizer.encode_batch([text for _, text in some])
             for (index, text), tokens in zip(some, batch, strict=True):
-                encoded[index] = packed(text, tokens)
+                encoded[index] = pack_prompt(text, tokens)
         return encoded
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit the context, whatever its tokens are."""
+        """Refuse a text that cannot fit the context, without encoding it."""
         if self.length_bound is None or len(text) < self.max_len:
             return
         least = self.length_bound.min_tokens(text)
@@ -127,7 +133,7 @@ class Intake:
             )
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, where it has one, and its tokens."""
+        """A prompt's text, or None if only its token ids are given, and its token ids."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
@@ -140,14 +146,14 @@ class Intake:
         return self.encode(prompt.get("prompt", ""))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse parameters that name tokens which the model lacks, or a grammar that cannot be followed."""
+        """Refuse token ids outside of the vocabulary and a grammar that cannot be compiled."""
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
         self._constraint(params)
 
     def check_prompt(self, tokens: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Refuse a prompt that this engine could not serve."""
+        """Refuse a prompt that this engine cannot serve."""
         check_priority(priority)
         if priority and not self.by_priority:
             raise InvalidParams(
@@ -173,35 +179,36 @@ class Intake:
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise InvalidParams(
-                    f"{name} holds {show(token)}; token ids are whole numbers from 0 to {self.vocab_size - 1}.", name
+                    f"{name} holds {show(token)}; token ids are whole numbers from 0 to {self.vocab_size - 1}.",
+                    name,
                 )
 
     def _choose_seed(self, params: SamplingParams, number: int) -> int:
         if params.seed is not None:
             return params.seed % 2**64
         if self.seed is not None:
-            return (self.seed + (number + 1) * GOLDEN) % 2**64
+            return (self.seed + (number + 1) * SEED_STRIDE) % 2**64
         return secrets.randbits(64)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if self.grammars is None or params.structured_outputs is None:
             return None
-        return self.grammars.constraint(params.structured_outputs)
+        return self.grammars.make_constraint(params.structured_outputs)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """A word can begin a line or follow a space, and is other tokens there: both are banned."""
+        """The tokens of banned words: each word at the start of a line and after a space has other tokens."""
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 
-def packed(text: str, tokens: Sequence[int]) -> Prompt:
-    """A prompt to be kept until the engine gets to it."""
+def pack_prompt(text: str, tokens: Sequence[int]) -> Prompt:
+    """A text prompt with its token ids, in a compact form. Many of them may wait until the engine has room."""
     return {"prompt": text, "prompt_token_ids": PackedTokens("I", tokens)}
 
 
-def text_of(prompt: object) -> str | None:
-    """The text of a prompt that is nothing else."""
+def get_text(prompt: object) -> str | None:
+    """The text of a prompt that has no token ids; None for any other."""
     if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
         prompt = prompt["prompt"]
     return prompt if isinstance(prompt, str) else None

@@ -1,7 +1,7 @@
-"""Exchange: one prompt and its answers, from a user's words to requests, and from updates back to words.
+"""OutputProcessor: the engine's updates for one prompt become its RequestOutput.
 
-`Intake` checks a prompt against the model's limits and opens an Exchange; `LLM`, `AsyncLLM` and the server feed it the
-engine's updates. No engine and no torch here.
+`InputProcessor` makes one for each prompt. `LLM`, `AsyncLLM` and the server submit its requests and pass the engine's
+updates to `process`, which detokenizes, applies stop strings and collects log probabilities. No engine and no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizers.tokenizer import Tokenizer
 
 
-class Exchange:
-    """The requests of one prompt (n of them) and the output they fill."""
+class OutputProcessor:
+    """The requests of one prompt (one for each of its n answers) and the output that grows with their updates."""
 
     def __init__(
         self,
@@ -25,19 +25,19 @@ class Exchange:
         requests: Sequence[Request],
         text: str | None,
         tokenizer: Tokenizer,
-        kept: frozenset[int] = frozenset(),
+        keep_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
         self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(len(requests))])
         self._tokenizer = tokenizer
-        self._places = {request.id: index for index, request in enumerate(requests)}
+        self._indices = {request.id: index for index, request in enumerate(requests)}
         self._detokenizers = [
             Detokenizer(
                 tokenizer,
                 stop=params.stop_strings,
                 skip_special_tokens=params.skip_special_tokens,
-                kept=kept,
+                keep_special_ids=keep_special_ids,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 continues=True,
@@ -55,30 +55,30 @@ class Exchange:
         return self.output.finished
 
     @property
-    def open_ids(self) -> list[str]:
-        """The requests whose answers have not ended."""
-        return [request_id for request_id, index in self._places.items() if not self.output.outputs[index].finished]
+    def unfinished_ids(self) -> list[str]:
+        """The ids of the requests whose answers have not finished."""
+        return [request_id for request_id, index in self._indices.items() if not self.output.outputs[index].finished]
 
-    def take(self, update: Update) -> bool:
-        """Take news in. True when a stop string has ended an answer that the engine still works on: abort it."""
-        index = self._places[update.id]
+    def process(self, update: Update) -> bool:
+        """Add an update to the output. True if a stop string has ended the answer: the caller aborts the request."""
+        index = self._indices[update.id]
         request, answer = self.requests[index], self.output.outputs[index]
         if answer.finished:
             return False
-        self._take_detail(update, answer)
+        self._add_detail(update, answer)
         answer.token_ids += update.tokens
-        self._take_text(request, answer, self._detokenizers[index], update)
+        self._add_text(request, answer, self._detokenizers[index], update)
         return answer.finished and update.finish is None
 
     def snapshot(self) -> RequestOutput:
-        """The output as it is now; it does not change when more arrives."""
+        """A copy of the output that later updates do not change."""
         outputs = [
             replace(answer, token_ids=list(answer.token_ids), logprobs=answer.logprobs and list(answer.logprobs))
             for answer in self.output.outputs
         ]
         return replace(self.output, outputs=outputs)
 
-    def _take_text(self, request: Request, answer: CompletionOutput, detokenizer: Detokenizer, update: Update) -> None:
+    def _add_text(self, request: Request, answer: CompletionOutput, detokenizer: Detokenizer, update: Update) -> None:
         tokens = update.tokens
         by_token = update.finish is Finish.STOP
         if by_token and not request.params.include_stop_str_in_output:
@@ -98,24 +98,24 @@ class Exchange:
             if by_token and update.tokens[-1] in request.params.stop_token_ids:
                 answer.stop_reason = update.tokens[-1]
 
-    def _take_detail(self, update: Update, answer: CompletionOutput) -> None:
+    def _add_detail(self, update: Update, answer: CompletionOutput) -> None:
         detail = update.detail
         if detail is None:
             return
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
         answer.error, answer.refused = detail.message or None, detail.refused
-        if answer.index == 0:  # other samples may have computed the prompt as well
+        if answer.index == 0:  # other samples may report the prompt's log probabilities too
             for scored in detail.prompt_logprobs or ():
                 assert self.output.prompt_logprobs is not None
-                self.output.prompt_logprobs.append(self._words(scored))
+                self.output.prompt_logprobs.append(self._to_logprobs(scored))
         for scored in detail.logprobs or ():
             assert answer.logprobs is not None
             assert answer.cumulative_logprob is not None
-            answer.logprobs.append(self._words(scored))
+            answer.logprobs.append(self._to_logprobs(scored))
             answer.cumulative_logprob += scored.chosen[1]
 
-    def _words(self, scored: TokenLogprobs) -> PositionLogprobs:
+    def _to_logprobs(self, scored: TokenLogprobs) -> PositionLogprobs:
         return {
             token: Logprob(logprob, rank, self._tokenizer.token_text(token))
             for token, logprob, rank in (scored.chosen, *scored.top)

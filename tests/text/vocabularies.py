@@ -1,4 +1,4 @@
-"""Tiny vocabularies, as the metadata of a GGUF file, and a slow tokenizer to compare with."""
+"""Tiny vocabularies as GGUF metadata, and a slow reference tokenizer."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from quire.core.outputs import CompletionOutput
 from quire.errors import QuireError
 from quire.server.anthropic.problems import anthropic_problem
 from quire.server.stream import event
-from quire.text.output_processor import Exchange
-from quire.text.tools.events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
+from quire.text.output_processor import OutputProcessor
+from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEnd, ToolCallStart
 
 Document = dict[str, Any]
 
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 class Draft:
     """One message's document. Events are encoded at once, as the document goes on."""
 
-    def __init__(self, model: str, exchange: Exchange) -> None:
+    def __init__(self, model: str, exchange: OutputProcessor) -> None:
         self.document: Document = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -58,14 +58,14 @@ class Draft:
 
     def _write(self, piece: Event) -> list[bytes]:
         match piece:
-            case TextPiece(text):
+            case TextDelta(text):
                 return self._add_text(text)
-            case CallBegins(_, call_id, name):
+            case ToolCallStart(_, call_id, name):
                 return [*self._close(), self._open(type="tool_use", id=tool_use_id(call_id), name=name, input={})]
-            case ArgumentsPiece(_, text):
+            case ArgumentsDelta(_, text):
                 self._arguments += text
                 return [self._add(type="input_json_delta", partial_json=text)]
-            case CallEnds():
+            case ToolCallEnd():
                 return self._close()
 
     def _add_text(self, text: str) -> list[bytes]:
@@ -122,7 +122,7 @@ def how_it_ended(answer: CompletionOutput, content: Sequence[Document]) -> Docum
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def usage(exchange: Exchange) -> Document:
+def usage(exchange: OutputProcessor) -> Document:
     """Input tokens that were read from the cache are counted apart from the others."""
     output = exchange.output
     return {

@@ -18,7 +18,7 @@ from quire.server.conversation import narrate
 from quire.server.documents import AnthropicError, AnthropicMessage, TokenCount, answers
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 from quire.text.tools.parser import ToolParser
 
 router = APIRouter()
@@ -29,7 +29,7 @@ class Answering:
     """One message being made: its exchange runs while its events are read."""
 
     service: Service
-    exchange: Exchange
+    exchange: OutputProcessor
     parser: ToolParser | None
     draft: Draft
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer
 
 
-def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
+def usage(exchanges: Sequence[OutputProcessor]) -> dict[str, Any]:
     outputs = [exchange.output for exchange in exchanges]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)

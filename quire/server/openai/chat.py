@@ -19,9 +19,9 @@ from quire.server.openai.choices import Choice, Document, check, choices_of, str
 from quire.server.openai.fields import ChatRequest
 from quire.server.service import Service
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.output_processor import Exchange
-from quire.text.tools.definitions import read_choice, read_tools
-from quire.text.tools.events import ArgumentsPiece, CallBegins, Event, TextPiece, collect
+from quire.text.output_processor import OutputProcessor
+from quire.text.tools.definitions import parse_tool_choice, parse_tools
+from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallStart, collect_events
 from quire.text.tools.parser import ToolParser
 
 MAX_LOGPROBS = 20
@@ -44,11 +44,11 @@ class Reading:
 
     def take(self, text: str, *, is_last: bool) -> list[Event]:
         if self._parser is None:
-            fresh: list[Event] = [TextPiece(text)] if text else []
+            fresh: list[Event] = [TextDelta(text)] if text else []
         else:
             fresh = self._parser.push(text) + (self._parser.finish() if is_last else [])
         self.events += fresh
-        self.has_calls = self.has_calls or any(isinstance(event, CallBegins) for event in fresh)
+        self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in fresh)
         return fresh
 
 
@@ -80,7 +80,7 @@ class Writer:
 
     def write_message(self, choice: Choice) -> Document:
         self.read(choice)
-        parsed = collect(self.readings[choice.index].events)
+        parsed = collect_events(self.readings[choice.index].events)
         message: Document = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["content"] = parsed.content or None
@@ -119,18 +119,18 @@ class Writer:
 
 def piece(events: Sequence[Event]) -> Document:
     """Events as a delta: text, and calls that begin or go on."""
-    text = "".join(event.text for event in events if isinstance(event, TextPiece))
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
     calls: dict[int, Document] = {}
     for event in events:
         match event:
-            case CallBegins(index, call_id, name):
+            case ToolCallStart(index, call_id, name):
                 calls[index] = {
                     "index": index,
                     "id": call_id,
                     "type": "function",
                     "function": {"name": name, "arguments": ""},
                 }
-            case ArgumentsPiece(index, more):
+            case ArgumentsDelta(index, more):
                 known = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 known["function"]["arguments"] += more
     delta: Document = {"content": text} if text else {}
@@ -160,7 +160,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     return JSON(document, headers=call.headers())
 
 
-async def follow(service: Service, exchange: Exchange, choices: Sequence[Choice], writer: Writer) -> None:
+async def follow(service: Service, exchange: OutputProcessor, choices: Sequence[Choice], writer: Writer) -> None:
     """Run to the end, reading along: an answer may be over before the model stops."""
     async for _ in service.answer([exchange]):
         check(exchange)
@@ -169,8 +169,8 @@ async def follow(service: Service, exchange: Exchange, choices: Sequence[Choice]
 
 
 def read_inquiry(body: ChatRequest) -> Inquiry:
-    tools = read_tools(body.tools)
-    choice = read_choice(body.tool_choice, tools, body.parallel_tool_calls)
+    tools = parse_tools(body.tools)
+    choice = parse_tool_choice(body.tool_choice, tools, body.parallel_tool_calls)
     return Inquiry(
         messages=body.messages,
         tools=tools,

@@ -12,7 +12,7 @@ from quire.server.openai.bodies import usage
 from quire.server.openai.fields import StreamOptions
 from quire.server.service import Service
 from quire.server.stream import DONE, event
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 
 Document = dict[str, Any]
 
@@ -22,7 +22,7 @@ class Choice:
     """One answer, and how much of it has been written into documents."""
 
     index: int
-    exchange: Exchange
+    exchange: OutputProcessor
     answer: CompletionOutput
     num_chars: int = 0
     num_tokens: int = 0
@@ -44,12 +44,12 @@ class Choice:
         self.ended = self.answer.finished
 
 
-def choices_of(exchanges: Sequence[Exchange]) -> list[Choice]:
+def choices_of(exchanges: Sequence[OutputProcessor]) -> list[Choice]:
     pairs = [(exchange, answer) for exchange in exchanges for answer in exchange.output.outputs]
     return [Choice(index, *pair) for index, pair in enumerate(pairs)]
 
 
-def check(exchange: Exchange) -> None:
+def check(exchange: OutputProcessor) -> None:
     """An answer that failed ends the call with its error."""
     for answer in exchange.output.outputs:
         if answer.finish_reason == "error":
@@ -59,13 +59,13 @@ def check(exchange: Exchange) -> None:
 
 async def stream_choices(
     service: Service,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[OutputProcessor],
     head: Document,
     write: Callable[[Choice], Sequence[Document]],
     options: StreamOptions | None,
 ) -> AsyncIterator[bytes]:
     """Events for what `write` makes of each choice that has news; what one step brought is sent in one piece."""
-    of: dict[Exchange, list[Choice]] = {}
+    of: dict[OutputProcessor, list[Choice]] = {}
     for choice in choices_of(exchanges):
         of.setdefault(choice.exchange, []).append(choice)
     with_usage = options is not None and bool(options.include_usage)

@@ -19,7 +19,7 @@ from quire.server.openai.choices import Choice, Document, check, choices_of, str
 from quire.server.openai.fields import CompletionRequest
 from quire.server.stream import JSON, EventStream, while_connected
 from quire.text.detokenizer import Detokenizer, PromptText, TokenOffsets
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
@@ -33,7 +33,7 @@ class Writer:
 
     call: Context
     body: CompletionRequest
-    prompts: Mapping[Exchange, PromptText] = field(default_factory=dict)  # those that are echoed
+    prompts: Mapping[OutputProcessor, PromptText] = field(default_factory=dict)  # those that are echoed
     offsets: dict[int, TokenOffsets] = field(default_factory=dict)  # of each choice's tokens
 
     def head(self) -> Document:
@@ -88,7 +88,7 @@ class Writer:
             skips = choice.exchange.requests[0].params.skip_special_tokens
             detokenizer = Detokenizer(self.call.service.tokenizer, skip_special_tokens=skips, continues=True)
             self.offsets[choice.index] = TokenOffsets(detokenizer, begin)
-        offsets = self.offsets[choice.index].take(tokens)
+        offsets = self.offsets[choice.index].push(tokens)
         end = begin + len(choice.answer.text)
         return [min(offset, end) for offset in offsets] if choice.answer.finished else offsets
 
@@ -110,7 +110,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     return JSON({**writer.head(), "choices": choices, "usage": usage(exchanges)}, headers=call.headers())
 
 
-async def open_call(call: Context, body: CompletionRequest) -> tuple[list[Exchange], Writer]:
+async def open_call(call: Context, body: CompletionRequest) -> tuple[list[OutputProcessor], Writer]:
     """An exchange for each prompt, and what writes their answers."""
     params = sampling(body, call.service.ready.sampling)
     await call.prepare(params)

@@ -19,7 +19,7 @@ from quire.server.openai.responses_running import Answering
 from quire.server.openai.responses_store import Record, Shelf
 from quire.server.openai.responses_stored import shelf_of
 from quire.server.stream import JSON, EventStream, while_connected
-from quire.text.tools.definitions import Tool, read_choice, read_tools
+from quire.text.tools.definitions import Tool, parse_tool_choice, parse_tools
 
 Document = dict[str, Any]
 
@@ -46,8 +46,8 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
 
 
 async def prepare(call: Context, body: ResponsesRequest, shelf: Shelf) -> Answering:
-    tools = read_tools(body.tools, strict=True)
-    choice = read_choice(body.tool_choice, tools, body.parallel_tool_calls)
+    tools = parse_tools(body.tools, strict=True)
+    choice = parse_tool_choice(body.tool_choice, tools, body.parallel_tool_calls)
     if body.with_logprobs and choice.mode != "none":
         raise InvalidParams(
             "include holds message.output_text.logprobs, and tools may be called; quire gives log probabilities of "

@@ -16,7 +16,7 @@ from quire.server.conversation import narrate
 from quire.server.openai.bodies import chat_logprobs
 from quire.server.openai.responses_store import Record, Shelf
 from quire.server.service import Service
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 from quire.text.tools.parser import ToolParser
 
 Document = dict[str, Any]
@@ -27,7 +27,7 @@ class Answering:
     """One response being made. Its exchange runs while its events are read; without a shelf it is not stored."""
 
     service: Service
-    exchange: Exchange
+    exchange: OutputProcessor
     parser: ToolParser | None
     record: Record
     shelf: Shelf | None
@@ -91,7 +91,7 @@ async def stop(record: Record) -> None:
         await asyncio.gather(record.task, return_exceptions=True)
 
 
-def usage(exchange: Exchange) -> Document:
+def usage(exchange: OutputProcessor) -> Document:
     output = exchange.output
     given, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {

@@ -8,7 +8,7 @@ from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs
 from quire.server.tgi.fields import Parameters
 from quire.server.tgi.problems import IncompleteGeneration
 from quire.server.tgi.token_texts import TokenTexts
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer
 
 Document = dict[str, Any]
@@ -17,7 +17,7 @@ Document = dict[str, Any]
 class Writer:
     """Writes the answers of one exchange."""
 
-    def __init__(self, exchange: Exchange, inputs: str, parameters: Parameters, tokenizer: Tokenizer) -> None:
+    def __init__(self, exchange: OutputProcessor, inputs: str, parameters: Parameters, tokenizer: Tokenizer) -> None:
         self._exchange = exchange
         self._inputs = inputs
         self._parameters = parameters
@@ -126,7 +126,7 @@ def finish_reason(answer: CompletionOutput) -> str:
     return "stop_sequence" if isinstance(answer.stop_reason, str) else "eos_token"
 
 
-def best_of(exchange: Exchange) -> CompletionOutput:
+def best_of(exchange: OutputProcessor) -> CompletionOutput:
     """The answer whose tokens are the likeliest, on average; of equals the first."""
     answers = exchange.output.outputs
     if any(answer.finish_reason == "abort" for answer in answers):

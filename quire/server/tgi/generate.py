@@ -16,7 +16,7 @@ from quire.server.tgi.bodies import Writer, best_of
 from quire.server.tgi.fields import AnyRequest, GenerateRequest
 from quire.server.tgi.problems import tgi_problem
 from quire.server.tgi.timing import Timing, base_headers
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 
 router = APIRouter()
 
@@ -62,7 +62,7 @@ async def answer_stream(request: Request, body: GenerateRequest) -> Response:
     return EventStream(go_on(first, events), base_headers(call, body.inputs))
 
 
-async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -> Exchange:
+async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -> OutputProcessor:
     parameters, service = body.parameters, call.service
     parameters.check(stream=stream)
     if parameters.truncate is None:
@@ -75,12 +75,12 @@ async def open_exchange(call: Context, body: GenerateRequest, *, stream: bool) -
     return await service.open(prompt, params, call.caller, call.new_id())
 
 
-async def complete(call: Context, exchange: Exchange, timing: Timing) -> None:
+async def complete(call: Context, exchange: OutputProcessor, timing: Timing) -> None:
     async for _ in call.service.answer([exchange]):
         timing.grown()
 
 
-async def write_events(call: Context, body: GenerateRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+async def write_events(call: Context, body: GenerateRequest, exchange: OutputProcessor) -> AsyncGenerator[bytes, None]:
     """What each step brought, in one piece."""
     writer = Writer(exchange, body.inputs, body.parameters, call.service.tokenizer)
     async for _ in call.service.answer([exchange]):

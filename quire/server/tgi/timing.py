@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from quire.server.context import Context
-from quire.text.output_processor import Exchange
+from quire.text.output_processor import OutputProcessor
 
 
 class Timing:
@@ -28,7 +28,7 @@ class Timing:
         if self._begun_s is None:
             self._begun_s = time.monotonic()
 
-    def headers(self, call: Context, inputs: str, exchange: Exchange, num_generated: int) -> dict[str, str]:
+    def headers(self, call: Context, inputs: str, exchange: OutputProcessor, num_generated: int) -> dict[str, str]:
         """The answer is complete."""
         end_s = time.monotonic()
         begun_s = end_s if self._begun_s is None else self._begun_s

@@ -1,8 +1,9 @@
-"""A process that tries grammars out, so that one that takes too long or too much memory harms nobody.
+"""GrammarChecker: compiles grammars in a separate process, so that too costly ones do no harm.
 
-`GrammarChecker` is the server's end: it starts `python -m quire.text.grammar.checker`, keeps it warm, and ends it when
-a grammar runs past its bounds. Messages are a length and msgpack: the vocabulary first, then a StructuredOutputs each,
-and back comes why it cannot be had, or nothing. What has passed is compiled again where it is used.
+The server calls `GrammarChecker.check` before it accepts a request. The checker starts the worker (`python -m
+quire.text.grammar.checker`), keeps it running, and kills it when a grammar exceeds a limit. A message is a length and
+msgpack: first the TokenizerInfo, then one StructuredOutputs each. The reply is the reason why the grammar is refused,
+or an empty string. The engine compiles accepted grammars again.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ import msgspec
 
 from quire.core.structured import StructuredOutputs
 from quire.errors import BadGrammar, EngineClosed, EngineError
-from quire.text.grammar.compiler import Compiler, Vocabulary
+from quire.text.grammar.compiler import GrammarCompiler, TokenizerInfo
 from quire.text.grammar.constraint import GrammarConstraint
 
 if TYPE_CHECKING:
     from quire.text.tokenizers.tokenizer import Tokenizer
 
-LIMIT_S = 2.0
-PROCESSOR_LIMIT_S = 0.5  # an engine stands still for as long when it compiles what has passed
-MEMORY_BYTES = 256 << 20  # beyond what the process has when it is ready
-STACK_BYTES = 2 << 20  # a quarter of what the engine has, where the same is compiled again
-START_LIMIT_S = 60.0
-NUM_KEPT = 4096  # verdicts
-NUM_FOLLOWED = 100  # tokens
+TIMEOUT_S = 2.0
+CPU_LIMIT_S = 0.5  # the engine is blocked as long when it compiles the grammar again
+MAX_MEMORY_BYTES = 256 << 20  # beyond what the worker uses when it is ready
+MAX_STACK_BYTES = 2 << 20  # a quarter of the engine's stack
+START_TIMEOUT_S = 60.0
+MAX_CACHED = 4096  # results
+NUM_DRY_RUN_TOKENS = 100
 
-OVERRUNS: dict[int, str] = {
-    signal.SIGPROF: f"took more than {PROCESSOR_LIMIT_S:g} s of processor time to compile",
-    signal.SIGABRT: f"took more than {MEMORY_BYTES >> 20} MiB of memory to compile",
-    signal.SIGSEGV: f"took more than {STACK_BYTES >> 20} MiB of stack to compile",
+LIMIT_SIGNALS: dict[int, str] = {
+    signal.SIGPROF: f"took more than {CPU_LIMIT_S:g} s of processor time to compile",
+    signal.SIGABRT: f"took more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile",
+    signal.SIGSEGV: f"took more than {MAX_STACK_BYTES >> 20} MiB of stack to compile",
 }
 
 LENGTH = struct.Struct("<I")
@@ -50,30 +51,30 @@ READY = ""
 
 
 class GrammarChecker:
-    """Says whether grammars can be used. Several at once wait for each other."""
+    """Checks grammars, one at a time. Results are cached."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: frozenset[int], limit_s: float = LIMIT_S
+        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: frozenset[int], timeout_s: float = TIMEOUT_S
     ) -> None:
-        self._make_vocabulary = partial(Vocabulary.of, tokenizer, vocab_size, end_token_ids)
-        self._vocabulary = b""  # as it is sent
-        self._limit_s = limit_s
+        self._make_tokenizer_info = partial(TokenizerInfo.of, tokenizer, vocab_size, end_token_ids)
+        self._tokenizer_info = b""  # a TokenizerInfo, encoded
+        self._timeout_s = timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._trials: dict[bytes, asyncio.Task[None]] = {}
-        self.num_ended = 0  # processes that a grammar has been the end of
+        self._lock = asyncio.Lock()
+        self._results: OrderedDict[bytes, str] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[None]] = {}
+        self.num_worker_deaths = 0  # workers that a grammar has killed
 
     async def check(self, spec: StructuredOutputs) -> None:
-        """Return if it can be compiled; raise BadGrammar with the reason if not."""
+        """Raise BadGrammar with the reason if the grammar cannot be compiled within the limits."""
         message = msgspec.msgpack.encode(spec)
         key = blake2b(message, digest_size=16).digest()
-        if key not in self._verdicts:
-            if key not in self._trials:
-                self._trials[key] = asyncio.create_task(self._judge(key, message))
-            await self._wait(self._trials[key])
-        self._verdicts.move_to_end(key)
-        if reason := self._verdicts[key]:
+        if key not in self._results:
+            if key not in self._pending:
+                self._pending[key] = asyncio.create_task(self._check_once(key, message))
+            await self._wait(self._pending[key])
+        self._results.move_to_end(key)
+        if reason := self._results[key]:
             raise BadGrammar(reason)
 
     @property
@@ -81,42 +82,43 @@ class GrammarChecker:
         return self._process.pid if self._process else None
 
     async def close(self) -> None:
-        trials = list(self._trials.values())
-        for trial in trials:
-            trial.cancel()
-        await asyncio.gather(*trials, return_exceptions=True)
+        tasks = list(self._pending.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._end()
 
-    async def _wait(self, trial: asyncio.Task[None]) -> None:
-        """A caller that goes away does not take the trial along: others may wait for it."""
+    async def _wait(self, task: asyncio.Task[None]) -> None:
+        """Wait for a check. A caller that is cancelled does not cancel the check: others may wait for it."""
         try:
-            await asyncio.shield(trial)
+            await asyncio.shield(task)
         except asyncio.CancelledError:
-            if trial.cancelled():
+            if task.cancelled():
                 raise EngineClosed("The server was shut down before the grammar was checked.") from None
             raise
 
-    async def _judge(self, key: bytes, message: bytes) -> None:
+    async def _check_once(self, key: bytes, message: bytes) -> None:
         try:
-            async with self._turn:
-                self._verdicts[key] = await self._try_out(message)
-            if len(self._verdicts) > NUM_KEPT:
-                self._verdicts.popitem(last=False)
+            async with self._lock:
+                self._results[key] = await self._ask_worker(message)
+            if len(self._results) > MAX_CACHED:
+                self._results.popitem(last=False)
         finally:
-            del self._trials[key]
+            del self._pending[key]
 
-    async def _try_out(self, message: bytes) -> str:
-        """Why a grammar cannot be had, if so. What may be another time is raised, and so not remembered."""
+    async def _ask_worker(self, message: bytes) -> str:
+        """The reason why a grammar is refused, or "". A failure that may not repeat is raised, so it is not cached."""
         process = await self._start()
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await exchange(process, message)
+            async with asyncio.timeout(self._timeout_s):
+                return await send_and_receive(process, message)
         except TimeoutError:
-            reason, may_pass = f"took longer than {self._limit_s:g} s to compile", True
+            reason, may_pass = f"took longer than {self._timeout_s:g} s to compile", True
         except (EOFError, ConnectionError):
             status = await process.wait()
-            reason, may_pass = OVERRUNS.get(-status, f"ended the trial with status {status}"), -status not in OVERRUNS
-        self.num_ended += 1
+            reason = LIMIT_SIGNALS.get(-status, f"ended the trial with status {status}")
+            may_pass = -status not in LIMIT_SIGNALS
+        self.num_worker_deaths += 1
         await self._end()
         text = f"The schema or grammar {reason}; simplify it."
         if may_pass:
@@ -126,15 +128,15 @@ class GrammarChecker:
     async def _start(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
-        if not self._vocabulary:
-            self._vocabulary = msgspec.msgpack.encode(await asyncio.to_thread(self._make_vocabulary))
+        if not self._tokenizer_info:
+            self._tokenizer_info = msgspec.msgpack.encode(await asyncio.to_thread(self._make_tokenizer_info))
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "quire.text.grammar.checker",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await exchange(process, self._vocabulary)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await send_and_receive(process, self._tokenizer_info)
         except (TimeoutError, EOFError, ConnectionError):
             await self._end()
             raise EngineError("The process that tries grammars out could not be started; look into the log.") from None
@@ -148,8 +150,8 @@ class GrammarChecker:
             self._process = None
 
 
-async def exchange(process: asyncio.subprocess.Process, message: bytes) -> str:
-    """Send a message and wait for the answer."""
+async def send_and_receive(process: asyncio.subprocess.Process, message: bytes) -> str:
+    """Send a message to the worker and return its reply."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(LENGTH.pack(len(message)) + message)
@@ -158,73 +160,74 @@ async def exchange(process: asyncio.subprocess.Process, message: bytes) -> str:
     return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=str)
 
 
-# ── the process ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer until the other side has gone."""
-    vocabulary = msgspec.msgpack.decode(receive(source), type=Vocabulary)
-    trial = Trial(Compiler(vocabulary), vocabulary)
+    """Reply to messages until the input is closed."""
+    tokenizer_info = msgspec.msgpack.decode(receive(source), type=TokenizerInfo)
+    dry_run = DryRun(GrammarCompiler(tokenizer_info), tokenizer_info)
     send(sink, READY)
-    bound_memory()
-    hush()
+    limit_memory()
+    silence_stderr()
     while message := receive(source):
-        signal.setitimer(signal.ITIMER_PROF, PROCESSOR_LIMIT_S)  # ends the process
-        reason = trial.run(msgspec.msgpack.decode(message, type=StructuredOutputs))
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # SIGPROF kills the process
+        reason = dry_run.run(msgspec.msgpack.decode(message, type=StructuredOutputs))
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(sink, reason)
 
 
-class Trial:
-    """Compiles a grammar and follows it for a while: a string that is too much for a step shows when it begins.
+class DryRun:
+    """Compiles a grammar and generates tokens from it, because some costs appear only when a string begins.
 
-    The tokens are drawn, the same for a grammar each time, most of them from those that bring an answer to its next
-    part.
+    Tokens are drawn at random with a fixed seed. Most are punctuation, which leads to the next part of a JSON value.
     """
 
-    def __init__(self, compiler: Compiler, vocabulary: Vocabulary) -> None:
+    def __init__(self, compiler: GrammarCompiler, tokenizer_info: TokenizerInfo) -> None:
         self._compiler = compiler
-        self._vocabulary = vocabulary
-        self._marks = [token for token, piece in enumerate(vocabulary.tokens) if piece and not piece.strip(b'",:]}')]
+        self._tokenizer_info = tokenizer_info
+        self._punctuation = [
+            token for token, piece in enumerate(tokenizer_info.tokens) if piece and not piece.strip(b'",:]}')
+        ]
 
     def run(self, spec: StructuredOutputs) -> str:
-        """Why a grammar cannot be had; nothing if it can."""
+        """The reason why a grammar is refused, or an empty string."""
         try:
-            self._follow(GrammarConstraint(self._compiler.compile(spec), len(self._vocabulary.tokens)))
+            self._generate(GrammarConstraint(self._compiler.compile(spec), len(self._tokenizer_info.tokens)))
         except BadGrammar as error:
             return str(error)
         return ""
 
-    def _follow(self, constraint: GrammarConstraint) -> None:
+    def _generate(self, constraint: GrammarConstraint) -> None:
         rng = random.Random(0)
-        for _ in range(NUM_FOLLOWED):
+        for _ in range(NUM_DRY_RUN_TOKENS):
             mask = constraint.allowed()
             if not mask:
                 raise BadGrammar(constraint.error)
             token = self._draw(mask, rng)
-            if token in self._vocabulary.end_ids:
+            if token in self._tokenizer_info.end_ids:
                 return
             constraint.advance(token)
 
     def _draw(self, mask: bytes, rng: random.Random) -> int:
-        marks = [token for token in self._marks if mask[token >> 3] >> (token & 7) & 1]
-        if marks and rng.random() < 0.8:
-            return rng.choice(marks)
-        place = rng.choice([place for place, bits in enumerate(mask) if bits])
-        return 8 * place + mask[place].bit_length() - 1
+        punctuation = [token for token in self._punctuation if mask[token >> 3] >> (token & 7) & 1]
+        if punctuation and rng.random() < 0.8:
+            return rng.choice(punctuation)
+        index = rng.choice([index for index, bits in enumerate(mask) if bits])
+        return 8 * index + mask[index].bit_length() - 1
 
 
-def bound_memory() -> None:
-    """From here on. Rust ends a process that it can get no more memory in."""
+def limit_memory() -> None:
+    """Limit further allocations. Rust aborts the process when an allocation fails."""
     if sys.platform == "linux":
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = num_pages * resource.getpagesize() + MEMORY_BYTES
+        limit = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def hush() -> None:
-    """What Rust says when it gives up would fill the server's log at any stranger's wish."""
+def silence_stderr() -> None:
+    """Discard stderr. Otherwise clients could fill the server's log with Rust's abort messages."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
@@ -240,9 +243,9 @@ def send(sink: BinaryIO, answer: str) -> None:
 
 
 def main() -> None:
-    """The work is done in a thread, because only a thread's stack can be made small."""
+    """Serve in a thread, because only a thread's stack size can be set."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.stack_size(STACK_BYTES)
+    threading.stack_size(MAX_STACK_BYTES)
     work = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer))
     work.start()
     work.join()

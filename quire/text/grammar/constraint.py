@@ -1,7 +1,7 @@
-"""Grammars: constraints for the answers of one model, out of llguidance's matchers.
+"""Structured outputs: GrammarConstraint masks the tokens of one answer, GrammarBackend makes constraints for a model.
 
-`Intake` asks for them offline, the engine's process for the server's requests. Compiling is bounded by size here; what
-comes from strangers is tried out in a process of its own first (`grammar_worker.py`).
+Both use llguidance. Offline, `InputProcessor` makes the constraints; in a server, the engine's process does. The size
+of a grammar is limited in `compiler.py`. A server also tries each grammar out in a separate process (`checker.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from quire.core.structured import StructuredOutputs
 from quire.errors import BadGrammar
-from quire.text.grammar.compiler import Compiler, Vocabulary, in_one_line
+from quire.text.grammar.compiler import GrammarCompiler, TokenizerInfo, shorten_reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from quire.text.tokenizers.tokenizer import Tokenizer
 
-NUM_KEPT = 16  # compiled grammars: the same schema often comes again
+MAX_CACHED = 16  # compiled grammars; clients often send the same schema again
 
 
 class GrammarConstraint:
-    """How far an answer has come in its grammar.
+    """The state of one answer in its grammar.
 
-    Where the grammar leaves no choice of text, the tokens that spell it are worked out once for the whole stretch.
+    Where the grammar allows only one text, its tokens are computed once for the whole text (fast-forward tokens).
     """
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
@@ -37,7 +37,7 @@ class GrammarConstraint:
         self.error = ""
 
     def allowed(self) -> bytes:
-        """A bit for each token; end tokens are among them exactly where the grammar may end. None after an error."""
+        """A bitmask of the next tokens. End tokens are allowed where the grammar may end. Empty after an error."""
         self._look_ahead()
         if self._forced:
             return self._only(self._forced[0])
@@ -53,7 +53,7 @@ class GrammarConstraint:
         self._has_failed()
 
     def _look_ahead(self) -> None:
-        """Done at every position whether or not it is sampled, so that a replayed answer is spelled as it was."""
+        """Compute forced tokens at every position, sampled or not, so that a replayed answer has the same tokens."""
         if not self._has_looked and not self._matcher.is_stopped():
             self._forced.extend(self._matcher.compute_ff_tokens())
         self._has_looked = True
@@ -61,7 +61,7 @@ class GrammarConstraint:
     def _has_failed(self) -> bool:
         if self._matcher.is_error():
             self._forced.clear()
-            reason = in_one_line(self._matcher.get_error())
+            reason = shorten_reason(self._matcher.get_error())
             self.error = f"The schema or grammar could not be followed any further: {reason}; simplify it."
         return bool(self.error)
 
@@ -71,18 +71,18 @@ class GrammarConstraint:
         return bytes(mask)
 
 
-class Grammars:
-    """Makes constraints. llguidance is loaded, and the vocabulary read, when the first one is asked for."""
+class GrammarBackend:
+    """Compiles grammars and makes constraints. The first one loads llguidance and reads the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
-        self._compiler: Compiler | None = None
-        self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._compiler: GrammarCompiler | None = None
+        self._cache: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
 
-    def constraint(self, spec: StructuredOutputs, output: Sequence[int] = ()) -> GrammarConstraint:
-        """A constraint at the beginning of an answer, or behind the tokens that it already has."""
+    def make_constraint(self, spec: StructuredOutputs, output: Sequence[int] = ()) -> GrammarConstraint:
+        """A constraint at the start of an answer, advanced by the tokens that the answer already has."""
         num_tokens = min(self._tokenizer.vocab_size, self._vocab_size)
         constraint = GrammarConstraint(self._matcher(spec).deep_copy(), num_tokens)
         for token in output:
@@ -93,10 +93,10 @@ class Grammars:
 
     def _matcher(self, spec: StructuredOutputs) -> LLMatcher:
         if self._compiler is None:
-            vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size, self._end_token_ids)
-            self._compiler = Compiler(vocabulary, partial(self._tokenizer.encode, add_special_tokens=False))
-        matcher = self._kept.pop(spec, None) or self._compiler.compile(spec)
-        self._kept[spec] = matcher
-        if len(self._kept) > NUM_KEPT:
-            self._kept.popitem(last=False)
+            tokenizer_info = TokenizerInfo.of(self._tokenizer, self._vocab_size, self._end_token_ids)
+            self._compiler = GrammarCompiler(tokenizer_info, partial(self._tokenizer.encode, add_special_tokens=False))
+        matcher = self._cache.pop(spec, None) or self._compiler.compile(spec)
+        self._cache[spec] = matcher
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
         return matcher

@@ -1,7 +1,7 @@
-"""What one rendering of a chat template may spend: time, text, structure, depth.
+"""RenderBudget: the limits of one rendering of a chat template, on time, text size, structure size and call depth.
 
-A template comes with a model file, so it is code from a stranger that runs in our process. Every operation of it that
-can take long or make something big asks here first. Nothing here knows Jinja; `template_sandbox.py` does the asking.
+A template comes from a model file or a request, so it is untrusted code. Every operation that can take long or create
+something large is checked here first. `sandbox.py` and `filters.py` make the checks; this file does not use Jinja.
 """
 
 from __future__ import annotations
@@ -12,128 +12,128 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
-_ELEMENT_WEIGHT = 16  # an element of a list weighs as much as this many characters
+_ELEMENT_SIZE = 16  # the size of a list element, in characters
 _MAX_DEPTH = 128
-_WORK_FACTOR = 32  # text made on the way may be this many times what may come out
+_WORK_FACTOR = 32  # intermediate text may be this many times the output limit
 _STRUCTURES = (list, tuple, dict, KeysView, ValuesView, ItemsView)
 
 
 class BoundExceeded(Exception):
-    """The template has spent all it may. Not for users: `ChatTemplate` turns it into a `TemplateError`."""
+    """A limit is exceeded. `ChatTemplate` converts it into a `TemplateError`."""
 
 
 @dataclass(slots=True)
-class Budget:
-    """Spent by one rendering, in one thread; `renew` makes it whole for the next."""
+class RenderBudget:
+    """Used by one rendering in one thread. `reset` prepares it for the next."""
 
     max_seconds: float
-    max_chars: int  # of any one text, of a structure with all that is in it, and of the output
+    max_chars: int  # of each text, of each structure with its contents, and of the output
     deadline: float = field(init=False)
     work_left: int = field(init=False)
     depth: int = field(init=False)
-    # The weight of each structure met so far; the structure itself is kept, or its id could come to mean another one.
-    _weights: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    # The size of each structure by id. The structure is referenced, so that its id is not reused.
+    _sizes: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
-        """Nothing has been spent yet."""
+    def reset(self) -> None:
+        """Start a new rendering."""
         self.depth = 0
-        self._weights.clear()
+        self._sizes.clear()
         self.deadline = time.monotonic() + self.max_seconds
         self.work_left = _WORK_FACTOR * self.max_chars
 
-    def tick(self) -> None:
-        """A step has been taken."""
+    def check_time(self) -> None:
+        """Raise if the time is over."""
         if time.monotonic() > self.deadline:
             raise BoundExceeded(f"it ran longer than {self.max_seconds:g} s")
 
     def spend(self, work: int) -> None:
-        """This many bytes are about to be made, or have been."""
-        self.tick()
+        """Count bytes of intermediate text."""
+        self.check_time()
         self.work_left -= work
         if self.work_left < 0:
             raise BoundExceeded(f"it made more than {_WORK_FACTOR * self.max_chars} bytes of text on its way")
 
-    def fit(self, num_chars: int) -> None:
-        """A text of this length is about to be made."""
+    def check_chars(self, num_chars: int) -> None:
+        """Check the length of a text before it is created."""
         if num_chars > self.max_chars:
             raise BoundExceeded(f"it made a text of more than {self.max_chars} characters")
         self.spend(num_chars)
 
-    def fit_elements(self, num_elements: int) -> None:
-        """A list of this length is about to be made."""
-        if num_elements * _ELEMENT_WEIGHT > self.max_chars:
-            raise BoundExceeded(f"it made a list of more than {self.max_chars // _ELEMENT_WEIGHT} elements")
-        self.spend(num_elements * _ELEMENT_WEIGHT)
+    def check_elements(self, num_elements: int) -> None:
+        """Check the length of a list before it is created."""
+        if num_elements * _ELEMENT_SIZE > self.max_chars:
+            raise BoundExceeded(f"it made a list of more than {self.max_chars // _ELEMENT_SIZE} elements")
+        self.spend(num_elements * _ELEMENT_SIZE)
 
-    def enter(self) -> None:
-        """A call begins; `depth` goes down again when it ends."""
+    def enter_call(self) -> None:
+        """Count a nested call. The caller decrements `depth` when the call ends."""
         if self.depth >= _MAX_DEPTH:
             raise BoundExceeded(f"its calls are nested more than {_MAX_DEPTH} deep")
         self.depth += 1
 
-    def weigh(self, value: Any) -> int:
-        """How much there is to see in a value when all of it is walked, shared parts as often as they are met.
+    def measure(self, value: Any) -> int:
+        """The size of a value with all its contents. A shared part counts each time it occurs.
 
-        Bounding this bounds what printing, comparing or hashing the value can cost.
+        A limit on this size limits the cost of printing, comparing or hashing the value.
         """
         if isinstance(value, str):
             return len(value)
         if not isinstance(value, _STRUCTURES):
             return 1
-        seen = self._weights.get(id(value))
+        seen = self._sizes.get(id(value))
         if seen is None:
-            seen = self._weights[id(value)] = (value, self.weigh_all(_elements(value)))
+            seen = self._sizes[id(value)] = (value, self.measure_all(_elements(value)))
         return seen[1]
 
-    def weigh_all(self, elements: Iterable[Any]) -> int:
-        """What a structure of these elements would weigh."""
-        weight = count = 0
+    def measure_all(self, elements: Iterable[Any]) -> int:
+        """The size of a structure with these elements."""
+        size = count = 0
         for element in elements:
             count += 1
-            weight += _ELEMENT_WEIGHT + self.weigh(element)
-            self._check_weight(weight)
-        self.spend(count * _ELEMENT_WEIGHT)
-        return weight
+            size += _ELEMENT_SIZE + self.measure(element)
+            self._check_size(size)
+        self.spend(count * _ELEMENT_SIZE)
+        return size
 
-    def _check_weight(self, weight: int) -> None:
-        if weight > self.max_chars:
+    def _check_size(self, size: int) -> None:
+        if size > self.max_chars:
             raise BoundExceeded(f"it made a structure with more than {self.max_chars} characters in it")
 
-    def admit_sum(self, value: Any, left: Any, right: Any) -> Any:
-        """Let in a list that is two others, without walking it: templates gather messages this way, one by one."""
-        weight = self.weigh(left) + self.weigh(right)
-        self._check_weight(weight)
-        self._weights[id(value)] = (value, weight)
+    def check_sum(self, value: Any, left: Any, right: Any) -> Any:
+        """Check the sum of two lists without iterating over it. Templates append messages this way, one by one."""
+        size = self.measure(left) + self.measure(right)
+        self._check_size(size)
+        self._sizes[id(value)] = (value, size)
         return value
 
-    def admit(self, value: Any) -> Any:
-        """Let a new value into the template's world."""
+    def check_value(self, value: Any) -> Any:
+        """Check a new value of the template. An iterator is wrapped, so that its values are checked."""
         if isinstance(value, str):
-            self.fit(len(value))
+            self.check_chars(len(value))
             self.spend(sys.getsizeof(value))
         elif isinstance(value, _STRUCTURES):
-            self.weigh(value)
+            self.measure(value)
         elif isinstance(value, Iterator):
-            return self.watch(value)
+            return self.iterate(value)
         return value
 
-    def watch(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The same values, each a step."""
+    def iterate(self, values: Iterable[Any]) -> Iterator[Any]:
+        """The same values, with a time check for each."""
         for value in values:
-            self.tick()
+            self.check_time()
             yield value
 
-    def collect(self, values: Iterable[Any]) -> list[Any]:
-        """A list of them, if it is not too long."""
+    def to_list(self, values: Iterable[Any]) -> list[Any]:
+        """The values as a list, if it is not too long."""
         collected = []
-        for value in self.watch(values):
+        for value in self.iterate(values):
             collected.append(value)
-            if len(collected) * _ELEMENT_WEIGHT > self.max_chars:
-                self.fit_elements(len(collected))
-        self.weigh(collected)
+            if len(collected) * _ELEMENT_SIZE > self.max_chars:
+                self.check_elements(len(collected))
+        self.measure(collected)
         return collected
 
 

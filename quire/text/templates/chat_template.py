@@ -1,7 +1,7 @@
-"""A conversation to one prompt, through the template that a model brings.
+"""ChatTemplate: renders a conversation to a prompt with the model's Jinja template.
 
-`ChatTemplate` compiles a template once and renders it many times, each time within hard bounds on time and size: see
-`template_sandbox.py` for how. It does not tokenize, and does not know which model it serves.
+A template is compiled once and rendered many times. Each rendering has hard limits on time and size (`sandbox.py`). It
+does not tokenize.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jinja2
 from jinja2 import nodes
 
 from quire.errors import InvalidParams, TemplateError, kind, show
-from quire.text.templates.budget import BoundExceeded, Budget
-from quire.text.templates.sandbox import Refused, Sandbox
+from quire.text.templates.budget import BoundExceeded, RenderBudget
+from quire.text.templates.sandbox import RaisedByTemplate, Sandbox
 
 MAX_SECONDS = 1.0
 MAX_CHARS = 4 * 1024 * 1024
@@ -42,10 +42,10 @@ class ChatTemplate:
         self._max_chars = max_chars
         sandbox = self._make_sandbox()
         tree = self._parse(source, sandbox)
-        self._takes_parts = _takes_parts(tree)
-        self._takes_none = _takes_none(tree)
+        self._accepts_parts = _accepts_parts(tree)
+        self._accepts_none = _accepts_none(tree)
         self._code = self._compile(tree)
-        self._idle = [self._load(sandbox)]  # a thread that renders takes one out and puts it back
+        self._idle = [self._load(sandbox)]  # a rendering pops one and appends it again
 
     def render(
         self,
@@ -54,7 +54,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The prompt for a conversation. `extra` are further variables that the template may look at."""
+        """The prompt of a conversation. `extra` are further variables of the template."""
         check_messages(messages)
         conversation = [{**message, "content": self._plain(message.get("content"))} for message in messages]
         variables = {
@@ -71,14 +71,14 @@ class ChatTemplate:
             raise TemplateError(_explain(error)) from error
 
     def _plain(self, content: Any) -> Any:
-        """A message's content as this template can read it.
+        """A message's content in a form that the template accepts.
 
-        Parts become a line each where text is expected. A message that only calls tools has the empty text, as most
-        templates look into the content without asking whether there is any.
+        A list of text parts becomes lines of text if the template expects a string. Missing content becomes an empty
+        string if the template does not test for none.
         """
         if content is None:
-            return None if self._takes_none else ""
-        if isinstance(content, str) or self._takes_parts:
+            return None if self._accepts_none else ""
+        if isinstance(content, str) or self._accepts_parts:
             return content
         return "\n".join(part["text"] for part in content)
 
@@ -88,17 +88,17 @@ class ChatTemplate:
         except IndexError:
             template = self._load(self._make_sandbox())
         budget = cast(Sandbox, template.environment).budget
-        budget.renew()
+        budget.reset()
         text = self._generate(template, variables)
-        budget.renew()  # so that nothing of the conversation stays in memory
-        self._idle.append(template)  # only after it went well: one that was stopped may be in any state
+        budget.reset()  # drops references to the conversation
+        self._idle.append(template)  # not after an error, which may leave it in any state
         return text
 
     def _make_sandbox(self) -> Sandbox:
-        return Sandbox(Budget(self._max_seconds, self._max_chars))
+        return Sandbox(RenderBudget(self._max_seconds, self._max_chars))
 
     def _load(self, sandbox: Sandbox) -> jinja2.Template:
-        """The compiled template in an environment of its own."""
+        """The compiled template in an environment of its own, because an environment holds one budget."""
         return jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
 
     def _generate(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
@@ -114,7 +114,7 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"The chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read.")
         try:
-            return sandbox.guard(source)
+            return sandbox.parse_guarded(source)
         except Exception as error:
             raise TemplateError(_explain(error)) from error
 
@@ -127,7 +127,7 @@ class ChatTemplate:
 
 
 def check_messages(messages: object) -> None:
-    """Refuse what no template could take."""
+    """Refuse messages that no template can render."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidParams("messages must be a list with at least one message in it.", "messages")
     for index, message in enumerate(messages):
@@ -156,13 +156,13 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _takes_parts(tree: nodes.Template) -> bool:
-    """Whether the template goes through a message's content part by part."""
+def _accepts_parts(tree: nodes.Template) -> bool:
+    """Whether the template iterates over the parts of a message's content."""
     return any(_last_name(loop.iter) == "content" for loop in tree.find_all(nodes.For))
 
 
-def _takes_none(tree: nodes.Template) -> bool:
-    """Whether the template asks if a message has content at all."""
+def _accepts_none(tree: nodes.Template) -> bool:
+    """Whether the template tests a message's content for none."""
     return any(test.name == "none" and _last_name(test.node) == "content" for test in tree.find_all(nodes.Test))
 
 
@@ -178,16 +178,16 @@ def _last_name(node: nodes.Node) -> str | None:
 
 
 def _explain(error: Exception) -> str:
-    """One sentence: what the template did, and in which line."""
+    """One sentence: what happened, and in which line of the template."""
     line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else _line_of(error)
     where = f" in line {line}" if line else ""
     reason = (str(error) or type(error).__name__).strip().rstrip(".")[:_MAX_REASON]
     match error:
         case BoundExceeded():
             return f"The chat template was stopped{where}: {reason}."
-        case Refused():
+        case RaisedByTemplate():
             return f"The chat template refused the conversation{where}: {reason}."
-        case RecursionError() | SyntaxError():  # Python's compiler has its own limits on what we hand it
+        case RecursionError() | SyntaxError():  # raised by Python's own limits on nesting
             return f"The chat template was stopped{where}: it is nested too deeply."
         case jinja2.TemplateSyntaxError():
             return f"The chat template is not valid{where}: {reason}."
@@ -195,7 +195,7 @@ def _explain(error: Exception) -> str:
 
 
 def _line_of(error: BaseException) -> int | None:
-    """The innermost line of the template that the error came through."""
+    """The innermost line of the template in the error's traceback."""
     line = None
     traceback = error.__traceback__
     while traceback is not None:

@@ -1,8 +1,8 @@
-"""A conversation about tools, as a chat template can render it.
+"""Messages with tools, prepared for a chat template.
 
-`prepare_messages` takes messages as OpenAI writes them. A template that knows tools gets them in the shape it wants.
-For any other, the tools, earlier calls and their results become plain text of messages it does know. Routes call it
-before `ChatTemplate.render`.
+`prepare_messages` takes OpenAI's messages. A template that supports tools gets them in the form that it requires. For
+any other template, tools, earlier calls and their results become text. The server calls it before
+`ChatTemplate.render`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidParams, show
-from quire.text.templates.capabilities import Dialect
+from quire.text.templates.capabilities import TemplateCapabilities
 from quire.text.templates.chat_template import check_messages
 from quire.text.tools.definitions import Tool
 from quire.text.tools.events import ToolCall
@@ -22,32 +22,39 @@ from quire.text.tools.formats import ToolFormat, write_calls
 
 Message = dict[str, Any]
 
-NUM_SHORT_ID = 9
+SHORT_ID_LENGTH = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """What `ChatTemplate.render` takes."""
+class TemplateInput:
+    """Arguments of `ChatTemplate.render`."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], dialect: Dialect) -> Conversation:
-    """The conversation for a template of this dialect. `tools` are those that the prompt is to show."""
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], capabilities: TemplateCapabilities
+) -> TemplateInput:
+    """The messages for a template with these capabilities. `tools` are those that the prompt shows."""
     check_messages(messages)
-    calls = [_read_calls(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if not dialect.is_native:
-        spoken = _speak_of_calls(messages, calls, dialect.format)
-        return Conversation(_explain(spoken, tools, dialect) if tools else spoken, None)
-    shaped = _name_results([_shape(message, made, dialect) for message, made in zip(messages, calls, strict=True)])
-    documents = [tool.document() for tool in tools]
-    return Conversation(_one_call_each(shaped) if dialect.one_call else shaped, documents or None)
+    calls = [_parse_calls(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not capabilities.supports_tools:
+        plain = _calls_as_text(messages, calls, capabilities.format)
+        return TemplateInput(_add_description(plain, tools, capabilities) if tools else plain, None)
+    native = _add_tool_names(
+        [
+            _native_message(message, calls_made, capabilities)
+            for message, calls_made in zip(messages, calls, strict=True)
+        ]
+    )
+    documents = [tool.to_openai() for tool in tools]
+    return TemplateInput(_split_calls(native) if capabilities.single_tool_call else native, documents or None)
 
 
-def explain_tools(tools: Sequence[Tool], format: ToolFormat) -> str:
-    """For a model that was not taught this format: what there is to call, and how to write a call."""
-    listing = "\n".join(json.dumps(tool.document()["function"], ensure_ascii=False) for tool in tools)
+def describe_tools(tools: Sequence[Tool], format: ToolFormat) -> str:
+    """A description of the tools and of the format of a call, for a model whose template supports no tools."""
+    listing = "\n".join(json.dumps(tool.to_openai()["function"], ensure_ascii=False) for tool in tools)
     example = write_calls(format, [ToolCall("", "the function's name", '{"argument": "value"}')])
     return (
         "You can call functions. Each of these lines describes one, with the JSON schema of its arguments:\n"
@@ -64,8 +71,8 @@ def write_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def _read_calls(message: Mapping[str, Any], where: str) -> list[ToolCall]:
-    """The calls of an earlier answer, their arguments checked to be objects."""
+def _parse_calls(message: Mapping[str, Any], where: str) -> list[ToolCall]:
+    """The calls of an earlier answer. Their arguments must be JSON objects."""
     calls = message.get("tool_calls")
     if not calls:
         return []
@@ -73,10 +80,10 @@ def _read_calls(message: Mapping[str, Any], where: str) -> list[ToolCall]:
         raise InvalidParams(
             f"{where}.tool_calls must be a list, in a message of the assistant's.", f"{where}.tool_calls"
         )
-    return [_read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return [_parse_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
-def _read_call(call: object, where: str) -> ToolCall:
+def _parse_call(call: object, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise InvalidParams(f"{where} is no call; give an object with an id and a function.", where)
@@ -101,69 +108,73 @@ def _arguments_text(arguments: object, where: str) -> str:
     raise InvalidParams(f"{where} is not the JSON text of an object; send it as it came, or leave the call out.", where)
 
 
-def _speak_of_calls(
+def _calls_as_text(
     messages: Sequence[Mapping[str, Any]], calls: Sequence[Sequence[ToolCall]], format: ToolFormat
 ) -> list[Message]:
-    """Calls as the model writes them, and results as words of the user's, several in one message."""
-    spoken: list[Message] = []
+    """Calls become text of the assistant. Successive results become one message of the user."""
+    plain: list[Message] = []
     previous = None
-    for message, made in zip(messages, calls, strict=True):
+    for message, calls_made in zip(messages, calls, strict=True):
         if message["role"] == "tool":
             result = write_result(_text_of(message))
             if previous == "tool":
-                spoken[-1]["content"] += "\n" + result
+                plain[-1]["content"] += "\n" + result
             else:
-                spoken.append({"role": "user", "content": result})
-        elif made:
-            said = [text for text in (_text_of(message), write_calls(format, made)) if text]
-            spoken.append({"role": "assistant", "content": "\n".join(said)})
-        elif message["role"] == "user" and previous == "tool":  # many templates want the roles to alternate
-            spoken[-1]["content"] += "\n" + _text_of(message)
+                plain.append({"role": "user", "content": result})
+        elif calls_made:
+            said = [text for text in (_text_of(message), write_calls(format, calls_made)) if text]
+            plain.append({"role": "assistant", "content": "\n".join(said)})
+        elif message["role"] == "user" and previous == "tool":  # many templates require that the roles alternate
+            plain[-1]["content"] += "\n" + _text_of(message)
         else:
-            spoken.append(_without_calls(message))
+            plain.append(_without_calls(message))
         previous = message["role"]
-    return spoken
+    return plain
 
 
-def _explain(messages: list[Message], tools: Sequence[Tool], dialect: Dialect) -> list[Message]:
-    explanation = explain_tools(tools, dialect.format)
+def _add_description(
+    messages: list[Message], tools: Sequence[Tool], capabilities: TemplateCapabilities
+) -> list[Message]:
+    description = describe_tools(tools, capabilities.format)
     first = messages[0]
     if first["role"] == "system":
-        return [{**first, "content": f"{_text_of(first)}\n\n{explanation}"}, *messages[1:]]
-    if dialect.takes_system:
-        return [{"role": "system", "content": explanation}, *messages]
-    return [{**first, "content": f"{explanation}\n\n{_text_of(first)}"}, *messages[1:]]
+        return [{**first, "content": f"{_text_of(first)}\n\n{description}"}, *messages[1:]]
+    if capabilities.supports_system_role:
+        return [{"role": "system", "content": description}, *messages]
+    return [{**first, "content": f"{description}\n\n{_text_of(first)}"}, *messages[1:]]
 
 
-def _shape(message: Mapping[str, Any], calls: Sequence[ToolCall], dialect: Dialect) -> Message:
-    """A message for a template that knows tools."""
-    shaped = _without_calls(message)
-    shorten = _short_id if dialect.format.short_ids else str
+def _native_message(
+    message: Mapping[str, Any], calls: Sequence[ToolCall], capabilities: TemplateCapabilities
+) -> Message:
+    """A message for a template that supports tools."""
+    native = _without_calls(message)
+    shorten = _short_id if capabilities.format.short_ids else str
     if calls:
-        shaped["content"] = message.get("content") or ""  # some templates measure it without asking whether it is there
-        shaped["tool_calls"] = [
+        native["content"] = message.get("content") or ""  # some templates read its length without a check for none
+        native["tool_calls"] = [
             {
                 "id": shorten(call.id),
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": call.arguments if dialect.text_arguments else json.loads(call.arguments),
+                    "arguments": call.arguments if capabilities.requires_text_arguments else json.loads(call.arguments),
                 },
             }
             for call in calls
         ]
     if isinstance(message.get("tool_call_id"), str):
-        shaped["tool_call_id"] = shorten(message["tool_call_id"])
-    return shaped
+        native["tool_call_id"] = shorten(message["tool_call_id"])
+    return native
 
 
 def _without_calls(message: Mapping[str, Any]) -> Message:
-    """Some templates take the mere presence of the field for calls."""
+    """The message without tool_calls. Some templates test only whether the field exists."""
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _name_results(messages: list[Message]) -> list[Message]:
-    """Results with the name of the function that they come from, which some templates show."""
+def _add_tool_names(messages: list[Message]) -> list[Message]:
+    """Add the function's name to each result, because some templates render it."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     for message in messages:
         if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names:
@@ -171,34 +182,34 @@ def _name_results(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _one_call_each(messages: list[Message]) -> list[Message]:
-    """A message with several calls as several messages, each followed by its result."""
-    apart: list[Message] = []
+def _split_calls(messages: list[Message]) -> list[Message]:
+    """Split a message with several calls into one message for each call, followed by its result."""
+    split: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls", ())
         if len(calls) > 1:
-            apart.append({**message, "tool_calls": [calls[0]]})
-            apart += [{**message, "content": "", "tool_calls": [call]} for call in calls[1:]]
+            split.append({**message, "tool_calls": [calls[0]]})
+            split += [{**message, "content": "", "tool_calls": [call]} for call in calls[1:]]
         elif message["role"] == "tool":
-            apart.insert(_behind_its_call(message, apart), message)
+            split.insert(_index_after_call(message, split), message)
         else:
-            apart.append(message)
-    return apart
+            split.append(message)
+    return split
 
 
-def _behind_its_call(result: Message, messages: Sequence[Message]) -> int:
-    for place in range(len(messages) - 1, -1, -1):
-        calls = messages[place].get("tool_calls")
+def _index_after_call(result: Message, messages: Sequence[Message]) -> int:
+    for index in range(len(messages) - 1, -1, -1):
+        calls = messages[index].get("tool_calls")
         if calls and calls[0]["id"] == result.get("tool_call_id"):
-            return place + 1
+            return index + 1
     return len(messages)
 
 
 def _short_id(call_id: str) -> str:
-    """An id as it is if it is short enough, or else a digest of it."""
-    if len(call_id) == NUM_SHORT_ID and call_id.isalnum() and call_id.isascii():
+    """The id itself if it has the required length, or else a digest of it."""
+    if len(call_id) == SHORT_ID_LENGTH and call_id.isalnum() and call_id.isascii():
         return call_id
-    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:NUM_SHORT_ID]
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:SHORT_ID_LENGTH]
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Which tokens end an answer, by their text.
+"""End tokens that are known by name (llama.cpp's EOG tokens).
 
-Model files often name one end token where a chat model uses another (the end of a turn, not of the text), so both the
-GGUF and the directory reader add the ones that are known by name.
+Model files often declare one end token although a chat model ends its turns with another. Both tokenizer readers
+therefore add the special tokens that are listed here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ END_TOKENS = frozenset(
 )
 
 
-def known_end_ids(token_to_id: Callable[[str], int | None], special_ids: frozenset[int]) -> Iterable[int]:
-    """The ids of special tokens that end an answer or a turn."""
+def find_end_ids(token_to_id: Callable[[str], int | None], special_ids: frozenset[int]) -> Iterable[int]:
+    """The ids of the listed tokens that are special tokens of a vocabulary."""
     found = {name: token_id for name in END_TOKENS if (token_id := token_to_id(name)) in special_ids}
     if "<|return|>" in found and "<|call|>" in found:
-        found.pop("<|end|>", None)  # ends only a message here: the answer goes on in another channel
+        found.pop("<|end|>", None)  # ends a message of one channel, not the answer
     return [token_id for token_id in found.values() if token_id is not None]

@@ -1,7 +1,7 @@
-"""A tokenizer out of a GGUF file's metadata.
+"""A tokenizer from the metadata of a GGUF file, for `Tokenizer.from_gguf`.
 
-GGUF stores the vocabulary, a type for each token, merges or scores, and names for the rest; this puts them together as
-a `tokenizers.Tokenizer`. Called by `Tokenizer.from_gguf`; reading the file itself is `quire/weights/gguf.py`.
+GGUF stores tokens, a type for each, merges or scores, and a few named ids. `build_backend` makes a
+`tokenizers.Tokenizer` of them. Reading the file itself is `quire/weights/gguf.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import BadModelFile, UnsupportedModel
-from quire.text.tokenizers.end_tokens import known_end_ids
-from quire.text.tokenizers.pieces import SPACE_MARK, Pieces, byte_level_pieces, sentencepiece_pieces
-from quire.text.tokenizers.pre_tokenizers import word_split
+from quire.text.tokenizers.end_tokens import find_end_ids
+from quire.text.tokenizers.pieces import SPACE_MARK, TokenPieces, byte_level_pieces, sentencepiece_pieces
+from quire.text.tokenizers.pre_tokenizers import find_pre_tokenizer
 
 _PREFIX = "tokenizer.ggml."
 _ID_KEYS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -25,7 +25,7 @@ _END_KEYS = ("eos", "eot", "eom")
 
 
 class TokenType(IntEnum):
-    """What GGUF says a token is."""
+    """GGUF's token types."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -37,39 +37,39 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """A vocabulary as the file has it, checked."""
+    """The vocabulary of a file, checked."""
 
     tokens: list[str]
     types: list[int]
     ids: dict[str, int]  # a token's text to its id
-    named: dict[str, int]  # bos, eos, unknown, padding, eot, eom: where the file names them
-    special_ids: frozenset[int]  # tokens that carry no text of their own
-    added_ids: list[int]  # tokens that are found in the text before it is cut into words
+    named: dict[str, int]  # ids of bos, eos, unknown, padding, eot, eom, if the file has them
+    special_ids: frozenset[int]  # tokens without text
+    added_ids: list[int]  # tokens that are matched before pre-tokenization
     metadata: Mapping[str, Any]
 
     def flag(self, name: str, default: bool) -> bool:
-        """A switch of the tokenizer."""
+        """A boolean of the tokenizer's metadata."""
         value = self.metadata.get(_PREFIX + name)
         return default if value is None else bool(value)
 
     def special_tokens(self) -> dict[str, str]:
-        """The names that chat templates use."""
+        """Special tokens by the names that chat templates use."""
         return {name: self.tokens[self.named[key]] for key, name in _ID_KEYS.items() if key in self.named}
 
     def end_ids(self) -> frozenset[int]:
         """Every token that ends an answer."""
-        return frozenset(known_end_ids(self.ids.get, self.special_ids)) | {
+        return frozenset(find_end_ids(self.ids.get, self.special_ids)) | {
             self.named[key] for key in _END_KEYS if key in self.named
         }
 
     def id_to_token(self) -> Callable[[int], str | None]:
-        """Gives the text of an id, if there is one. It keeps the tokens in memory and nothing else of the file."""
+        """A function from id to token. It references the tokens only, so the rest of the metadata can be freed."""
         tokens = self.tokens
         return lambda token_id: tokens[token_id] if 0 <= token_id < len(tokens) else None
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
-    """Take the vocabulary out of the metadata."""
+    """Read and check the vocabulary."""
     tokens = _strings(metadata, "tokens")
     if not tokens:
         raise BadModelFile("The GGUF file's vocabulary (tokenizer.ggml.tokens) is empty.")
@@ -81,35 +81,35 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     return GGUFVocabulary(tokens, types, ids, named, special, added, metadata)
 
 
-def build_backend(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces]:
-    """The encoder, and the bytes of each token for the way back."""
+def build_backend(vocabulary: GGUFVocabulary) -> tuple[Backend, TokenPieces]:
+    """The encoder, and the pieces for decoding."""
     kind = vocabulary.metadata.get(_PREFIX + "model")
     if kind == "gpt2":
-        backend, pieces, adds_bos = _build_byte_level(vocabulary)
+        backend, pieces, add_bos = _build_byte_level(vocabulary)
     elif kind == "llama":
-        backend, pieces, adds_bos = _build_sentencepiece(vocabulary)
+        backend, pieces, add_bos = _build_sentencepiece(vocabulary)
     elif kind is None:
         raise BadModelFile("The GGUF file has no tokenizer (tokenizer.ggml.model is missing).")
     else:
         raise UnsupportedModel(f"The GGUF file's tokenizer is of the kind {kind!r}; quire has gpt2 and llama.")
     _add_tokens(backend, vocabulary)
-    _add_ends(backend, vocabulary, adds_bos)
+    _add_post_processor(backend, vocabulary, add_bos)
     return backend, pieces
 
 
-def _build_byte_level(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, bool]:
-    split = word_split(str(vocabulary.metadata.get(_PREFIX + "pre", "default")))
+def _build_byte_level(vocabulary: GGUFVocabulary) -> tuple[Backend, TokenPieces, bool]:
+    spec = find_pre_tokenizer(str(vocabulary.metadata.get(_PREFIX + "pre", "default")))
     merges = _merges(vocabulary.metadata)
-    backend = Backend(_make_bpe(vocabulary.ids, merges, ignore_merges=split.whole_words))
-    backend.pre_tokenizer = split.pre_tokenizer()
-    if normalizer := split.normalizer():
+    backend = Backend(_make_bpe(vocabulary.ids, merges, ignore_merges=spec.ignore_merges))
+    backend.pre_tokenizer = spec.pre_tokenizer()
+    if normalizer := spec.normalizer():
         backend.normalizer = normalizer
     backend.decoder = decoders.ByteLevel()
     added = {token_id: vocabulary.tokens[token_id] for token_id in vocabulary.added_ids}
-    return backend, byte_level_pieces(vocabulary.id_to_token(), added), split.adds_bos
+    return backend, byte_level_pieces(vocabulary.id_to_token(), added), spec.add_bos
 
 
-def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, bool]:
+def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[Backend, TokenPieces, bool]:
     backend = Backend(_make_sentencepiece_bpe(vocabulary))
     space = normalizers.Replace(" ", SPACE_MARK)
     prefixed = vocabulary.flag("add_space_prefix", True)
@@ -120,7 +120,7 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[Backend, Pieces, b
 
 
 def _make_sentencepiece_bpe(vocabulary: GGUFVocabulary) -> models.BPE:
-    # Imported here: byte-level vocabularies, the default model's among them, start faster without numpy.
+    # Imported here because byte-level vocabularies, such as the default model's, load faster without numpy.
     from quire.text.tokenizers.sentencepiece import derive_merges
 
     scores = _numbers(vocabulary.metadata, "scores", len(vocabulary.tokens))
@@ -146,13 +146,13 @@ def _make_bpe(ids: dict[str, int], merges: list[tuple[str, str]], **options: Any
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens, in their order. Who reads a file may have them cut faster than this can."""
+    """Merges as pairs of tokens, in order. The GGUF reader may provide them already split."""
     stored = metadata.get(_PREFIX + "merges")
     pairs: list[tuple[str, str]] | None = stored.pairs() if stored is not None and hasattr(stored, "pairs") else None
-    return pairs if pairs is not None else _cut_merges(_strings(metadata, "merges"))
+    return pairs if pairs is not None else _split_merges(_strings(metadata, "merges"))
 
 
-def _cut_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [merge.partition(" ")[::2] for merge in merges]
     if not all(left and right for left, right in pairs):
         bad = next(merge for merge, (left, right) in zip(merges, pairs, strict=True) if not (left and right))
@@ -167,9 +167,9 @@ def _add_tokens(backend: Backend, vocabulary: GGUFVocabulary) -> None:
     backend.add_tokens([AddedToken(c, normalized=False) for t, c in contents.items() if t not in special])
 
 
-def _add_ends(backend: Backend, vocabulary: GGUFVocabulary, adds_bos: bool) -> None:
-    """Begin and end tokens around each text, where the vocabulary wants them."""
-    wanted = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
+def _add_post_processor(backend: Backend, vocabulary: GGUFVocabulary, add_bos: bool) -> None:
+    """Add BOS and EOS tokens around each text, as the metadata says."""
+    wanted = {"bos": vocabulary.flag("add_bos_token", add_bos), "eos": vocabulary.flag("add_eos_token", False)}
     ids = {key: vocabulary.named[key] for key, is_wanted in wanted.items() if is_wanted and key in vocabulary.named}
     if not ids:
         return
@@ -214,7 +214,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[Any] | N
 
 
 def _plain(values: Sequence[Any] | Any | None) -> list[Any] | None:
-    """A list, whether the reader gave a list or an array."""
+    """A list, from a list or an array."""
     if values is None or isinstance(values, list):
         return values
     return list(values.tolist() if hasattr(values, "tolist") else values)

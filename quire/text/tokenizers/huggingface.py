@@ -1,6 +1,6 @@
-"""A model directory's tokenizer files, as Hugging Face lays them out.
+"""The tokenizer files of a Hugging Face model directory: reads and checks them for `Tokenizer.from_directory`.
 
-Reads and checks; `Tokenizer.from_directory` makes sense of them. Only tokenizer.json has to be there.
+Only tokenizer.json is required.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the directory holds, parsed; an absent file is an empty mapping."""
+    """The parsed files. A missing file is an empty mapping."""
 
     path: Path
     backend: Backend
@@ -30,7 +30,7 @@ class TokenizerFiles:
     config: Mapping[str, Any]
 
     def special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, ... by name; tokenizer_config.json has the last word."""
+        """bos_token, eos_token, ... by name. tokenizer_config.json has precedence."""
         found = {}
         for name in _SPECIAL_NAMES:
             for source in (self.special_tokens_map, self.tokenizer_config):
@@ -39,7 +39,7 @@ class TokenizerFiles:
         return found
 
     def end_ids(self) -> set[int]:
-        """The ids that the model's own configuration ends answers with."""
+        """The EOS token ids of generation_config.json and config.json."""
         return {
             *self._eos_of(self.generation_config, "generation_config.json"),
             *self._eos_of(self.config, "config.json"),
@@ -55,7 +55,7 @@ class TokenizerFiles:
         return values
 
     def chat_template(self) -> str | None:
-        """The template: its own file first, then tokenizer_config.json, where it may be one of several."""
+        """The chat template: chat_template.jinja first, then tokenizer_config.json, which may hold a list of them."""
         if (path := self.path / "chat_template.jinja").is_file():
             return _read_text(path)
         template = self.tokenizer_config.get("chat_template")
@@ -68,8 +68,8 @@ class TokenizerFiles:
         )
 
 
-def read_directory(path: Path) -> TokenizerFiles:
-    """Read all of them."""
+def read_tokenizer_files(path: Path) -> TokenizerFiles:
+    """Read the files of a directory."""
     if not path.is_dir():
         raise ModelNotFound(f"{path} is not a directory.")
     return TokenizerFiles(
@@ -89,7 +89,7 @@ def _read_backend(path: Path) -> Backend:
         backend = Backend.from_file(str(path))
     except Exception as error:
         raise BadModelFile(f"{path} cannot be read as a tokenizer: {error}.") from error
-    # A file may ask for these, but quire refuses what is too long rather than cutting it.
+    # tokenizer.json may enable these, but quire refuses a text that is too long instead of truncating it.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -115,7 +115,7 @@ def _read_text(path: Path) -> str:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as text or as an object with its content."""
+    """A special token is stored as a string or as an object with `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 

@@ -1,7 +1,7 @@
-"""LengthBound: the fewest tokens that a text can become, known without encoding it.
+"""LengthBound: a lower bound on the number of tokens of a text, without encoding it.
 
-A prompt that cannot fit the context is refused by it: encoding megabytes takes seconds. The bound holds only where
-encoding drops nothing unseen; `find_length_bound` gives none for a tokenizer that is not known to keep its input.
+The server refuses a prompt that cannot fit the context by this bound, because encoding megabytes takes seconds. The
+bound is valid only if the tokenizer drops no input; `find_length_bound` returns None unless that is known.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Split", "Digits",
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
-    max_token_bytes: int  # the most bytes of UTF-8 that become one token
-    dropped: bytes = b""  # bytes that have no token, so the tokenizer leaves them out
+    max_token_bytes: int  # the most bytes of UTF-8 in one token
+    dropped: bytes = b""  # bytes without a token, which the tokenizer drops
 
     def min_tokens(self, text: str) -> int:
-        """No fewer tokens than this come out of the text."""
+        """The text has at least this many tokens."""
         num_bytes = len(text.encode(errors="replace").translate(None, self.dropped))
         return -(-num_bytes // self.max_token_bytes)
 
 
 def find_length_bound(backend: Backend) -> LengthBound | None:
-    """The bound of a tokenizer; None where a token can stand for any amount of text."""
+    """The bound of a tokenizer; None if a token can stand for any amount of text."""
     ratio = _normalizer_ratio(backend)
     if ratio is None or not _pre_tokenizer_keeps_all(backend) or not isinstance(backend.model, models.BPE):
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # such a token swallows any number of spaces
+    if any(token.lstrip or token.rstrip for token in added):  # such a token absorbs any number of spaces
         return None
     vocabulary = backend.get_vocab()
     if any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer)):
@@ -50,7 +50,7 @@ def find_length_bound(backend: Backend) -> LengthBound | None:
 
 
 def _normalizer_ratio(backend: Backend) -> int | None:
-    """How many times shorter the normalizer can make a text; None if there is no bound."""
+    """The factor by which the normalizer can shorten a text; None if there is no bound."""
     ratio = 1
     for step in _steps(backend.normalizer):
         match step:
@@ -71,7 +71,7 @@ def _pre_tokenizer_keeps_all(backend: Backend) -> bool:
 
 
 def _steps(component: Any) -> Iterable[Mapping[str, Any]]:
-    """A component of a tokenizer, or the members of a sequence of them, as tokenizer.json writes them."""
+    """A normalizer or pre-tokenizer, or the members of a sequence, as in tokenizer.json."""
     if component is None:
         return ()
     state = json.loads(component.__getstate__())

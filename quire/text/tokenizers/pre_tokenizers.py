@@ -1,6 +1,6 @@
-"""How byte-level BPE vocabularies cut text into words, by the name that GGUF gives each way (`tokenizer.ggml.pre`).
+"""Pre-tokenizers of byte-level BPE vocabularies, by their name in GGUF (`tokenizer.ggml.pre`).
 
-A table and a builder. The wrong cut gives plausible but wrong tokens, so a name that is not here is refused.
+A wrong pre-tokenizer gives plausible but wrong tokens, so an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -55,22 +55,26 @@ _DEEPSEEK_V3 = (
 
 
 @dataclass(frozen=True, slots=True)
-class WordSplit:
-    """One way to cut. `patterns` are applied in turn; `gpt2` then applies GPT-2's own pattern.
+class PreTokenizerSpec:
+    """How text is split into words before BPE.
 
-    `whole_words`: a word that is a token is taken as it is, without merging. `adds_bos`: the default of vocabularies
-    that do not say.
+    patterns        regular expressions that are applied one after another
+    gpt2            GPT-2's own pattern is applied last
+    punctuation     runs of punctuation are split off first
+    nfc             the text is normalized to NFC
+    ignore_merges   a word that is a token becomes that token without merging
+    add_bos         the default for vocabularies that do not specify it
     """
 
     patterns: tuple[str, ...] = ()
     gpt2: bool = False
-    punctuation: bool = False  # runs of punctuation are cut off first
-    composed: bool = False  # text is brought to Unicode's composed form (NFC)
-    whole_words: bool = False
-    adds_bos: bool = False
+    punctuation: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """The cut itself, ending in the byte alphabet."""
+        """The pre-tokenizer, with the byte-level alphabet as its last step."""
         steps: list[pre_tokenizers.PreTokenizer] = []
         if self.punctuation:
             steps = [pre_tokenizers.Punctuation("contiguous"), _byte_level(True)]
@@ -80,37 +84,37 @@ class WordSplit:
         return pre_tokenizers.Sequence(steps)
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """What happens to the text before it is cut."""
-        return normalizers.NFC() if self.composed else None
+        """The normalizer, if there is one."""
+        return normalizers.NFC() if self.nfc else None
 
 
 def _byte_level(use_regex: bool) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-_GPT2 = WordSplit(gpt2=True)
-_GPT2_COMPOSED = WordSplit(gpt2=True, composed=True)
-_GPT2_DIGITS = WordSplit((r"\p{N}",), gpt2=True)
-_LLAMA3_SPLIT = WordSplit((_LLAMA3,), whole_words=True, adds_bos=True)
-_LLAMA3_MERGED = WordSplit((_LLAMA3,))
-_QWEN2_SPLIT = WordSplit((_QWEN2,), composed=True)
+_GPT2 = PreTokenizerSpec(gpt2=True)
+_GPT2_NFC = PreTokenizerSpec(gpt2=True, nfc=True)
+_GPT2_DIGITS = PreTokenizerSpec((r"\p{N}",), gpt2=True)
+_LLAMA3_SPLIT = PreTokenizerSpec((_LLAMA3,), ignore_merges=True, add_bos=True)
+_LLAMA3_MERGED = PreTokenizerSpec((_LLAMA3,))
+_QWEN2_SPLIT = PreTokenizerSpec((_QWEN2,), nfc=True)
 
-WORD_SPLITS: dict[str, WordSplit] = {
+PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
     "exaone4": _GPT2,
     "jais": _GPT2,
     "trillion": _GPT2,
-    "mpt": _GPT2_COMPOSED,
-    "olmo": _GPT2_COMPOSED,
+    "mpt": _GPT2_NFC,
+    "olmo": _GPT2_NFC,
     "smollm": _GPT2_DIGITS,
     "starcoder": _GPT2_DIGITS,
     "refact": _GPT2_DIGITS,
     "codeshell": _GPT2_DIGITS,
     "exaone": _GPT2_DIGITS,
-    "command-r": WordSplit((r"\p{N}",), gpt2=True, composed=True),
-    "falcon": WordSplit((r"\p{N}+", r"[0-9][0-9][0-9]"), punctuation=True),
+    "command-r": PreTokenizerSpec((r"\p{N}",), gpt2=True, nfc=True),
+    "falcon": PreTokenizerSpec((r"\p{N}+", r"[0-9][0-9][0-9]"), punctuation=True),
     "llama-bpe": _LLAMA3_SPLIT,
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
@@ -123,24 +127,24 @@ WORD_SPLITS: dict[str, WordSplit] = {
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
     "megrez": _QWEN2_SPLIT,
-    "qwen35": WordSplit((_QWEN35,), composed=True),
-    "stablelm2": WordSplit((_QWEN2,)),
-    "hunyuan": WordSplit((_QWEN2,)),
-    "tekken": WordSplit((_TEKKEN,), whole_words=True, adds_bos=True),
-    "gpt-4o": WordSplit((_GPT4O,)),
-    "llama4": WordSplit((_GPT4O,)),
-    "deepseek-llm": WordSplit(_DEEPSEEK_LLM),
-    "deepseek-coder": WordSplit(_DEEPSEEK_CODER),
-    "deepseek-v3": WordSplit(_DEEPSEEK_V3),
+    "qwen35": PreTokenizerSpec((_QWEN35,), nfc=True),
+    "stablelm2": PreTokenizerSpec((_QWEN2,)),
+    "hunyuan": PreTokenizerSpec((_QWEN2,)),
+    "tekken": PreTokenizerSpec((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizerSpec((_GPT4O,)),
+    "llama4": PreTokenizerSpec((_GPT4O,)),
+    "deepseek-llm": PreTokenizerSpec(_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizerSpec(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizerSpec(_DEEPSEEK_V3),
 }
 
 
-def word_split(name: str) -> WordSplit:
-    """The cut of that name."""
+def find_pre_tokenizer(name: str) -> PreTokenizerSpec:
+    """The pre-tokenizer of a name in GGUF."""
     try:
-        return WORD_SPLITS[name]
+        return PRE_TOKENIZERS[name]
     except KeyError:
         raise UnsupportedModel(
             f"The model's tokenizer cuts words the {name!r} way (tokenizer.ggml.pre), which quire does not know; "
-            f"it knows {', '.join(sorted(WORD_SPLITS))}."
+            f"it knows {', '.join(sorted(PRE_TOKENIZERS))}."
         ) from None

@@ -1,7 +1,7 @@
-"""The merges of a SentencePiece vocabulary, which stores none: it only has tokens and scores.
+"""BPE merges of a SentencePiece vocabulary, which stores only tokens and scores.
 
-SentencePiece joins the neighbours whose union scores highest, so every way to cut a token into two tokens is a merge,
-in the order of the scores. A vocabulary of 262,144 tokens has 1.5 million cuts, so they are sought by hash.
+SentencePiece merges the neighbours whose union has the highest score. So every split of a token into two tokens is a
+merge, ordered by score. A vocabulary of 262,144 tokens has 1.5 million splits, so they are looked up by hash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIEVE_BITS = 22
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """All tokens, one after another, and sums that give the hash of any span of them in constant time."""
+    """All tokens concatenated, with prefix sums that give the hash of any span in constant time."""
 
     starts: Ints
     ends: Ints
@@ -29,15 +29,15 @@ class _Spans:
     powers: Hashes
 
     def hash(self, start: Ints, end: Ints) -> Hashes:
-        """Equal for equal spans wherever they lie, as each is scaled to the same power."""
+        """Equal spans have equal hashes at every position, because each is scaled to the same power."""
         return (self.sums[end] - self.sums[start]) * self.powers[len(self.sums) - 1 - start]
 
 
 def derive_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens, best score first.
+    """Every split of a token into two tokens, highest score first.
 
-    Among equal scores the longest token goes first: SentencePiece takes the leftmost pair, so a run of equals grows at
-    its left end before the next one starts.
+    Among equal scores the longest token comes first: SentencePiece merges the leftmost pair, so a run of equal
+    characters grows at its left end before the next run starts.
     """
     if not tokens:
         return []
@@ -63,7 +63,7 @@ def _lay_out(tokens: Sequence[str]) -> _Spans:
 
 
 def _scramble(values: Hashes) -> Hashes:
-    """Spread code points over 64 bits, so that sums of them do not collide."""
+    """Mix code points into 64 bits, so that their sums do not collide."""
     values = (values + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(31)
     values *= np.uint64(0x94D049BB133111EB)
@@ -71,7 +71,7 @@ def _scramble(values: Hashes) -> Hashes:
 
 
 def _find_cuts(spans: _Spans) -> tuple[Ints, Ints]:
-    """Columns: the token that is cut, and where, for each cut whose two halves are tokens."""
+    """For each split whose two halves are tokens: the index of the token, and the position of the split."""
     inner = np.maximum(spans.ends - spans.starts - 1, 0)
     owners = np.repeat(np.arange(len(inner)), inner)
     cuts = np.arange(len(owners)) - np.repeat(np.cumsum(inner) - inner, inner) + spans.starts[owners] + 1

@@ -1,7 +1,7 @@
-"""Tools that a request offers to the model, and what it says about using them.
+"""Tool and ToolChoice: the tools of a request, and which of them the model may or must call.
 
-`read_tools` and `read_choice` take OpenAI's `tools` and `tool_choice` and refuse, by the field's path, what cannot be
-honoured. How a model writes a call is `tool_formats.py`; reading one out of an answer is `tool_parser.py`.
+`parse_tools` and `parse_tool_choice` read OpenAI's `tools` and `tool_choice`. An error names the path of the field.
+How a model writes a call is `formats.py`; parsing calls from an answer is `parser.py`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function of the client's that the model may ask for. `parameters` is the JSON schema of an object."""
+    """A function of the client that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    strict: bool  # whether a call must fit the schema also where the model is free to call or not
+    strict: bool  # whether a call must fit the schema even if the model need not call
 
-    def document(self) -> dict[str, Any]:
-        """The tool as OpenAI writes it, which is what chat templates expect."""
+    def to_openai(self) -> dict[str, Any]:
+        """The tool in OpenAI's form, which chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether there must be calls, of which tools, and whether there may be several.
+    """Which tools the model may or must call.
 
-    mode    none: no calls; auto: as the model likes; required: at least one call; named: one call of the one tool
-    tools   those that may be called; the prompt may show more
+    mode      none: no calls; auto: the model decides; required: at least one call; named: one call of the one tool
+    tools     the tools that may be called; the prompt may show more
+    parallel  whether there may be several calls
     """
 
     mode: Mode
@@ -66,7 +67,7 @@ def make_tool(
     strict: object = None,
     schema_field: str = "parameters",
 ) -> Tool:
-    """A checked tool. `where` is its path in the request, for errors. Without parameters it takes none."""
+    """Make a tool and check it. `where` is its path in the request, for errors."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidParams(
             f"{where}.name is {show(name)}; give 1 to 64 letters, digits, underscores or dashes.", f"{where}.name"
@@ -81,20 +82,20 @@ def make_tool(
     return Tool(name=name, description=description or "", parameters=schema, strict=bool(strict))
 
 
-def read_tools(value: object, where: str = "tools", *, strict: bool = False) -> tuple[Tool, ...]:
-    """OpenAI's list of tools: a function lies in a field of its own (chat) or beside the type (responses).
+def parse_tools(value: object, where: str = "tools", *, strict: bool = False) -> tuple[Tool, ...]:
+    """Parse OpenAI's `tools`. The function is a nested object (chat) or lies beside the type (responses).
 
-    `strict` is what a tool is taken for that does not say.
+    `strict` is the default for a tool that does not specify it.
     """
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise InvalidParams(f"{where} is {kind(value)}; give a list of tools.", where)
-    return gather_tools([_read_tool(entry, f"{where}[{index}]", strict) for index, entry in enumerate(value)], where)
+    return check_tools([_read_tool(entry, f"{where}[{index}]", strict) for index, entry in enumerate(value)], where)
 
 
-def gather_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
-    """Tools of one request: not too many, and no name twice."""
+def check_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
+    """Check the tools of one request: their number, and that their names differ."""
     if len(tools) > MAX_TOOLS:
         raise InvalidParams(f"{where} holds {len(tools)} tools; give at most {MAX_TOOLS}.", where)
     first: dict[str, int] = {}
@@ -106,10 +107,10 @@ def gather_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...
     return tuple(tools)
 
 
-def read_choice(
+def parse_tool_choice(
     value: object, tools: Sequence[Tool], parallel: bool | None = None, where: str = "tool_choice"
 ) -> ToolChoice:
-    """OpenAI's tool_choice and parallel_tool_calls. Left out, the model is free to call whatever there is."""
+    """Parse OpenAI's `tool_choice` and `parallel_tool_calls`. The default is auto if there are tools."""
     several = parallel is not False
     if value is None:
         value = "auto" if tools else "none"
@@ -129,8 +130,8 @@ def read_choice(
     )
 
 
-def name_choice(name: object, where: str, tools: Sequence[Tool]) -> ToolChoice:
-    """Exactly one call, of this tool. `where` is the name's path in the request."""
+def force_tool(name: object, where: str, tools: Sequence[Tool]) -> ToolChoice:
+    """A choice of exactly one call of this tool. `where` is the path of the name in the request."""
     return ToolChoice(mode="named", tools=(_find(name, where, tools),), parallel=False)
 
 
@@ -179,7 +180,7 @@ def _check_schema(where: str, schema: object) -> None:
 def _read_object_choice(value: Mapping[str, Any], tools: Sequence[Tool], several: bool, where: str) -> ToolChoice:
     match value.get("type"):
         case "function":
-            return name_choice(*_named_in(value, where), tools)
+            return force_tool(*_named_in(value, where), tools)
         case "allowed_tools":
             return _read_allowed(value, tools, several, where)
     raise InvalidParams(
@@ -207,7 +208,7 @@ def _read_allowed(value: Mapping[str, Any], tools: Sequence[Tool], several: bool
 
 
 def _named_in(value: object, where: str) -> tuple[object, str]:
-    """The name in an object that means a function, and that name's path."""
+    """The name of a function in an object that refers to it, and the path of that name."""
     if not isinstance(value, Mapping) or value.get("type") != "function":
         raise InvalidParams(
             f'{where} is {show(value)}; give {{"type": "function", ...}} with the name of a tool.', where

@@ -1,7 +1,6 @@
-"""What a `ToolParser` finds in an answer, piece by piece, and the whole that the pieces make up.
+"""Events of a ToolParser: the deltas of a streamed answer, and `collect_events`, which makes a complete answer of them.
 
-Streamed and whole answers are both made from these events, so they cannot differ: a stream sends them as they come, and
-a whole answer is `collect` of them all.
+Streamed and complete answers are made from the same events, so they have the same content.
 """
 
 from __future__ import annotations
@@ -13,36 +12,36 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """More of what the model says beside its calls."""
+class TextDelta:
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegins:
+class ToolCallStart:
     index: int
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ArgumentsPiece:
-    """More of a call's arguments: raw JSON text, as the model wrote it."""
+class ArgumentsDelta:
+    """A part of a call's arguments: JSON text as the model wrote it."""
 
     index: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnds:
-    """`complete`: the arguments are a JSON object; otherwise the answer was cut or broke off within them."""
+class ToolCallEnd:
+    """`complete`: the arguments are a JSON object. Otherwise the answer ended, or the JSON broke, within them."""
 
     index: int
     complete: bool
 
 
-Event = TextPiece | CallBegins | ArgumentsPiece | CallEnds
+Event = TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +53,36 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedAnswer:
+class ParsedOutput:
     content: str
     calls: tuple[ToolCall, ...]
 
 
-def collect(events: Iterable[Event]) -> ParsedAnswer:
-    """The answer that these events are the pieces of. A call that has not ended is not complete."""
+def collect_events(events: Iterable[Event]) -> ParsedOutput:
+    """The answer that the events make up. A call without an end event is not complete."""
     content: list[str] = []
-    begun: list[CallBegins] = []
+    begun: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     complete: set[int] = set()
     for event in events:
         match event:
-            case TextPiece(text):
+            case TextDelta(text):
                 content.append(text)
-            case CallBegins():
+            case ToolCallStart():
                 begun.append(event)
                 arguments.append([])
-            case ArgumentsPiece(index, text):
+            case ArgumentsDelta(index, text):
                 arguments[index].append(text)
-            case CallEnds(index, True):
+            case ToolCallEnd(index, True):
                 complete.add(index)
     calls = [
         ToolCall(call.id, call.name, "".join(pieces), call.index in complete)
         for call, pieces in zip(begun, arguments, strict=True)
     ]
-    return ParsedAnswer("".join(content), tuple(calls))
+    return ParsedOutput("".join(content), tuple(calls))
 
 
 def make_call_id(source: str | None, index: int) -> str:
-    """An id for a call. With a source (the request's id, say) it is the same whenever the answer is made again."""
+    """An id for a call. With a source, for example the request's id, it is deterministic."""
     digits = secrets.token_hex(12) if source is None else hashlib.sha256(f"{source}/{index}".encode()).hexdigest()[:24]
     return f"call_{digits}"

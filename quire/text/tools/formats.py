@@ -1,10 +1,10 @@
-"""How models write calls: a `ToolFormat` is a row of texts that stand around a call's name and arguments.
+"""ToolFormat: the texts that a model writes around the name and the arguments of a tool call.
 
-The row serves three: `write_calls` here, the parser (`tool_parser.py`) and the grammar of forced calls
-(`tool_grammar.py`). Which format a model speaks is found out in `tool_dialect.py`.
+A format is data for three users: `write_calls` here, the parser (`parser.py`), and the grammar of forced calls
+(`grammar.py`). Which format a model uses is detected in `templates/capabilities.py`.
 
-A marker may be a special token of the vocabulary, and special tokens are left out of an answer's text. Those of
-`special_markers` must stay in it, or the parser sees no call.
+A marker may be a special token. The detokenizer skips special tokens, so those of `special_markers` must be kept in the
+text for the parser.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CALL_ID = "[CALL_ID]"
 class ToolFormat:
     """The texts around calls.
 
-    opening     stands before a call, or before the list of them
-    head        between there and the arguments; NAME stands for the tool's name
+    opening     before a call, or before the list of calls
+    head        between the opening and the arguments; NAME is replaced by the tool's name
     tail        between the arguments and the closing
-    closing     ends a call, or the list
-    between     separates calls
-    is_list     all calls stand in one JSON list, between one opening and one closing
-    is_bare     calls are written without the opening, and then must begin the answer
-    is_named    the name stands before the arguments, not in a JSON object with them
-    short_ids   templates take only ids of nine letters and digits
-    markers     the texts of this format that a vocabulary may have as tokens
+    closing     after a call, or after the list of calls
+    between     between two calls
+    is_list     all calls are in one JSON list, between one opening and one closing
+    is_bare     calls have no opening, so they must begin the answer
+    is_named    the name is before the arguments, not in a JSON object with them
+    short_ids   the template accepts only ids of nine letters and digits
+    markers     the texts of this format that may be tokens of a vocabulary
     """
 
     name: str
@@ -95,7 +95,7 @@ FORMATS = (HERMES, MISTRAL, MISTRAL_NAMED, LLAMA)
 
 
 def write_calls(format: ToolFormat, calls: Sequence[ToolCall]) -> str:
-    """The calls as a model of this format would write them."""
+    """The calls in this format."""
     bodies = [f"{format.head_of(call.name)}{call.arguments}{format.tail}" for call in calls]
     opening = "" if format.is_bare else format.opening
     if format.is_list:
@@ -104,7 +104,7 @@ def write_calls(format: ToolFormat, calls: Sequence[ToolCall]) -> str:
 
 
 def special_markers(format: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
-    """The markers that are special tokens of this vocabulary, with their ids."""
+    """The markers that are special tokens of the tokenizer, with their ids."""
     ids = {marker: tokenizer.token_to_id(marker) for marker in format.markers}
     return {
         marker: token for marker, token in ids.items() if token in tokenizer.special_token_ids and token is not None

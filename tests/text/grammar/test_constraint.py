@@ -1,4 +1,4 @@
-"""Grammars: what a constraint lets through is what was asked for, on tiny vocabularies, and it can go on anywhere."""
+"""GrammarConstraint: it allows what was asked for, on tiny vocabularies, and it can start at any token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from quire.core.params import SamplingParams, StructuredOutputs
 from quire.errors import BadGrammar, EngineError, UnsupportedModel
-from quire.text.grammar.constraint import GrammarConstraint, Grammars
-from quire.text.input_processor import Intake
+from quire.text.grammar.constraint import GrammarBackend, GrammarConstraint
+from quire.text.input_processor import InputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
@@ -48,10 +48,10 @@ SUMS = 'root ::= term (" + " term)*\nterm ::= [0-9]+ | "(" root ")"'
 LARK = 'start: "hello" (" " WORD)+ "!"\nWORD: /[a-z]{1,4}/'
 
 
-def grammars(name: str = "byte level", num_more: int = 7) -> Grammars:
+def grammars(name: str = "byte level", num_more: int = 7) -> GrammarBackend:
     """For a model that has more logits than its tokenizer has tokens."""
     tokenizer = TOKENIZERS[name]
-    return Grammars(tokenizer, tokenizer.vocab_size + num_more, tokenizer.end_token_ids)
+    return GrammarBackend(tokenizer, tokenizer.vocab_size + num_more, tokenizer.end_token_ids)
 
 
 def allowed(constraint: GrammarConstraint) -> list[int]:
@@ -84,7 +84,7 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 def accepts(spec: StructuredOutputs, text: str) -> bool:
     """Whether a text can be had: with the longest token at each place that is allowed there."""
     tokenizer, rest = TOKENIZERS["byte level"], text.encode()
-    constraint = grammars().constraint(spec)
+    constraint = grammars().make_constraint(spec)
     while rest:
         fitting = [token for token in allowed(constraint) if rest.startswith(tokenizer.pieces[token])]
         if not fitting:
@@ -112,7 +112,7 @@ class TestRandomAnswers:
         ours, tokenizer = grammars(name), TOKENIZERS[name]
         spec = StructuredOutputs(json=schema, disable_any_whitespace=compact)
         for seed in range(12):
-            text = text_of(tokenizer, walk(ours.constraint(spec), tokenizer, random.Random(seed)))
+            text = text_of(tokenizer, walk(ours.make_constraint(spec), tokenizer, random.Random(seed)))
             jsonschema.validate(json.loads(text), schema)
             if compact:
                 assert not re.search(r"\s", re.sub(r'"(\\.|[^"\\])*"', "", text))
@@ -122,7 +122,7 @@ class TestRandomAnswers:
         ours, tokenizer = grammars(name), TOKENIZERS[name]
         for seed in range(12):
             text = text_of(
-                tokenizer, walk(ours.constraint(StructuredOutputs(regex=pattern)), tokenizer, random.Random(seed))
+                tokenizer, walk(ours.make_constraint(StructuredOutputs(regex=pattern)), tokenizer, random.Random(seed))
             )
             assert re.fullmatch(pattern, text)
 
@@ -130,7 +130,9 @@ class TestRandomAnswers:
         ours, tokenizer = grammars(name), TOKENIZERS[name]
         choice = ["hello", "hello world", 'say "hi"', "back\\slash", "new\nline", "é 🙂", "<|im_end|>", "</s>"]
         spec = StructuredOutputs(choice=choice)
-        texts = {text_of(tokenizer, walk(ours.constraint(spec), tokenizer, random.Random(seed))) for seed in range(150)}
+        texts = {
+            text_of(tokenizer, walk(ours.make_constraint(spec), tokenizer, random.Random(seed))) for seed in range(150)
+        }
         assert texts == set(choice)
 
     @pytest.mark.parametrize(
@@ -140,15 +142,15 @@ class TestRandomAnswers:
         ours, tokenizer = grammars(name), TOKENIZERS[name]
         spec, rng = StructuredOutputs(grammar=grammar), random.Random(5)
         for _ in range(12):
-            assert re.fullmatch(pattern, text_of(tokenizer, walk(ours.constraint(spec), tokenizer, rng)))
+            assert re.fullmatch(pattern, text_of(tokenizer, walk(ours.make_constraint(spec), tokenizer, rng)))
 
     def test_going_on_behind_any_token_is_going_on(self, name: str) -> None:
         ours, tokenizer = grammars(name), TOKENIZERS[name]
         for spec in (StructuredOutputs(json=PERSON), StructuredOutputs(choice=["hello world hello", "hello worldly"])):
-            tokens = walk(ours.constraint(spec), tokenizer, random.Random(8))
-            first = ours.constraint(spec)
+            tokens = walk(ours.make_constraint(spec), tokenizer, random.Random(8))
+            first = ours.make_constraint(spec)
             for count, token in enumerate([*tokens, min(tokenizer.end_token_ids)]):
-                again = ours.constraint(spec, [*tokens, min(tokenizer.end_token_ids)][:count])
+                again = ours.make_constraint(spec, [*tokens, min(tokenizer.end_token_ids)][:count])
                 assert again.allowed() == first.allowed()
                 first.advance(token)
 
@@ -157,7 +159,7 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end() -> None:
     tokenizer = TOKENIZERS["byte level"]
     ends, letter = tokenizer.end_token_ids, tokenizer.encode("a")[0]
     assert len(ends) > 1
-    constraint = grammars().constraint(StructuredOutputs(regex="a{2,3}"))
+    constraint = grammars().make_constraint(StructuredOutputs(regex="a{2,3}"))
     for expected in ({letter}, {letter}, {letter, *ends}, ends):
         assert set(allowed(constraint)) == expected
         constraint.advance(letter)
@@ -166,16 +168,16 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end() -> None:
 def test_ids_without_a_token_or_without_logits_are_never_allowed() -> None:
     tokenizer = TOKENIZERS["byte level"]
     anything = StructuredOutputs(regex=r"(?s:.)*")
-    free = allowed(grammars(num_more=7).constraint(anything))
+    free = allowed(grammars(num_more=7).make_constraint(anything))
     assert max(free) < tokenizer.vocab_size
-    few = Grammars(tokenizer, 270, frozenset({256 + 12}))
-    assert max(allowed(few.constraint(anything))) < 270
+    few = GrammarBackend(tokenizer, 270, frozenset({256 + 12}))
+    assert max(allowed(few.make_constraint(anything))) < 270
     assert {token for token in tokenizer.special_token_ids if token in free} == tokenizer.end_token_ids
 
 
 def test_the_name_of_a_special_token_is_spelled_as_text() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    constraint = grammars().constraint(StructuredOutputs(choice=["<|im_start|>"]))
+    constraint = grammars().make_constraint(StructuredOutputs(choice=["<|im_start|>"]))
     tokens = walk(constraint, tokenizer, random.Random(0))
     assert text_of(tokenizer, tokens) == "<|im_start|>"
     assert tokenizer.special_token_ids.isdisjoint(tokens)
@@ -183,7 +185,7 @@ def test_the_name_of_a_special_token_is_spelled_as_text() -> None:
 
 def test_a_grammar_may_name_a_special_token() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    constraint = grammars().constraint(StructuredOutputs(grammar='start: "h" <|x|> "d"'))
+    constraint = grammars().make_constraint(StructuredOutputs(grammar='start: "h" <|x|> "d"'))
     special = tokenizer.token_to_id("<|x|>")
     assert special is not None
     assert walk(constraint, tokenizer, random.Random(0)) == [*tokenizer.encode("h"), special, *tokenizer.encode("d")]
@@ -191,7 +193,7 @@ def test_a_grammar_may_name_a_special_token() -> None:
 
 def test_forced_text_is_spelled_as_the_tokenizer_spells_it() -> None:
     for name, tokenizer in TOKENIZERS.items():
-        tokens = walk(grammars(name).constraint(StructuredOutputs(choice=["{hello"])), tokenizer, random.Random(0))
+        tokens = walk(grammars(name).make_constraint(StructuredOutputs(choice=["{hello"])), tokenizer, random.Random(0))
         assert tokens[1:] == [tokenizer.token_to_id("hello")], name
 
 
@@ -245,7 +247,7 @@ def test_any_json() -> None:
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(spec: StructuredOutputs, message: str) -> None:
     with pytest.raises(BadGrammar, match=message) as caught:
-        grammars().constraint(spec)
+        grammars().make_constraint(spec)
     assert "\n" not in str(caught.value)
 
 
@@ -262,7 +264,7 @@ def test_formats_are_followed_where_json_schema_defines_them() -> None:
     value = {"enum": [{"format": "colour"}]}
     assert accepts(StructuredOutputs(json=value), '{"format": "colour"}')
     with pytest.raises(BadGrammar, match="Unknown format: uri-template"):
-        grammars().constraint(StructuredOutputs(json={"type": "string", "format": "uri-template"}))
+        grammars().make_constraint(StructuredOutputs(json={"type": "string", "format": "uri-template"}))
 
 
 def test_a_long_text_without_a_choice() -> None:
@@ -270,27 +272,27 @@ def test_a_long_text_without_a_choice() -> None:
     tokenizer = TOKENIZERS["byte level"]
     text = "hello é" * 700
     for spec in (StructuredOutputs(json={"const": text}), StructuredOutputs(regex="(hello é){700}")):
-        tokens = walk(grammars().constraint(spec), tokenizer, random.Random(0), most=5000)
+        tokens = walk(grammars().make_constraint(spec), tokenizer, random.Random(0), most=5000)
         assert text_of(tokenizer, tokens).strip('"') == text
-        again = grammars().constraint(spec, tokens[:2500])
+        again = grammars().make_constraint(spec, tokens[:2500])
         assert [*tokens[:2500], *walk(again, tokenizer, random.Random(0), most=5000)] == tokens
 
 
 def test_tokens_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(BadGrammar, match="The 2 tokens of the answer so far do not fit"):
-        grammars().constraint(StructuredOutputs(choice=["hello"]), [3, 4])
+        grammars().make_constraint(StructuredOutputs(choice=["hello"]), [3, 4])
 
 
 def test_a_model_without_an_end_token() -> None:
     tokenizer = TOKENIZERS["byte level"]
     with pytest.raises(UnsupportedModel, match="no token that ends an answer"):
-        Grammars(tokenizer, tokenizer.vocab_size, frozenset()).constraint(StructuredOutputs(regex="a"))
+        GrammarBackend(tokenizer, tokenizer.vocab_size, frozenset()).make_constraint(StructuredOutputs(regex="a"))
 
 
 def test_where_llguidance_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(EngineError, match="pip install llguidance"):
-        grammars().constraint(StructuredOutputs(regex="a"))
+        grammars().make_constraint(StructuredOutputs(regex="a"))
 
 
 def test_nobody_else_loads_llguidance() -> None:
@@ -300,13 +302,13 @@ def test_nobody_else_loads_llguidance() -> None:
 
 def test_every_sample_has_a_constraint_of_its_own() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    intake = Intake(tokenizer, tokenizer.vocab_size, 100, grammars=grammars())
+    input_processor = InputProcessor(tokenizer, tokenizer.vocab_size, 100, grammars=grammars())
     params = SamplingParams(n=2, structured_outputs=StructuredOutputs(choice=["a", "b"]))
-    first, second = (request.constraint for request in intake.open("hello", params).requests)
+    first, second = (request.constraint for request in input_processor.process("hello", params).requests)
     assert isinstance(first, GrammarConstraint)
     assert isinstance(second, GrammarConstraint)
     before = second.allowed()
     first.advance(tokenizer.encode("a")[0])
     assert second.allowed() == before != first.allowed()
-    assert Intake(tokenizer, tokenizer.vocab_size, 100).open("hello", params).requests[0].constraint is None
-    assert intake.open("hello", SamplingParams()).requests[0].constraint is None
+    assert InputProcessor(tokenizer, tokenizer.vocab_size, 100).process("hello", params).requests[0].constraint is None
+    assert input_processor.process("hello", SamplingParams()).requests[0].constraint is None

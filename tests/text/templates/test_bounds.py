@@ -1,4 +1,4 @@
-"""Chat templates from strangers: none may take long, grow large, or reach what it was not given."""
+"""Limits of untrusted chat templates: on time, on size, and on what they can access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How templates speak about tools, found out by asking them."""
+"""TemplateCapabilities: what is detected for test templates and for real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.text.templates.capabilities import Dialect, choose_dialect
+from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.cpu
 REAL = Path(__file__).parents[4] / "shared" / "data" / "chat-templates"
 
 
-def choose(source: str) -> Dialect:
-    return choose_dialect(ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}))
+def choose(source: str) -> TemplateCapabilities:
+    return detect_capabilities(ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}))
 
 
 def template(calls: str, *, show: str = "{{ tools | tojson }}", result: str = "{{ m.content }}") -> str:
@@ -39,15 +39,15 @@ FIRST_ONLY = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% e
 
 class TestChoosing:
     def test_hermes(self):
-        assert choose(template(each(HERMES_CALL))) == Dialect(format=HERMES, is_native=True)
+        assert choose(template(each(HERMES_CALL))) == TemplateCapabilities(format=HERMES, supports_tools=True)
 
     def test_arguments_as_text(self):
         source = template(each(HERMES_CALL.replace(" | tojson", "")).replace("{{ f.arg", "{{ '' + f.arg"))
-        assert choose(source) == Dialect(format=HERMES, is_native=True, text_arguments=True)
+        assert choose(source) == TemplateCapabilities(format=HERMES, supports_tools=True, requires_text_arguments=True)
 
     def test_llama(self):
         source = template(FIRST_ONLY + each(LLAMA_CALL))
-        assert choose(source) == Dialect(format=LLAMA, is_native=True, one_call=True)
+        assert choose(source) == TemplateCapabilities(format=LLAMA, supports_tools=True, single_tool_call=True)
 
     def test_mistral(self):
         listed = (
@@ -71,31 +71,39 @@ class TestChoosing:
         ids=["no tools", "does not show them", "loses results", "other syntax", "other markers", "refuses"],
     )
     def test_a_template_that_does_not_speak_of_tools(self, source):
-        assert choose(source) == Dialect(format=HERMES)
+        assert choose(source) == TemplateCapabilities(format=HERMES)
 
     def test_a_template_without_a_system_message(self):
         source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-        assert choose(source + "{{ m.content }}{% endfor %}") == Dialect(format=HERMES, takes_system=False)
+        assert choose(source + "{{ m.content }}{% endfor %}") == TemplateCapabilities(
+            format=HERMES, supports_system_role=False
+        )
 
     def test_no_template(self):
-        assert choose_dialect(None) == Dialect(format=HERMES)
+        assert detect_capabilities(None) == TemplateCapabilities(format=HERMES)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the collection of real templates is not here")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Qwen-Qwen2.5-7B-Instruct", Dialect(format=HERMES, is_native=True)),
-        ("Qwen-Qwen3-0.6B", Dialect(format=HERMES, is_native=True)),
-        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", Dialect(format=HERMES, is_native=True)),
-        ("meta-llama-Llama-3.1-8B-Instruct", Dialect(format=LLAMA, is_native=True, one_call=True)),
-        ("meta-llama-Llama-3.2-3B-Instruct", Dialect(format=LLAMA, is_native=True, one_call=True)),
-        ("mistralai-Mistral-Nemo-Instruct-2407", Dialect(format=MISTRAL, is_native=True)),
-        ("Mistral-Small-3.2-24B-Instruct-2506", Dialect(format=MISTRAL_NAMED, is_native=True)),
-        ("mistralai-Ministral-3-14B-Reasoning-2512", Dialect(format=MISTRAL_NAMED, is_native=True)),
-        ("Qwen3-Coder", Dialect(format=HERMES)),
-        ("google-gemma-2-2b-it", Dialect(format=HERMES, takes_system=False)),
-        ("microsoft-Phi-3.5-mini-instruct", Dialect(format=HERMES)),
+        ("Qwen-Qwen2.5-7B-Instruct", TemplateCapabilities(format=HERMES, supports_tools=True)),
+        ("Qwen-Qwen3-0.6B", TemplateCapabilities(format=HERMES, supports_tools=True)),
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", TemplateCapabilities(format=HERMES, supports_tools=True)),
+        (
+            "meta-llama-Llama-3.1-8B-Instruct",
+            TemplateCapabilities(format=LLAMA, supports_tools=True, single_tool_call=True),
+        ),
+        (
+            "meta-llama-Llama-3.2-3B-Instruct",
+            TemplateCapabilities(format=LLAMA, supports_tools=True, single_tool_call=True),
+        ),
+        ("mistralai-Mistral-Nemo-Instruct-2407", TemplateCapabilities(format=MISTRAL, supports_tools=True)),
+        ("Mistral-Small-3.2-24B-Instruct-2506", TemplateCapabilities(format=MISTRAL_NAMED, supports_tools=True)),
+        ("mistralai-Ministral-3-14B-Reasoning-2512", TemplateCapabilities(format=MISTRAL_NAMED, supports_tools=True)),
+        ("Qwen3-Coder", TemplateCapabilities(format=HERMES)),
+        ("google-gemma-2-2b-it", TemplateCapabilities(format=HERMES, supports_system_role=False)),
+        ("microsoft-Phi-3.5-mini-instruct", TemplateCapabilities(format=HERMES)),
     ],
 )
 def test_real_templates(name, expected):

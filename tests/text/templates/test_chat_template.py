@@ -1,4 +1,4 @@
-"""What chat templates render to, and how they fail."""
+"""ChatTemplate: rendered prompts and errors."""
 
 from __future__ import annotations
 

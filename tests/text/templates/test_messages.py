@@ -1,4 +1,4 @@
-"""Conversations about tools, as templates get them."""
+"""prepare_messages: messages with tools as templates get them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from quire.errors import InvalidParams, TemplateError
-from quire.text.templates.capabilities import Dialect, choose_dialect
+from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
-from quire.text.templates.messages import explain_tools, prepare_messages
+from quire.text.templates.messages import describe_tools, prepare_messages
 from quire.text.tools.formats import HERMES, LLAMA, MISTRAL
 from tests.text.tools.answers import TIME, TOOLS, WEATHER, brief, parse
 
 pytestmark = pytest.mark.cpu
 
 REAL = sorted((Path(__file__).parents[4] / "shared" / "data" / "chat-templates").glob("*.jinja"))
-PLAIN = Dialect(format=HERMES)
-NATIVE = Dialect(format=HERMES, is_native=True)
+PLAIN = TemplateCapabilities(format=HERMES)
+NATIVE = TemplateCapabilities(format=HERMES, supports_tools=True)
 
 
 def call(name: str, arguments: str, call_id: str = "call_1") -> dict[str, object]:
@@ -45,13 +45,13 @@ class TestNative:
         calls = conversation.messages[1]["tool_calls"]
         assert [made["function"]["arguments"] for made in calls] == [{"city": "Paris"}, {}]
         assert conversation.messages[1]["content"] == ""
-        assert conversation.tools == [tool.document() for tool in TOOLS]
+        assert conversation.tools == [tool.to_openai() for tool in TOOLS]
         assert CALLS["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}', "what was given is not changed"
 
     def test_or_stay_text(self):
-        dialect = Dialect(format=HERMES, is_native=True, text_arguments=True)
+        capabilities = TemplateCapabilities(format=HERMES, supports_tools=True, requires_text_arguments=True)
         given = [ASK, {**CALLS, "tool_calls": [call("get_time", '{"é":1}'), {**call("get_time", ""), "id": "b"}]}]
-        calls = prepare_messages(given, (), dialect).messages[1]["tool_calls"]
+        calls = prepare_messages(given, (), capabilities).messages[1]["tool_calls"]
         assert [made["function"]["arguments"] for made in calls] == ['{"é": 1}', "{}"]
 
     def test_results_know_their_function(self):
@@ -65,19 +65,19 @@ class TestNative:
         assert conversation.messages == [ASK, {"role": "assistant", "content": "Hm."}, ASK]
 
     def test_short_ids(self):
-        dialect = Dialect(format=MISTRAL, is_native=True)
-        messages = prepare_messages(CONVERSATION, TOOLS, dialect).messages
+        capabilities = TemplateCapabilities(format=MISTRAL, supports_tools=True)
+        messages = prepare_messages(CONVERSATION, TOOLS, capabilities).messages
         ids = [made["id"] for made in messages[1]["tool_calls"]]
         assert all(re.fullmatch("[a-z0-9]{9}", short) for short in ids)
         assert [message["tool_call_id"] for message in messages[2:]] == ids
         assert len(set(ids)) == 2
-        kept = prepare_messages([ASK, {**CALLS, "tool_calls": [call("get", "{}", "abcDEF123")]}], (), dialect)
+        kept = prepare_messages([ASK, {**CALLS, "tool_calls": [call("get", "{}", "abcDEF123")]}], (), capabilities)
         assert kept.messages[1]["tool_calls"][0]["id"] == "abcDEF123"
 
     def test_one_call_a_message(self):
-        dialect = Dialect(format=LLAMA, is_native=True, one_call=True)
+        capabilities = TemplateCapabilities(format=LLAMA, supports_tools=True, single_tool_call=True)
         given = [ASK, {**CALLS, "content": "Hm."}, result("noon", "call_2"), result("sunny"), ASK]
-        messages = prepare_messages(given, TOOLS, dialect).messages
+        messages = prepare_messages(given, TOOLS, capabilities).messages
         assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "user"]
         assert [message["content"] for message in messages[1:-1]] == ["Hm.", "sunny", "", "noon"]
         assert [len(message.get("tool_calls", ())) for message in messages] == [0, 1, 0, 1, 0, 0]
@@ -100,23 +100,25 @@ class TestPlain:
 
     def test_the_explanation_is_a_system_message(self):
         messages = prepare_messages([ASK], TOOLS, PLAIN).messages
-        assert messages == [{"role": "system", "content": explain_tools(TOOLS, HERMES)}, ASK]
+        assert messages == [{"role": "system", "content": describe_tools(TOOLS, HERMES)}, ASK]
 
     def test_or_follows_the_one_there_is(self):
         for content in ("Be kind.", [{"type": "text", "text": "Be kind."}]):
             messages = prepare_messages([{"role": "system", "content": content}, ASK], TOOLS, PLAIN).messages
-            assert messages[0]["content"] == "Be kind.\n\n" + explain_tools(TOOLS, HERMES)
+            assert messages[0]["content"] == "Be kind.\n\n" + describe_tools(TOOLS, HERMES)
             assert messages[1:] == [ASK]
 
     def test_or_comes_before_the_first_question(self):
-        messages = prepare_messages([ASK, CALLS], TOOLS, Dialect(format=HERMES, takes_system=False)).messages
-        assert messages[0] == {"role": "user", "content": f"{explain_tools(TOOLS, HERMES)}\n\n{ASK['content']}"}
+        messages = prepare_messages(
+            [ASK, CALLS], TOOLS, TemplateCapabilities(format=HERMES, supports_system_role=False)
+        ).messages
+        assert messages[0] == {"role": "user", "content": f"{describe_tools(TOOLS, HERMES)}\n\n{ASK['content']}"}
 
     def test_the_explanation_shows_tools_and_the_format(self):
-        text = explain_tools((WEATHER, TIME), HERMES)
+        text = describe_tools((WEATHER, TIME), HERMES)
         lines = text.splitlines()
         for tool in (WEATHER, TIME):
-            assert any(line[:1] == "{" and json.loads(line) == tool.document()["function"] for line in lines[2:4])
+            assert any(line[:1] == "{" and json.loads(line) == tool.to_openai()["function"] for line in lines[2:4])
         assert HERMES.opening in text
         assert HERMES.closing in text
         assert not parse(HERMES, text).calls
@@ -146,18 +148,20 @@ class TestPlain:
         ({"role": "assistant", "tool_calls": [call("f", 5)]}, "messages[1].tool_calls[0].function.arguments is not"),
     ],
 )
-@pytest.mark.parametrize("dialect", [PLAIN, NATIVE], ids=["plain", "native"])
-def test_refusals_name_the_field(message, reason, dialect):
+@pytest.mark.parametrize("capabilities", [PLAIN, NATIVE], ids=["plain", "native"])
+def test_refusals_name_the_field(message, reason, capabilities):
     with pytest.raises(InvalidParams, match=re.escape(reason)):
-        prepare_messages([ASK, message], TOOLS, dialect)
+        prepare_messages([ASK, message], TOOLS, capabilities)
 
 
 @pytest.mark.skipif(not REAL, reason="the collection of real templates is not here")
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_every_real_template_renders_a_conversation_with_tools(path):
     template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
-    dialect = choose_dialect(template)
-    conversation = prepare_messages([*CONVERSATION, {"role": "assistant", "content": "Fine."}, ASK], TOOLS, dialect)
+    capabilities = detect_capabilities(template)
+    conversation = prepare_messages(
+        [*CONVERSATION, {"role": "assistant", "content": "Fine."}, ASK], TOOLS, capabilities
+    )
     try:
         text = template.render(conversation.messages, tools=conversation.tools)
     except TemplateError:

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata, on vocabularies small enough to write down."""
+"""Tokenizers from GGUF metadata, on tiny vocabularies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
-from quire.text.tokenizers.pre_tokenizers import WORD_SPLITS
+from quire.text.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import CONTROL, NORMAL, USER_DEFINED, byte_level, merge_slowly, sentencepiece
 
@@ -85,7 +85,7 @@ class TestByteLevel:
     def test_any_text_survives(self, text):
         assert ANY_TEXT.decode(ANY_TEXT.encode(text), skip_special_tokens=False) == text
 
-    @pytest.mark.parametrize("pre", sorted(WORD_SPLITS))
+    @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
     def test_every_split_compiles_and_loses_nothing(self, pre):
         tokenizer = Tokenizer.from_gguf(byte_level(pre=pre))
         text = "hello  World's 12345 \u00e9\u4e00\ud55c \r\n\n\t!?$^ x= I'LL\u3000"

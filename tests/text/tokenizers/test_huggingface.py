@@ -1,4 +1,4 @@
-"""Tokenizers out of model directories, written here."""
+"""Tokenizers from model directories that the tests write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fewest tokens of a text, against the tokens that it really becomes."""
+"""LengthBound: the lower bound against the real number of tokens, and prompts that it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from quire.core.params import SamplingParams
 from quire.errors import PromptTooLong
-from quire.text.input_processor import Intake
+from quire.text.input_processor import InputProcessor
 from quire.text.tokenizers.length_bound import find_length_bound
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
@@ -61,18 +61,20 @@ def test_no_bound_where_text_may_vanish():
 
 def test_a_text_that_cannot_fit_is_not_encoded():
     tokenizer = Tokenizer.from_gguf(byte_level())
-    intake = Intake(tokenizer, tokenizer.vocab_size, 100, length_bound=find_length_bound(tokenizer.backend))
+    input_processor = InputProcessor(
+        tokenizer, tokenizer.vocab_size, 100, length_bound=find_length_bound(tokenizer.backend)
+    )
     with pytest.raises(PromptTooLong, match=r"2,600 characters, which are at least 200 tokens.* 100"):
-        intake.check_length("a" * 2600)
-    intake.check_length("a" * 99)
-    intake.check_length("<|endoftext|>" * 99)
+        input_processor.check_length("a" * 2600)
+    input_processor.check_length("a" * 99)
+    input_processor.check_length("<|endoftext|>" * 99)
 
 
 def test_too_many_token_ids_are_not_looked_at_one_by_one():
     tokenizer = Tokenizer.from_gguf(byte_level())
-    intake = Intake(tokenizer, tokenizer.vocab_size, 100)
+    input_processor = InputProcessor(tokenizer, tokenizer.vocab_size, 100)
     with pytest.raises(PromptTooLong, match="200 tokens"):
-        intake.open({"prompt_token_ids": [-1] * 200}, SamplingParams())
+        input_processor.process({"prompt_token_ids": [-1] * 200}, SamplingParams())
 
 
 def test_other_threads_run_while_a_text_is_encoded(default_model):

@@ -1,4 +1,4 @@
-"""Token ids that other implementations computed, for vocabularies too big to keep here."""
+"""Token ids from other implementations, for vocabularies that are too large for the repository."""
 
 from __future__ import annotations
 

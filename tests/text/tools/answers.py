@@ -1,4 +1,4 @@
-"""Tools, and answers that call them, for the tests of the parser and the grammar."""
+"""Tools and answers with calls, for the tests of the parser and the grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.text.tools.definitions import Tool, ToolChoice
-from quire.text.tools.events import ArgumentsPiece, Event, ParsedAnswer, TextPiece, collect
+from quire.text.tools.events import ArgumentsDelta, Event, ParsedOutput, TextDelta, collect_events
 from quire.text.tools.formats import ToolFormat
 from quire.text.tools.parser import ToolParser
 
@@ -31,10 +31,10 @@ def merge(events: Iterable[Event]) -> list[Event]:
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
-        if isinstance(event, TextPiece) and isinstance(last, TextPiece):
-            merged[-1] = TextPiece(last.text + event.text)
-        elif isinstance(event, ArgumentsPiece) and isinstance(last, ArgumentsPiece) and event.index == last.index:
-            merged[-1] = ArgumentsPiece(event.index, last.text + event.text)
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            merged[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and event.index == last.index:
+            merged[-1] = ArgumentsDelta(event.index, last.text + event.text)
         else:
             merged.append(event)
     return merged
@@ -45,11 +45,11 @@ def stream(format: ToolFormat, pieces: Iterable[str], choice: ToolChoice = AUTO)
     return [*(event for piece in pieces for event in parser.push(piece)), *parser.finish()]
 
 
-def parse(format: ToolFormat, text: str, choice: ToolChoice = AUTO) -> ParsedAnswer:
-    return collect(stream(format, [text], choice))
+def parse(format: ToolFormat, text: str, choice: ToolChoice = AUTO) -> ParsedOutput:
+    return collect_events(stream(format, [text], choice))
 
 
-def brief(answer: ParsedAnswer) -> tuple[str, list[tuple[str, str]]]:
+def brief(answer: ParsedOutput) -> tuple[str, list[tuple[str, str]]]:
     """Content, and names with arguments; every call must be complete."""
     assert all(call.complete for call in answer.calls)
     return answer.content, [(call.name, call.arguments) for call in answer.calls]

@@ -1,4 +1,4 @@
-"""Tools and choices, read from requests."""
+"""Tools and tool choices, parsed from requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quire.errors import InvalidParams, InvalidRequest, UnknownField
-from quire.text.tools.definitions import MAX_TOOLS, NO_TOOLS, make_tool, read_choice, read_tools
+from quire.text.tools.definitions import MAX_TOOLS, NO_TOOLS, make_tool, parse_tool_choice, parse_tools
 from tests.text.tools.answers import GET, TOOLS, WEATHER
 
 pytestmark = pytest.mark.core
@@ -24,22 +24,22 @@ class TestReadTools:
     def test_nested_and_flat(self):
         nested = entry("f", description="d", parameters=SCHEMA, strict=True)
         flat = {"type": "function", **nested["function"]}
-        (tool,) = read_tools([nested])
+        (tool,) = parse_tools([nested])
         assert (tool.name, tool.description, tool.parameters, tool.strict) == ("f", "d", SCHEMA, True)
-        assert read_tools([flat]) == (tool,)
-        assert tool.document() == {
+        assert parse_tools([flat]) == (tool,)
+        assert tool.to_openai() == {
             "type": "function",
             "function": {"name": "f", "description": "d", "parameters": SCHEMA},
         }
 
     def test_what_is_left_out(self):
-        (tool,) = read_tools([entry(description=None, parameters=None, strict=None)])
+        (tool,) = parse_tools([entry(description=None, parameters=None, strict=None)])
         assert tool.parameters == {"type": "object", "properties": {}}
         assert (tool.description, tool.strict) == ("", False)
-        assert read_tools(None) == read_tools([]) == ()
+        assert parse_tools(None) == parse_tools([]) == ()
 
     def test_strict_unless_it_says_otherwise(self):
-        tools = read_tools([entry("a"), entry("b", strict=False), entry("c", strict=None)], strict=True)
+        tools = parse_tools([entry("a"), entry("b", strict=False), entry("c", strict=None)], strict=True)
         assert [tool.strict for tool in tools] == [True, False, True]
 
     @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ class TestReadTools:
     )
     def test_refusals_name_the_field(self, tools, message):
         with pytest.raises(InvalidParams, match=re.escape(message)):
-            read_tools(tools)
+            parse_tools(tools)
 
     def test_unknown_fields(self):
         with pytest.raises(UnknownField, match=re.escape("tools[0].function has no field 'parameter': did you mean")):
-            read_tools([entry(parameter=SCHEMA)])
+            parse_tools([entry(parameter=SCHEMA)])
         with pytest.raises(UnknownField, match=re.escape("tools[0] has no field 'name'")):
-            read_tools([{**entry(), "name": "f"}])
+            parse_tools([{**entry(), "name": "f"}])
 
     def test_other_apis_name_the_schema_otherwise(self):
         with pytest.raises(InvalidParams, match=re.escape('tools[3].input_schema.type is "string"')):
@@ -93,24 +93,24 @@ class TestReadTools:
 
 class TestReadChoice:
     def test_the_words(self):
-        assert read_choice(None, TOOLS).mode == "auto"
-        assert read_choice("auto", TOOLS).tools == TOOLS
-        assert read_choice("required", TOOLS).is_forced
-        assert read_choice("none", TOOLS) == NO_TOOLS
+        assert parse_tool_choice(None, TOOLS).mode == "auto"
+        assert parse_tool_choice("auto", TOOLS).tools == TOOLS
+        assert parse_tool_choice("required", TOOLS).is_forced
+        assert parse_tool_choice("none", TOOLS) == NO_TOOLS
 
     def test_without_tools_there_are_no_calls(self):
-        assert read_choice(None, ()) == read_choice("auto", ()) == read_choice("none", ()) == NO_TOOLS
+        assert parse_tool_choice(None, ()) == parse_tool_choice("auto", ()) == parse_tool_choice("none", ()) == NO_TOOLS
         with pytest.raises(InvalidParams, match="no tools"):
-            read_choice("required", ())
+            parse_tool_choice("required", ())
 
     def test_parallel(self):
-        assert read_choice("auto", TOOLS, None).parallel
-        assert read_choice("required", TOOLS, True).parallel
-        assert not read_choice("auto", TOOLS, False).parallel
+        assert parse_tool_choice("auto", TOOLS, None).parallel
+        assert parse_tool_choice("required", TOOLS, True).parallel
+        assert not parse_tool_choice("auto", TOOLS, False).parallel
 
     @pytest.mark.parametrize("value", [entry("get"), {"type": "function", "name": "get"}])
     def test_a_named_function(self, value):
-        choice = read_choice(value, TOOLS)
+        choice = parse_tool_choice(value, TOOLS)
         assert (choice.mode, choice.tools, choice.parallel) == ("named", (GET,), False)
 
     @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class TestReadChoice:
         ],
     )
     def test_allowed_tools(self, value):
-        choice = read_choice(value, TOOLS, False)
+        choice = parse_tool_choice(value, TOOLS, False)
         assert (choice.mode, choice.tools, choice.parallel) == ("required", (WEATHER, GET), False)
 
     @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ class TestReadChoice:
     )
     def test_refusals_name_the_field(self, value, message):
         with pytest.raises(InvalidRequest, match=re.escape(message)):
-            read_choice(value, TOOLS)
+            parse_tool_choice(value, TOOLS)

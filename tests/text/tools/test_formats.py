@@ -1,4 +1,4 @@
-"""Which markers are special tokens, and so have to be kept in an answer's text."""
+"""Markers that are special tokens, which the detokenizer must keep."""
 
 from __future__ import annotations
 

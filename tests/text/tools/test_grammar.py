@@ -1,4 +1,4 @@
-"""Texts of the grammar for calls, drawn at random: the parser takes them in, and the arguments fit their schemas."""
+"""Grammar of tool calls: random texts of it can be parsed, and their arguments fit the schemas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import llguidance
 import pytest
 
 from quire.core.structured import StructuredOutputs
-from quire.text.grammar.compiler import Compiler, Vocabulary
+from quire.text.grammar.compiler import GrammarCompiler, TokenizerInfo
 from quire.text.tools.definitions import NO_TOOLS, Tool, ToolChoice
-from quire.text.tools.events import ParsedAnswer
+from quire.text.tools.events import ParsedOutput
 from quire.text.tools.formats import FORMATS, HERMES, LLAMA, ToolFormat
-from quire.text.tools.grammar import call_grammar
+from quire.text.tools.grammar import tool_call_grammar
 from tests.text.tools.answers import GET, TIME, WEATHER, make, parse
 
 pytestmark = pytest.mark.cpu
@@ -44,13 +44,13 @@ OPEN = Tool(name="open", description="", parameters={"type": "object"}, strict=F
 ALL = (WEATHER, TIME, GET, NESTED, HOSTILE, OPEN)
 
 
-def vocabulary(is_special: bool) -> Vocabulary:
+def vocabulary(is_special: bool) -> TokenizerInfo:
     """Each byte is a token; the markers are tokens too, and special ones if asked for."""
     tokens = [bytes([byte]) for byte in range(256)] + [marker.encode() for marker in MARKERS] + [b"<end>"]
-    return Vocabulary(tokens, [*SPECIAL.values(), END] if is_special else [END], [END])
+    return TokenizerInfo(tokens, [*SPECIAL.values(), END] if is_special else [END], [END])
 
 
-COMPILERS = {is_special: Compiler(vocabulary(is_special)) for is_special in (False, True)}
+COMPILERS = {is_special: GrammarCompiler(vocabulary(is_special)) for is_special in (False, True)}
 ENDINGS = [ord(character) for character in '"}]0,:']
 
 
@@ -79,7 +79,7 @@ def accepts(grammar: str, text: str) -> bool:
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
 
 
-def check_calls(answer: ParsedAnswer, tools: tuple[Tool, ...]) -> None:
+def check_calls(answer: ParsedOutput, tools: tuple[Tool, ...]) -> None:
     schemas = {tool.name: tool.parameters for tool in tools}
     for call in answer.calls:
         assert call.complete
@@ -114,7 +114,7 @@ class TestWalks:
         assert parallel or len(answer.calls) <= 1
 
     def draw(self, format: ToolFormat, choice: ToolChoice, is_special: bool, seed: int) -> str:
-        grammar = call_grammar(format, choice, self.special(format) if is_special else None)
+        grammar = tool_call_grammar(format, choice, self.special(format) if is_special else None)
         assert grammar is not None
         return draw_text(grammar, seed, is_special)
 
@@ -125,7 +125,7 @@ class TestWalks:
 
 class TestAccepted:
     def grammar(self, format: ToolFormat = HERMES, **choice: Any) -> str:
-        grammar = call_grammar(format, ToolChoice(**{"tools": ALL, **choice}))
+        grammar = tool_call_grammar(format, ToolChoice(**{"tools": ALL, **choice}))
         assert grammar is not None
         return grammar
 
@@ -180,8 +180,8 @@ class TestAccepted:
         assert not accepts(grammar, f"Words <|python_tag|>{one}")
 
     def test_nothing_to_enforce(self):
-        assert call_grammar(HERMES, NO_TOOLS) is None
-        assert call_grammar(HERMES, ToolChoice(mode="auto", tools=ALL)) is None
+        assert tool_call_grammar(HERMES, NO_TOOLS) is None
+        assert tool_call_grammar(HERMES, ToolChoice(mode="auto", tools=ALL)) is None
 
     def test_a_property_that_is_required_but_not_listed(self):
         tool = make("f", {"a": {"type": "integer"}}, required=["b"])
@@ -190,7 +190,7 @@ class TestAccepted:
 
     def test_many_tools(self):
         tools = tuple(make(f"tool_{index}", {"n": {"type": "integer"}}) for index in range(128))
-        grammar = call_grammar(HERMES, ToolChoice(mode="required", tools=tools))
+        grammar = tool_call_grammar(HERMES, ToolChoice(mode="required", tools=tools))
         assert accepts(grammar, self.call("tool_12", '{"n": 1}') + "\n" + self.call("tool_127", "{}"))
         assert not accepts(grammar, self.call("tool_128", "{}"))
 

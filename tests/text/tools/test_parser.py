@@ -1,4 +1,4 @@
-"""Calls read out of answers: what is one, what stays text, and how soon it is known."""
+"""ToolParser: what is a call, what is text, and when each is emitted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import re
 
 import pytest
 
-from quire.text.tools.definitions import NO_TOOLS, ToolChoice, read_choice
-from quire.text.tools.events import ArgumentsPiece, CallBegins, CallEnds, TextPiece, ToolCall, collect, make_call_id
+from quire.text.tools.definitions import NO_TOOLS, ToolChoice, parse_tool_choice
+from quire.text.tools.events import (
+    ArgumentsDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+    collect_events,
+    make_call_id,
+)
 from quire.text.tools.formats import FORMATS, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, write_calls
 from quire.text.tools.parser import ToolParser
 from tests.text.tools.answers import AUTO, GET, ONE, TOOLS, brief, parse, stream
@@ -130,9 +138,9 @@ def test_arguments_that_break_end_the_call():
 
 def test_arguments_that_are_cut_stay_as_they_are():
     events = stream(HERMES, ['<tool_call>{"name": "get", "arguments": {"key": "par'])
-    assert events[1:] == [ArgumentsPiece(0, '{"key": "par'), CallEnds(0, complete=False)]
-    assert not collect(events).calls[0].complete
-    assert not collect(events[:-1]).calls[0].complete
+    assert events[1:] == [ArgumentsDelta(0, '{"key": "par'), ToolCallEnd(0, complete=False)]
+    assert not collect_events(events).calls[0].complete
+    assert not collect_events(events[:-1]).calls[0].complete
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -142,7 +150,7 @@ def test_one_call_ends_the_answer(cut):
     parser = ToolParser(HERMES, ONE)
     events = [event for start in range(0, len(text), cut) for event in parser.push(text[start : start + cut])]
     assert parser.finished
-    assert brief(collect([*events, *parser.finish()])) == ("Look:", [WEATHER_CALL])
+    assert brief(collect_events([*events, *parser.finish()])) == ("Look:", [WEATHER_CALL])
 
 
 def test_only_tools_that_may_be_called():
@@ -154,41 +162,41 @@ def test_only_tools_that_may_be_called():
 
 
 class TestHolding:
-    """Text comes out as soon as it cannot be a call's any more, and arguments as soon as they are there."""
+    """Text is emitted as soon as it cannot belong to a call, arguments as soon as they arrive."""
 
     def test_text(self):
         parser = ToolParser(HERMES, AUTO, "r")
-        assert parser.push("Hello wor") == [TextPiece("Hello wor")]
-        assert parser.push("ld ") == [TextPiece("ld")]
+        assert parser.push("Hello wor") == [TextDelta("Hello wor")]
+        assert parser.push("ld ") == [TextDelta("ld")]
         assert parser.push("<") == []
-        assert parser.push("b>") == [TextPiece(" <b>")]
+        assert parser.push("b>") == [TextDelta(" <b>")]
         assert parser.push("\n<tool_call>\n") == []
-        assert parser.push("{'") == [TextPiece("\n<tool_call>\n{'")]
+        assert parser.push("{'") == [TextDelta("\n<tool_call>\n{'")]
 
     def test_a_call(self):
         parser = ToolParser(HERMES, AUTO, "r")
         assert parser.push('<tool_call>\n{"name": "get", "arguments": ') == []
-        assert parser.push("{") == [CallBegins(0, make_call_id("r", 0), "get"), ArgumentsPiece(0, "{")]
-        assert parser.push('"key": "') == [ArgumentsPiece(0, '"key": "')]
-        assert parser.push("a") == [ArgumentsPiece(0, "a")]
-        assert parser.push('"}}\n</tool_call>') == [ArgumentsPiece(0, '"}'), CallEnds(0, complete=True)]
+        assert parser.push("{") == [ToolCallStart(0, make_call_id("r", 0), "get"), ArgumentsDelta(0, "{")]
+        assert parser.push('"key": "') == [ArgumentsDelta(0, '"key": "')]
+        assert parser.push("a") == [ArgumentsDelta(0, "a")]
+        assert parser.push('"}}\n</tool_call>') == [ArgumentsDelta(0, '"}'), ToolCallEnd(0, complete=True)]
         assert parser.push("\n") == []
         assert parser.finish() == []
 
     def test_a_name_that_no_tool_has(self):
         parser = ToolParser(HERMES, AUTO)
         assert parser.push('<tool_call>\n{"name": "get_w') == []
-        assert parser.push("i") == [TextPiece('<tool_call>\n{"name": "get_wi')]
+        assert parser.push("i") == [TextDelta('<tool_call>\n{"name": "get_wi')]
 
     def test_json_that_is_no_call(self):
         parser = ToolParser(LLAMA, AUTO)
         assert parser.push('{"n') == []
-        assert parser.push("u") == [TextPiece('{"nu')]
+        assert parser.push("u") == [TextDelta('{"nu')]
         assert parser.push('mber": {"name": "get", "parameters": {}}') != []
 
     def test_without_tools_nothing_is_held(self):
         parser = ToolParser(HERMES, NO_TOOLS)
-        assert parser.push("a <tool_call>") == [TextPiece("a <tool_call>")]
+        assert parser.push("a <tool_call>") == [TextDelta("a <tool_call>")]
         assert parser.push("") == parser.finish() == []
 
 
@@ -199,7 +207,7 @@ def test_ids():
     assert re.fullmatch("call_[0-9a-f]{24}", first.id)
     assert parse(HERMES, text).calls == (first, second), "the same request, made again"
     other = ToolParser(HERMES, AUTO, "another").push(text)
-    assert first.id not in [event.id for event in other if isinstance(event, CallBegins)]
+    assert first.id not in [event.id for event in other if isinstance(event, ToolCallStart)]
     drawn = ToolParser(HERMES, AUTO).push(text), ToolParser(HERMES, AUTO).push(text)
     assert drawn[0][0] != drawn[1][0], "without a source, ids are drawn at random"
 
@@ -208,7 +216,7 @@ def test_ids():
     "cut", ["<tool_", "<tool_call>", '<tool_call>\n{"name": "get_', '<tool_call>\n{"name": "get", "arg']
 )
 def test_a_forced_call_that_is_cut_short_is_no_text(cut):
-    forced = ToolParser(HERMES, read_choice("required", TOOLS))
-    assert collect(forced.push(cut) + forced.finish()).content == ""
-    free = ToolParser(HERMES, read_choice("auto", TOOLS))
-    assert collect(free.push(cut) + free.finish()).content == cut
+    forced = ToolParser(HERMES, parse_tool_choice("required", TOOLS))
+    assert collect_events(forced.push(cut) + forced.finish()).content == ""
+    free = ToolParser(HERMES, parse_tool_choice("auto", TOOLS))
+    assert collect_events(free.push(cut) + free.finish()).content == cut

@@ -1,4 +1,4 @@
-"""However an answer is cut, and whatever it holds: the same events, and every character where it belongs."""
+"""ToolParser on random answers: the division into parts does not change the events, and no character is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.tools.events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece, ToolCall, collect
+from quire.text.tools.events import (
+    ArgumentsDelta,
+    Event,
+    TextDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+    collect_events,
+)
 from quire.text.tools.formats import FORMATS, ToolFormat, write_calls
 from quire.text.tools.parser import ToolParser
 from tests.text.tools.answers import AUTO, ONE, TOOLS, brief, merge, parse, stream, write_arguments
@@ -50,15 +58,15 @@ def check_accounts(format: ToolFormat, text: str, events: list[Event]) -> None:
     places = {0}  # in the text, where the events so far may have led
     for event in events:
         match event:
-            case TextPiece(said):
+            case TextDelta(said):
                 places = {place + len(said) for place in places if text.startswith(said, place)}
-            case CallBegins() | CallEnds():
+            case ToolCallStart() | ToolCallEnd():
                 places = past_trappings(format, text, places)
-            case ArgumentsPiece(_, arguments):
+            case ArgumentsDelta(_, arguments):
                 found = {place + len(arguments) for place in places if text.startswith(arguments, place)}
                 places = found | (places if arguments == "{}" else set())
     spaces = {place for place in places if not text[place:].strip(" \t\r\n")}
-    assert spaces if any(isinstance(event, CallEnds) for event in events) else len(text) in places, (text, events)
+    assert spaces if any(isinstance(event, ToolCallEnd) for event in events) else len(text) in places, (text, events)
 
 
 def past_trappings(format: ToolFormat, text: str, places: set[int]) -> set[int]:
@@ -96,7 +104,7 @@ def test_nothing_is_lost(answer):
     format, text = answer
     events = stream(format, [text])
     check_accounts(format, text, events)
-    for call in collect(events).calls:
+    for call in collect_events(events).calls:
         assert not call.complete or isinstance(json.loads(call.arguments), dict)
 
 
@@ -123,7 +131,7 @@ def test_flawed_answers(format, seed):
     assert merge(stream(format, [text[start:end] for start, end in pairwise(places)])) == events
     assert merge(stream(format, text)) == events
     check_accounts(format, text, events)
-    answer = collect(events)
+    answer = collect_events(events)
     assert answer.calls or answer.content == text
     assert all(isinstance(json.loads(call.arguments), dict) for call in answer.calls if call.complete)
 
@@ -145,7 +153,7 @@ def test_only_what_may_begin_a_call_is_held(format, text):
     given_out = 0
     for place, character in enumerate(text, 1):
         events = parser.push(character)
-        if any(not isinstance(event, TextPiece) for event in events):
+        if any(not isinstance(event, TextDelta) for event in events):
             return
         given_out += sum(len(event.text) for event in events)
         held = text[given_out:place].lstrip(" \t\r\n")

@@ -1,4 +1,4 @@
-"""The scanner takes exactly the beginnings of JSON objects, and knows where one ends."""
+"""JSONObjectScanner: accepts exactly the prefixes of JSON objects and finds their end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text.tools.stream_reader import MAX_DEPTH, ObjectScanner
+from quire.text.tools.incremental_reader import MAX_DEPTH, JSONObjectScanner
 from tests.text.tools.answers import write_arguments
 
 pytestmark = pytest.mark.core
 
 
 def scan(text: str) -> tuple[int, bool]:
-    scanner = ObjectScanner()
+    scanner = JSONObjectScanner()
     return scanner.scan(text, 0), scanner.done
 
 
@@ -32,7 +32,7 @@ def test_an_object_ends_where_it_ends(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_it_can_be_told_piece_by_piece(seed):
     text = write_arguments(random.Random(seed))
-    scanner = ObjectScanner()
+    scanner = JSONObjectScanner()
     assert all(scanner.scan(character, 0) == 1 for character in text)
     assert scanner.done
 
@@ -66,7 +66,7 @@ def test_it_can_be_told_piece_by_piece(seed):
     ],
 )
 def test_the_first_character_that_is_not_json(text, end):
-    scanner = ObjectScanner()
+    scanner = JSONObjectScanner()
     assert (scanner.scan(text, 0), scanner.done) == (end, False)
     assert scanner.scan('"}', 0) == 0, "nor does anything after it belong to the object"
 

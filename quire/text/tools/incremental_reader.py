@@ -1,6 +1,8 @@
-"""Follows one JSON object through text that arrives in pieces: where it ends, and where it stops being JSON.
+"""Incremental reading of text that arrives in parts. `parser.py` reads tool calls with it.
 
-It builds no values. `tool_parser.py` uses it to let a call's arguments through while they are still being written.
+`IncrementalReader` provides generators that read one character after the other. A generator yields when it has reached
+the end of the text so far, and is resumed when there is more. `JSONObjectScanner` finds the end of a JSON object, or
+the character at which it stops being JSON, without building values.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 SPACE = " \t\r\n"
-MAX_DEPTH = 100  # as deep as any reader of JSON follows
+MAX_DEPTH = 100  # no deeper than common JSON parsers accept
 
 _DIGITS = "0123456789"
 _HEX = _DIGITS + "abcdefABCDEF"
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 
-# A number, by what has been read of it: the characters that may follow, and what has been read then.
+# The states of a number: for each state, the characters that may follow and the next state.
 _NUMBER = {
     "sign": {"0": "zero", "123456789": "whole"},
     "zero": {".": "point", "eE": "exponent"},
@@ -27,13 +29,13 @@ _NUMBER = {
     "exponent sign": {_DIGITS: "power"},
     "power": {_DIGITS: "power"},
 }
-_STEPS = {
-    part: {character: after for characters, after in steps.items() for character in characters}
-    for part, steps in _NUMBER.items()
+_TRANSITIONS = {
+    state: {character: after for characters, after in transitions.items() for character in characters}
+    for state, transitions in _NUMBER.items()
 }
-_WHOLE_NUMBERS = frozenset({"zero", "whole", "fraction", "power"})
+_FINAL_STATES = frozenset({"zero", "whole", "fraction", "power"})
 MAX_WORD = 256
-END = ""  # stands for the character after the last one
+END = ""  # returned by `peek` at the end of the text
 
 _SPACES = re.compile(f"[{SPACE}]*")
 _Value = TypeVar("_Value")
@@ -41,28 +43,28 @@ Reading = Generator[None, None, _Value]
 
 
 class Mismatch(Exception):
-    """A character that does not fit what is being read."""
+    """A character does not match what is being read."""
 
 
-class Cursor:
-    """A place in a text."""
+class IncrementalReader:
+    """A position in a text that grows. Text before `consumed` is final; text up to `position` may be read again."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.settled = 0  # what stands before this is dealt with
-        self.position = 0  # of the next character to look at
-        self.is_closed = False  # no more will come
+        self.consumed = 0  # the text before this index is done
+        self.position = 0  # index of the next character
+        self.is_closed = False  # the text is complete
 
     def extend(self, text: str) -> None:
-        """More has come. Places in the text move with it: what is settled is dropped."""
-        self.text = self.text[self.settled :] + text
-        self.position -= self.settled
-        self.settled = 0
+        """Append text and drop consumed text. Both indices move accordingly."""
+        self.text = self.text[self.consumed :] + text
+        self.position -= self.consumed
+        self.consumed = 0
 
-    def settle(self, end: int) -> str:
-        """Be done with the text up to `end`, and go on from there."""
-        done = self.text[self.settled : end]
-        self.settled = self.position = end
+    def consume(self, end: int) -> str:
+        """Consume the text up to `end` and return it."""
+        done = self.text[self.consumed : end]
+        self.consumed = self.position = end
         return done
 
     def end_of_space(self, start: int) -> int:
@@ -75,7 +77,7 @@ class Cursor:
         return self.is_closed and self.position == len(self.text)
 
     def peek(self) -> Reading[str]:
-        """The next character."""
+        """The next character, or END."""
         while self.position == len(self.text):
             if self.is_closed:
                 return END
@@ -83,7 +85,7 @@ class Cursor:
         return self.text[self.position]
 
     def read(self, text: str) -> Reading[None]:
-        """Exactly this."""
+        """Read exactly this text."""
         for character in text:
             if (yield from self.peek()) != character:
                 raise Mismatch
@@ -94,14 +96,14 @@ class Cursor:
             self.position += 1
 
     def read_word(self, choices: Collection[str] | None) -> Reading[str]:
-        """A JSON string without escapes: one of the choices, if there are any."""
+        """Read a JSON string without escapes. With choices, it must be one of them."""
         yield from self.read('"')
         word = yield from self.read_until('"', choices)
         yield from self.read('"')
         return word
 
     def read_until(self, stop: str, choices: Collection[str] | None) -> Reading[str]:
-        """What comes before a character. It fails as soon as no choice begins like that."""
+        """Read up to a character. Fails at the first character that matches none of the choices."""
         word = ""
         while (character := (yield from self.peek())) != stop:
             word += character
@@ -113,29 +115,30 @@ class Cursor:
             raise Mismatch
         return word
 
-    def scan(self, scanner: ObjectScanner) -> Reading[str]:
-        """As much of a JSON object as is there; nothing, if it does not go on."""
+    def scan(self, scanner: JSONObjectScanner) -> Reading[str]:
+        """Read as much of a JSON object as has arrived. Empty if the next character is not a part of it."""
         yield from self.peek()
         start = self.position
         self.position = scanner.scan(self.text, start)
         return self.text[start : self.position]
 
 
-class ObjectScanner:
-    """What may come next is a method, `_next`: it takes a character and says whether it fits."""
+class JSONObjectScanner:
+    """A state machine. `_next` is the method of the current state: it takes a character and returns whether it fits."""
 
     def __init__(self) -> None:
         self.done = False
         self._has_failed = False
-        self._open: list[str] = []  # the brackets that will close what is open
+        self._open: list[str] = []  # the closing brackets of open objects and lists
         self._next: Callable[[str], bool] = self._begin
         self._is_key = False
-        self._rest = ""  # of a literal or of the digits of an escape
+        self._rest = ""  # of a literal, or of the digits of an escape
         self._number = ""
 
     def scan(self, text: str, start: int) -> int:
-        """Go on with `text` from `start`. Returns where the object ended, or the first character that cannot belong
-        to it, or the end of the text. After such a character nothing belongs to it any more."""
+        """Scan `text` from `start`. Returns the index behind the object, of the first invalid character, or of the end
+        of the text. After an invalid character nothing more is accepted.
+        """
         position = start
         while position < len(text) and not self.done and not self._has_failed:
             self._has_failed = not self._next(text[position])
@@ -187,8 +190,8 @@ class ObjectScanner:
             self._rest, self._next = _LITERALS[character], self._literal
         elif character == "-":
             self._number, self._next = "sign", self._in_number
-        elif character in _STEPS["sign"]:
-            self._number, self._next = _STEPS["sign"][character], self._in_number
+        elif character in _TRANSITIONS["sign"]:
+            self._number, self._next = _TRANSITIONS["sign"][character], self._in_number
         else:
             return False
         return True
@@ -226,11 +229,11 @@ class ObjectScanner:
         return character == expected
 
     def _in_number(self, character: str) -> bool:
-        after = _STEPS[self._number].get(character)
+        after = _TRANSITIONS[self._number].get(character)
         if after is not None:
             self._number = after
             return True
-        if self._number not in _WHOLE_NUMBERS:
+        if self._number not in _FINAL_STATES:
             return False
         self._next = self._after_value
         return self._after_value(character)
