@@ -31,7 +31,7 @@ from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.metrics import Metrics
 from quire.server.service import Service
-from quire.text.load import load_tokenizer
+from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.store import resolve
 
 ROOT = str(Path(quire.__file__).parent)

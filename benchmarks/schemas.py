@@ -29,8 +29,8 @@ from referencing.exceptions import Unresolvable
 from quire import LLM, SamplingParams
 from quire.core.params import StructuredOutputs
 from quire.errors import BadGrammar
-from quire.text.grammar_worker import GrammarChecker
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.checker import GrammarChecker
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 PROMPT = "A short example, as JSON:\n"
 AT_ONCE = 64
@@ -58,12 +58,12 @@ async def try_out(cases: list[Case], checker: GrammarChecker) -> None:
     await checker.check(StructuredOutputs(json=True))
     for case in cases:
         begin = time.perf_counter()
-        num_ended = checker.num_ended
+        num_worker_deaths = checker.num_worker_deaths
         try:
             await checker.check(StructuredOutputs(json=case.schema))
         except BadGrammar as error:
             case.outcome, case.reason = "refused", str(error)
-            if checker.num_ended > num_ended:
+            if checker.num_worker_deaths > num_worker_deaths:
                 case.outcome = "hung" if "took longer" in case.reason else "crashed"
         case.compile_ms = 1000 * (time.perf_counter() - begin)
     await checker.close()

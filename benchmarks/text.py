@@ -12,9 +12,9 @@ from time import perf_counter
 from quire.bench.serve.http_client import ResponseReader
 from quire.config import DEFAULT_MODEL
 from quire.kernels import isa
-from quire.text.chat_template import ChatTemplate
-from quire.text.load import load_tokenizer
-from quire.text.stops import StopScanner
+from quire.text.detokenizer import StopStringScanner
+from quire.text.templates.chat_template import ChatTemplate
+from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.store import resolve
 
 REPEATS = 7
@@ -44,9 +44,9 @@ def measure_template(model: str) -> float:
 
 def measure_stops(num_stops: int) -> float:
     def scan() -> None:
-        scanner = StopScanner(STOPS[:num_stops])
+        scanner = StopStringScanner(STOPS[:num_stops])
         for piece in PIECES:
-            scanner.scan(piece, counts=True)
+            scanner.scan(piece, may_stop=True)
 
     return best_us(scan, len(PIECES))
 

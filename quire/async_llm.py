@@ -10,10 +10,10 @@ from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
 from quire.errors import InvalidParams
-from quire.text.exchange import Exchange, Intake, Prompt
-from quire.text.grammar import Grammars
-from quire.text.load import load_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import GrammarBackend
+from quire.text.input_processor import InputProcessor, Prompt
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from quire.weights.store import resolve
 
 
@@ -26,10 +26,10 @@ class AsyncLLM:
         with no_garbage_collection():
             self._tokenizer = load_tokenizer(files.path)
             self._client = Threaded(self.config, files.path)
-        self._open: dict[str, Exchange] = {}
+        self._open: dict[str, OutputProcessor] = {}
         self.info = self._client.info
         facts = self.info.config
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             self._tokenizer,
             facts.vocab_size,
             self.info.max_len,
@@ -37,7 +37,9 @@ class AsyncLLM:
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
-        self._intake.grammars = Grammars(self._tokenizer, facts.vocab_size, self._intake.end_token_ids)
+        self._input_processor.grammars = GrammarBackend(
+            self._tokenizer, facts.vocab_size, self._input_processor.end_token_ids
+        )
 
     async def generate(
         self,
@@ -54,27 +56,27 @@ class AsyncLLM:
         if request_id in self._open:
             raise InvalidParams(f"A request with the id {request_id!r} is running already; choose another id.")
         params = sampling_params or self.get_default_sampling_params()
-        exchange = self._intake.open(prompt, params, request_id, priority=priority)
-        while exchange.output.request_id in self._open:  # somebody chose a number as an id
-            exchange = self._intake.open(prompt, params, priority=priority)
-        updates = self._client.submit(exchange.requests)
-        self._open[exchange.output.request_id] = exchange
+        processor = self._input_processor.process(prompt, params, request_id, priority=priority)
+        while processor.output.request_id in self._open:  # a caller chose a number as an id
+            processor = self._input_processor.process(prompt, params, priority=priority)
+        updates = self._client.submit(processor.requests)
+        self._open[processor.output.request_id] = processor
         try:
             async for bundle in updates:
                 for update in bundle:
-                    if exchange.take(update):
+                    if processor.process(update):
                         self._client.abort(update.id)
-                yield exchange.snapshot()
-                if exchange.finished:
+                yield processor.snapshot()
+                if processor.finished:
                     return
         finally:
-            del self._open[exchange.output.request_id]
+            del self._open[processor.output.request_id]
             await updates.aclose()  # type: ignore[attr-defined]
 
     async def abort(self, request_id: str) -> None:
         """End a request with all its samples; its iterator ends with finish_reason "abort"."""
-        if exchange := self._open.get(request_id):
-            for one_id in exchange.open_ids:
+        if processor := self._open.get(request_id):
+            for one_id in processor.unfinished_ids:
                 self._client.abort(one_id)
 
     def get_tokenizer(self) -> Tokenizer:

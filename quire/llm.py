@@ -26,14 +26,14 @@ from quire.engine.client import Inbox, Shared, no_garbage_collection
 from quire.errors import EngineError, InvalidParams, TemplateError
 from quire.progress import bar
 from quire.text.detokenizer import Detokenizer
-from quire.text.exchange import Exchange, Intake, Prompt, packed
-from quire.text.grammar import Grammars
-from quire.text.load import load_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import GrammarBackend
+from quire.text.input_processor import InputProcessor, Prompt, pack_prompt
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from quire.weights.store import resolve
 
 if TYPE_CHECKING:
-    from quire.text.chat_template import ChatTemplate
+    from quire.text.templates.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -53,7 +53,7 @@ class LLM:
         self._chat_template: ChatTemplate | None = None
         self.info = self._client.info
         facts = self.info.config
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             self._tokenizer,
             facts.vocab_size,
             self.info.max_len,
@@ -61,8 +61,10 @@ class LLM:
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
-        self._intake.grammars = Grammars(self._tokenizer, facts.vocab_size, self._intake.end_token_ids)
-        self._intake_lock = threading.Lock()  # grammars are compiled one at a time
+        self._input_processor.grammars = GrammarBackend(
+            self._tokenizer, facts.vocab_size, self._input_processor.end_token_ids
+        )
+        self._input_lock = threading.Lock()  # grammars are compiled one at a time
         # Requests in the engine, of one call: those that run, and as many that can join as soon as one ends.
         self._max_open = 2 * max(self.info.max_requests, self.config.batch_size or 0)
 
@@ -85,14 +87,16 @@ class LLM:
         params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
         priorities = spread("priority", 0 if priority is None else priority, len(many))
         encoded = self._check(many, params, priorities)
-        numbers = list(itertools.islice(self._intake.numbers, len(many)))
+        numbers = list(itertools.islice(self._input_processor.request_counter, len(many)))
         outputs: dict[str, RequestOutput] = {}
 
-        def opened() -> Iterator[Exchange]:
+        def opened() -> Iterator[OutputProcessor]:
             for index in sorted(range(len(many)), key=lambda index: index + PRIORITY_PLACES * priorities[index]):
-                text, tokens = self._intake.encode(encoded[index])
-                with self._intake_lock:
-                    made = self._intake.make(text, tokens, params[index], numbers[index], priority=priorities[index])
+                text, tokens = self._input_processor.encode(encoded[index])
+                with self._input_lock:
+                    made = self._input_processor.build(
+                        text, tokens, params[index], numbers[index], priority=priorities[index]
+                    )
                 yield made
 
         with bar("generating", unit="requests", enabled=use_tqdm and len(many) > 1) as report:
@@ -119,13 +123,13 @@ class LLM:
         prompts = []
         for conversation in conversations:
             prompt = self.render(conversation, tools=tools, template=chat_template, open_turn=add_generation_prompt)
-            prompts.append(packed(prompt["prompt"], prompt["prompt_token_ids"]))
+            prompts.append(pack_prompt(prompt["prompt"], prompt["prompt_token_ids"]))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
-        with self._intake_lock:
-            exchange = self._intake.open(prompt, sampling_params or self.get_default_sampling_params())
+        with self._input_lock:
+            exchange = self._input_processor.process(prompt, sampling_params or self.get_default_sampling_params())
         for grown in self._run([exchange]):
             yield grown.snapshot()
 
@@ -146,7 +150,7 @@ class LLM:
 
     def _compile(self, source: str) -> ChatTemplate:
         """The chat template; the one that was used last is kept."""
-        from quire.text.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+        from quire.text.templates.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
 
         if self._chat_template is None or self._chat_template.source != source:
             self._chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
@@ -156,7 +160,7 @@ class LLM:
 
     def score(self, prompts: Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
         """Log probability of each prompt's tokens after the first; with continuations, of theirs alone."""
-        texts = [self._intake.encode(prompt)[1] for prompt in prompts]
+        texts = [self._input_processor.encode(prompt)[1] for prompt in prompts]
         starts = [1] * len(texts)
         if continuations is not None:
             starts = [len(tokens) for tokens in texts]
@@ -175,7 +179,7 @@ class LLM:
 
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
-        ends = frozenset[int]() if params.ignore_eos else self._intake.end_token_ids
+        ends = frozenset[int]() if params.ignore_eos else self._input_processor.end_token_ids
         outputs = self.generate(list(prompts), params.sampling, use_tqdm=False)
         return [BeamSearchOutput([self._as_beam(answer, ends) for answer in out.outputs]) for out in outputs]
 
@@ -207,21 +211,21 @@ class LLM:
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[Prompt]:
         """Refuse what could not be served; the prompts with their tokens."""
-        with self._intake_lock:
+        with self._input_lock:
             for one in {id(one): one for one in params}.values():
-                self._intake.check_params(one)
-        encoded = self._intake.encode_texts(prompts)
+                self._input_processor.check_params(one)
+        encoded = self._input_processor.encode_prompts(prompts)
         for prompt, one, priority in zip(encoded, params, priorities, strict=True):
-            self._intake.check_prompt(self._intake.encode(prompt)[1], one, priority)
+            self._input_processor.check_prompt(self._input_processor.encode(prompt)[1], one, priority)
         return encoded
 
-    def _run(self, exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
+    def _run(self, exchanges: Iterable[OutputProcessor]) -> Iterator[OutputProcessor]:
         """Drive the engine until the exchanges have ended, yielding each whenever it has grown.
 
         Whatever ends this early (an error, Ctrl-C, a caller that stops listening), no request stays behind.
         """
         inbox, waiting = Inbox(), iter(exchanges)
-        owners: dict[str, Exchange] = {}  # of requests that have not ended
+        owners: dict[str, OutputProcessor] = {}  # of requests that have not ended
         try:
             while True:
                 while len(owners) < self._max_open and (exchange := next(waiting, None)) is not None:
@@ -233,7 +237,7 @@ class LLM:
                 for update in self._client.receive(inbox):
                     if (grown := owners.get(update.id)) is None:
                         continue  # a stop string has ended it
-                    has_stopped = grown.take(update)
+                    has_stopped = grown.process(update)
                     if has_stopped:
                         self._client.abort([update.id])
                     if has_stopped or update.finish:

@@ -1,8 +1,8 @@
 """StructuredOutputs: what an answer must look like, as a user asks for it.
 
 Values are checked when the object is made: exactly one kind, and within bounds on size. Whether a schema, a pattern or
-a grammar can be followed is found out by `text/grammar.py`, which turns one into a constraint. It crosses to the
-engine's process as a part of SamplingParams, so schemas are kept as JSON text.
+a grammar can be followed is found out by `text/grammar/constraint.py`, which turns one into a constraint. It
+crosses to the engine's process as a part of SamplingParams, so schemas are kept as JSON text.
 """
 
 from __future__ import annotations

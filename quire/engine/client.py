@@ -222,15 +222,15 @@ class Threaded:
             if self._ended is not None:
                 raise self._ended
             self._work.put(lambda: self._accept(requests, mailbox))
-        open_ids = {request.id for request in requests}
+        unfinished_ids = {request.id for request in requests}
         try:
-            while open_ids:
+            while unfinished_ids:
                 updates = await mailbox.get()
-                open_ids -= {update.id for update in updates if update.finish}
+                unfinished_ids -= {update.id for update in updates if update.finish}
                 yield updates
         finally:
-            if open_ids:
-                self._work.put(lambda: self._leave(open_ids, mailbox))
+            if unfinished_ids:
+                self._work.put(lambda: self._leave(unfinished_ids, mailbox))
 
     def abort(self, request_id: str) -> None:
         self._work.put(lambda: self._cancel(request_id))

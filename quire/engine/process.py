@@ -43,8 +43,8 @@ from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.text.grammar import Grammars
-    from quire.text.tokenizer import Tokenizer
+    from quire.text.grammar.constraint import GrammarBackend
+    from quire.text.tokenizers.tokenizer import Tokenizer
 
 RECEIVE_BYTES = 1 << 20
 LOST = 3  # the exit status when the GPU has failed
@@ -88,7 +88,7 @@ class EngineLoop:
         self._link = link
         self._path = path
         self._tokenizer: Tokenizer | None = None
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarBackend | None = None
         self._begun: set[str] = set()
         self._reported = 0.0
         engine.before_run = self._announce
@@ -145,12 +145,12 @@ class EngineLoop:
         if spec is None:
             return None
         if self._grammars is None:
-            from quire.text.grammar import Grammars
+            from quire.text.grammar.constraint import GrammarBackend
 
             tokenizer, config = self._load_tokenizer(), self._engine.info.config
             ends = tokenizer.end_token_ids | frozenset(config.eos_token_ids)
-            self._grammars = Grammars(tokenizer, config.vocab_size, ends)
-        return self._grammars.constraint(spec, order.output)
+            self._grammars = GrammarBackend(tokenizer, config.vocab_size, ends)
+        return self._grammars.make_constraint(spec, order.output)
 
     def _stop_matcher(self, order: Order) -> StopMatcher | None:
         """What finds stop strings in beams. In other answers they are found where the text is made."""
@@ -163,7 +163,7 @@ class EngineLoop:
     def _load_tokenizer(self) -> Tokenizer:
         """Only requests that need it wait for a vocabulary to be read."""
         if self._tokenizer is None:
-            from quire.text.load import load_tokenizer
+            from quire.text.tokenizers.tokenizer import load_tokenizer
 
             self._tokenizer = load_tokenizer(self._path)
         return self._tokenizer

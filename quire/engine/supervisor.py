@@ -158,15 +158,15 @@ class Supervised:
         flights = [Flight(request, mailbox, str(next(self._numbers))) for request in requests]
         for flight in flights:
             self._flights[flight.wire_id] = self._open[flight.request.id] = flight
-        open_ids = {request.id for request in requests}
+        unfinished_ids = {request.id for request in requests}
         try:
             self._send_orders(flights)
-            while open_ids:
+            while unfinished_ids:
                 updates = await mailbox.get()
-                open_ids -= {update.id for update in updates if update.finish}
+                unfinished_ids -= {update.id for update in updates if update.finish}
                 yield updates
         finally:
-            for request_id in open_ids:
+            for request_id in unfinished_ids:
                 self.abort(request_id)
 
     def abort(self, request_id: str, message: str = "") -> None:

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidParams, TemplateError
-from quire.text.chat_template import ChatTemplate
-from quire.text.tokenizer import Tokenizer
-from quire.text.tool_dialect import Dialect, choose_dialect
-from quire.text.tool_events import CallBegins, Event, TextPiece
-from quire.text.tool_formats import ToolFormat, special_markers
-from quire.text.tool_grammar import call_grammar
-from quire.text.tool_messages import prepare_messages
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import NO_TOOLS, Tool, ToolChoice
+from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
+from quire.text.templates.chat_template import ChatTemplate
+from quire.text.templates.messages import prepare_messages
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.definitions import NO_TOOLS, Tool, ToolChoice
+from quire.text.tools.events import Event, TextDelta, ToolCallStart
+from quire.text.tools.formats import ToolFormat, special_markers
+from quire.text.tools.grammar import tool_call_grammar
+from quire.text.tools.parser import ToolParser
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ class CompiledTemplate:
     """A compiled chat template, its format of tool calls, and the threads that render it."""
 
     template: ChatTemplate
-    dialect: Dialect
+    capabilities: TemplateCapabilities
     threads: Executor
 
 
@@ -73,7 +73,7 @@ class ChatPrompt:
 
     @property
     def tool_format(self) -> ToolFormat:
-        return self.compiled.dialect.format
+        return self.compiled.capabilities.format
 
     @property
     def has_tools(self) -> bool:
@@ -90,7 +90,7 @@ class ChatPrompt:
                 "so that there must be a call, or none, or leave the format out."
             )
         markers = special_markers(self.tool_format, self.tokenizer)
-        grammar = call_grammar(self.tool_format, self.chat.tool_choice, markers)
+        grammar = tool_call_grammar(self.tool_format, self.chat.tool_choice, markers)
         return {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
 
     def kept_token_ids(self) -> frozenset[int]:
@@ -113,7 +113,7 @@ class ChatPrompt:
         def work() -> str:
             shown = chat.tools if self.has_tools else ()
             messages = [system_role(message) for message in chat.messages]
-            prepared = prepare_messages(messages, shown, self.compiled.dialect)
+            prepared = prepare_messages(messages, shown, self.compiled.capabilities)
             return self.compiled.template.render(
                 prepared.messages, prepared.tools, add_generation_prompt=chat.add_generation_prompt, **variables
             )
@@ -142,10 +142,10 @@ class ChatParser:
             return []
         delta, self._num_chars, self._is_complete = text[self._num_chars :], len(text), is_last
         if self._parser is None:
-            new: list[Event] = [TextPiece(delta)] if delta else []
+            new: list[Event] = [TextDelta(delta)] if delta else []
         else:
             new = self._parser.push(delta) + (self._parser.finish() if is_last else [])
-            self.has_calls = self.has_calls or any(isinstance(event, CallBegins) for event in new)
+            self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in new)
         self.events += new
         return new
 
@@ -190,7 +190,7 @@ class ChatTemplates:
     async def _compile(self, source: str, threads: Executor) -> CompiledTemplate:
         def work() -> CompiledTemplate:
             template = ChatTemplate(source, self._tokenizer.special_tokens)
-            return CompiledTemplate(template, choose_dialect(template), threads)
+            return CompiledTemplate(template, detect_capabilities(template), threads)
 
         return await run_in(threads, work)
 

@@ -24,7 +24,7 @@ from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig,
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
-from quire.text.load import load_tokenizer
+from quire.text.tokenizers.tokenizer import load_tokenizer
 
 POLL_S = 0.05
 BACKLOG = 4096

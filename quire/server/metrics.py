@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 from quire.core.plan import Update
 from quire.engine.messages import Stepped
-from quire.text.exchange import Exchange
+from quire.text.output_processor import OutputProcessor
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -74,7 +74,7 @@ class Metrics:
         self.num_blocks = 1
         self._preemptions = self._swaps = 0
 
-    def start_timer(self, exchanges: Sequence[Exchange]) -> RequestTimer:
+    def start_timer(self, exchanges: Sequence[OutputProcessor]) -> RequestTimer:
         return RequestTimer(self, exchanges)
 
     def on_step(self, stepped: Stepped) -> None:
@@ -99,7 +99,7 @@ class Metrics:
 class RequestTimer:
     """Measures the answers of one HTTP request."""
 
-    def __init__(self, metrics: Metrics, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, metrics: Metrics, exchanges: Sequence[OutputProcessor]) -> None:
         self._metrics = metrics
         self._exchanges = exchanges
         self._begin_s = time.perf_counter()

@@ -26,12 +26,13 @@ from quire.server.auth import Tenant
 from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
 from quire.server.config import ServerConfig
 from quire.server.metrics import Metrics
-from quire.text.exchange import Exchange, Intake, Prompt
-from quire.text.grammar_worker import GrammarChecker
-from quire.text.length_bound import find_length_bound
-from quire.text.offsets import PromptText, locate_prompt
-from quire.text.tokenizer import Tokenizer
-from quire.text.tool_events import Event
+from quire.text.detokenizer import PromptText, locate_prompt
+from quire.text.grammar.checker import GrammarChecker
+from quire.text.input_processor import InputProcessor, Prompt
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.length_bound import find_length_bound
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.events import Event
 
 LONG_CHARS = 8192  # a longer text takes longer to encode than a step takes, so it is encoded in a thread
 PLACEHOLDER_MODELS = frozenset({"tgi", "dummy"})  # sent by Hugging Face's clients when the user names no model
@@ -77,7 +78,7 @@ class Service:
         self.created_s = int(time.time())
         self.admission = Admission(ready.max_requests, config.max_queue_requests, config.max_queue_tokens)
         self.templates = ChatTemplates(self.model, tokenizer, allow_request_templates=config.allow_request_templates)
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             tokenizer,
             ready.vocab_size,
             ready.max_len,
@@ -100,7 +101,7 @@ class Service:
         context: RequestContext,
         priority: int = 0,
         kept: frozenset[int] = frozenset(),
-    ) -> Exchange:
+    ) -> OutputProcessor:
         """Check a prompt and its parameters, and make its requests. `kept`: special tokens that stay in the text.
 
         Admission is checked here as well as in `generate`: a refusal before a stream begins has a status of its own.
@@ -110,15 +111,15 @@ class Service:
         # Clients may send the same request id twice, the engine must not see it twice.
         request_id = f"{context.request_id}-{next(self._prompt_numbers)}"
         tenant = context.tenant
-        exchange = self._intake.open(
-            prompt, params, request_id, priority=priority, salt=tenant.salt, tenant=tenant.name, kept=kept
+        exchange = self._input_processor.process(
+            prompt, params, request_id, priority=priority, salt=tenant.salt, tenant=tenant.name, keep_special_ids=kept
         )
         self.admission.check(exchange.num_sequences, len(exchange.output.prompt_token_ids))
         return exchange
 
     async def open_chat(
         self, prompt: ChatPrompt, params: SamplingParams, context: RequestContext, priority: int = 0
-    ) -> Exchange:
+    ) -> OutputProcessor:
         await self.check_grammar(params)
         text = await prompt.render()
         tokens = await self.encode_prompt(text, add_special_tokens=False)
@@ -127,13 +128,13 @@ class Service:
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt. A prompt that cannot fit the context is refused before it is encoded."""
-        self._intake.check_length(text)
+        self._input_processor.check_length(text)
         return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._run_text_work(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def locate_prompt(self, exchange: Exchange) -> PromptText:
+    async def locate_prompt(self, exchange: OutputProcessor) -> PromptText:
         """The text of a prompt, and the offsets of its tokens."""
         text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
         size = len(token_ids) if text is None else len(text)
@@ -148,12 +149,14 @@ class Service:
         if params.structured_outputs is None:
             return
         if self._grammar_checker is None:
-            self._grammar_checker = GrammarChecker(self.tokenizer, self.ready.vocab_size, self._intake.end_token_ids)
+            self._grammar_checker = GrammarChecker(
+                self.tokenizer, self.ready.vocab_size, self._input_processor.end_token_ids
+            )
         await self._grammar_checker.check(params.structured_outputs)
 
     # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, exchanges: Sequence[Exchange]) -> AsyncIterator[set[Exchange]]:
+    async def generate(self, exchanges: Sequence[OutputProcessor]) -> AsyncIterator[set[OutputProcessor]]:
         """Run the exchanges of one HTTP request to their end. Each time some of them have grown, they are yielded.
 
         Closing the iterator aborts them. An answer that fails, or a request that exceeds its deadline, raises.
@@ -170,7 +173,7 @@ class Service:
                     deadline.check()
                     grown = {exchange_of[update.id] for update in updates}
                     for update in updates:
-                        if exchange_of[update.id].take(update):
+                        if exchange_of[update.id].process(update):
                             self.client.abort(update.id)
                     timer.observe(updates)
                     for exchange in grown:
@@ -181,7 +184,7 @@ class Service:
                 await stream.aclose()  # type: ignore[attr-defined]
                 timer.stop()
 
-    async def complete(self, exchanges: Sequence[Exchange]) -> None:
+    async def complete(self, exchanges: Sequence[OutputProcessor]) -> None:
         """Run exchanges to their end."""
         async for _ in self.generate(exchanges):
             pass
@@ -202,7 +205,9 @@ class Service:
             await self._grammar_checker.close()
 
 
-async def stream_chat(service: Service, exchange: Exchange, parser: ChatParser) -> AsyncGenerator[list[Event], None]:
+async def stream_chat(
+    service: Service, exchange: OutputProcessor, parser: ChatParser
+) -> AsyncGenerator[list[Event], None]:
     """The one answer of an exchange as text and tool calls, while it grows. It ends early if the parser is finished."""
     answer = exchange.output.outputs[0]
     async with aclosing(service.generate([exchange])) as stream:  # type: ignore[type-var]
@@ -212,7 +217,7 @@ async def stream_chat(service: Service, exchange: Exchange, parser: ChatParser) 
                 return
 
 
-def raise_failure(exchange: Exchange) -> None:
+def raise_failure(exchange: OutputProcessor) -> None:
     """Raise the error of an answer that failed."""
     for answer in exchange.output.outputs:
         if answer.finish_reason == "error":
@@ -223,7 +228,7 @@ def raise_failure(exchange: Exchange) -> None:
 class Deadline:
     """Aborts requests that have run for too long, even if their client reads nothing."""
 
-    def __init__(self, client: Supervised, exchanges: Sequence[Exchange], seconds: float) -> None:
+    def __init__(self, client: Supervised, exchanges: Sequence[OutputProcessor], seconds: float) -> None:
         self._client = client
         self._exchanges = exchanges
         self._seconds = seconds
@@ -233,7 +238,7 @@ class Deadline:
     def _abort(self) -> None:
         self._exceeded = True
         for exchange in self._exchanges:
-            for request_id in exchange.open_ids:
+            for request_id in exchange.unfinished_ids:
                 self._client.abort(request_id)
 
     def check(self) -> None:

@@ -21,8 +21,8 @@ from quire.server.request_model import ArrayOf, RequestModel
 from quire.server.schemas import PromptText, TemplatedTokens, TGIError, Tokens, TokenSpan, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import JSONResponse
-from quire.text.tokenizer import Tokenizer
-from quire.text.tools import read_choice, read_tools
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.definitions import parse_tool_choice, parse_tools
 
 router = APIRouter()
 
@@ -41,11 +41,11 @@ class TemplateRequest(RequestModel):
         """The prompt of a chat completion with the same fields."""
         if self.messages is None:
             raise InvalidField("messages is missing; it is required.", "messages")
-        tools = read_tools(self.tools)
+        tools = parse_tools(self.tools)
         chat = ChatInput(
             messages=self.messages,
             tools=tools,
-            tool_choice=read_choice(None, tools, None),
+            tool_choice=parse_tool_choice(None, tools, None),
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt is not False,
             chat_template_kwargs=self.chat_template_kwargs,

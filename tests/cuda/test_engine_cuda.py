@@ -245,7 +245,7 @@ def test_what_is_asked_for_is_what_the_reference_gives(model, kind):
 def test_aborts_in_a_tiny_cache_leave_nothing_behind(model, seed):
     client, rng = start(model, num_blocks=140, block_size=16), random.Random(seed)
     waiting, ended = draw_requests(seed, 60), set()
-    open_ids = {request.id for request in waiting}
+    unfinished_ids = {request.id for request in waiting}
     while waiting or client.engine.has_work:
         while waiting and rng.random() < 0.4:
             client.add(waiting.pop())
@@ -253,5 +253,5 @@ def test_aborts_in_a_tiny_cache_leave_nothing_behind(model, seed):
         if rng.random() < 0.2 and (running := client.engine.scheduler.running):
             updates = [*updates, client.abort(rng.choice(running).id)]
         ended |= {update.id for update in updates if update is not None and update.finish}
-    assert ended == open_ids
+    assert ended == unfinished_ids
     assert client.engine.scheduler.kv.pool.num_free == 140

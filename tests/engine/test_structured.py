@@ -17,8 +17,8 @@ from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
 from quire.engine.logits import forbid_at_once, forbid_others
 from quire.engine.messages import Order, Submit, decode_for_engine, encode
-from quire.text.grammar import Grammars
-from quire.text.tokenizer import Tokenizer
+from quire.text.grammar.constraint import GrammarBackend
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 from tests.tools.tiny import LLAMA, TinyEngine, tiny_model
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cpu
 TOKENIZER = Tokenizer.from_gguf(byte_level())
 CONFIG = replace(LLAMA, vocab_size=TOKENIZER.vocab_size + 15)
 MODEL = tiny_model(CONFIG)
-GRAMMARS = Grammars(TOKENIZER, CONFIG.vocab_size, TOKENIZER.end_token_ids)
+GRAMMARS = GrammarBackend(TOKENIZER, CONFIG.vocab_size, TOKENIZER.end_token_ids)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -74,7 +74,7 @@ def request(name: str, number: int, *, sampled: bool, output: tuple[int, ...] = 
         seed=number,
         max_tokens=max_tokens,
         output=output,
-        constraint=GRAMMARS.constraint(SPECS[name], output),
+        constraint=GRAMMARS.make_constraint(SPECS[name], output),
     )
 
 
@@ -167,7 +167,7 @@ def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason(temperatu
     options = {"temperature": temperature, "top_p": 0.5, "top_k": 5, "min_p": 0.1}
     contradictory.params = replace(contradictory.params, allowed_token_ids=[3], **options)
     failing = request("regex", 0, sampled=True)
-    failing.constraint = GRAMMARS.constraint(StructuredOutputs(regex="a"))
+    failing.constraint = GRAMMARS.make_constraint(StructuredOutputs(regex="a"))
     failing.constraint.advance(TOKENIZER.encode("b")[0])
     good = request("json", 1, sampled=True)
     updates = run_to_end(engine(), [contradictory, failing, good])

@@ -164,7 +164,7 @@ def test_a_number_as_an_id_does_not_stand_in_the_way(async_llm: AsyncLLM) -> Non
     long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
     async def run() -> None:
-        taken = str(next(async_llm._intake.numbers) + 2)
+        taken = str(next(async_llm._input_processor.request_counter) + 2)
         async for _ in async_llm.generate("Once", long, taken):
             await collect(async_llm, "Twice", SamplingParams(max_tokens=1))
 

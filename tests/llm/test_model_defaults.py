@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.beam_search import BeamSearchParams
-from quire.text.chat_template import ChatTemplate
+from quire.text.templates.chat_template import ChatTemplate
 from tests.server.running import Running
 from tests.tools.tiny_models import tiny_text_gguf
 
@@ -109,7 +109,7 @@ def test_a_chat_template_is_compiled_once(tiny_llm: LLM, monkeypatch) -> None:
             super().__init__(source, *args)  # type: ignore[arg-type]
             made.append(source)
 
-    monkeypatch.setattr("quire.text.chat_template.ChatTemplate", Counted)
+    monkeypatch.setattr("quire.text.templates.chat_template.ChatTemplate", Counted)
     conversation = [{"role": "user", "content": "hello"}]
     source = "{{ messages[0].content }}"
     answers = tiny_llm.chat([conversation] * 3, SamplingParams(max_tokens=1), chat_template=source)

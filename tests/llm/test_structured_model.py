@@ -17,8 +17,9 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.params import StructuredOutputs
 from quire.engine.supervisor import Supervised, Watch
 from quire.errors import BadGrammar
-from quire.text.exchange import Exchange, Intake
-from quire.text.load import load_tokenizer
+from quire.text.input_processor import InputProcessor
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.model
 
@@ -105,28 +106,28 @@ def test_in_a_process_of_its_own_that_dies_in_the_middle(llm: LLM, default_model
     config = EngineConfig(model=DEFAULT_MODEL, max_len=2048, kv_memory=0.5)
     restarts: list[str] = []
 
-    async def answer(client: Supervised, exchange: Exchange, kill_at: int) -> None:
-        async for updates in client.submit(exchange.requests):
+    async def answer(client: Supervised, processor: OutputProcessor, kill_at: int) -> None:
+        async for updates in client.submit(processor.requests):
             for update in updates:
-                exchange.take(update)
-            if not restarts and len(exchange.output.outputs[0].token_ids) >= kill_at:
+                processor.process(update)
+            if not restarts and len(processor.output.outputs[0].token_ids) >= kill_at:
                 assert client.process_id is not None
                 os.kill(client.process_id, signal.SIGKILL)
 
-    async def run() -> list[Exchange]:
+    async def run() -> list[OutputProcessor]:
         client = Supervised(config, default_model, watch=Watch(restarted=restarts.append))
         try:
             facts = await client.start()
-            intake = Intake(tokenizer, facts.vocab_size, facts.max_len, facts.eos_token_ids)
-            exchanges = [intake.open(PROMPT, one) for one in kinds]
-            await asyncio.gather(*(answer(client, exchange, 12) for exchange in exchanges))
+            input_processor = InputProcessor(tokenizer, facts.vocab_size, facts.max_len, facts.eos_token_ids)
+            processors = [input_processor.process(PROMPT, one) for one in kinds]
+            await asyncio.gather(*(answer(client, processor, 12) for processor in processors))
             assert restarts == ["signal SIGKILL"]
             with pytest.raises(BadGrammar, match="unclosed group"):
-                await answer(client, intake.open(PROMPT, params(0.0, regex="(a")), 1)
-            return exchanges
+                await answer(client, input_processor.process(PROMPT, params(0.0, regex="(a")), 1)
+            return processors
         finally:
             await client.close()
 
-    answers = [exchange.output.outputs[0] for exchange in asyncio.run(run())]
+    answers = [processor.output.outputs[0] for processor in asyncio.run(run())]
     assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
     assert all(one.finish_reason == "stop" for one in answers)

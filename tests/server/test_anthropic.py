@@ -15,9 +15,9 @@ from quire.server.anthropic.messages import MessageBuilder, MessageGeneration
 from quire.server.anthropic.protocol import MessagesRequest, chat_input
 from quire.server.chat import ChatParser
 from quire.server.error_response import anthropic_error
-from quire.text.tool_formats import HERMES
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import ToolChoice, make_tool
+from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.tools.formats import HERMES
+from quire.text.tools.parser import ToolParser
 from tests.server.running import Running, wait_for
 from tests.server.scripted import ScriptedService, make_exchange
 from tests.server.test_responses import running

@@ -15,9 +15,10 @@ from quire.server.admission import Admission
 from quire.server.openai.completions import open_prompts, sampling_params
 from quire.server.openai.output import chat_logprobs, list_choices
 from quire.server.openai.protocol import CompletionRequest
-from quire.text.exchange import Exchange, Intake
-from quire.text.offsets import PromptText, locate_prompt
-from quire.text.tokenizer import Tokenizer
+from quire.text.detokenizer import PromptText, locate_prompt
+from quire.text.input_processor import InputProcessor
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu
@@ -36,15 +37,15 @@ class Service:
         self.config = SimpleNamespace(max_prompts=8)
         self.ready = SimpleNamespace(sampling={})
         self.admission = Admission(8, 8, 1000)
-        self.intake = Intake(tokenizer, tokenizer.vocab_size + NUM_PADDED, 100)
+        self.intake = InputProcessor(tokenizer, tokenizer.vocab_size + NUM_PADDED, 100)
 
     async def check_grammar(self, params: Any) -> None:
         pass
 
-    async def open(self, prompt: Any, params: Any, context: Any, priority: int) -> Exchange:
-        return self.intake.open(prompt, params, "a", priority=priority)
+    async def open(self, prompt: Any, params: Any, context: Any, priority: int) -> OutputProcessor:
+        return self.intake.process(prompt, params, "a", priority=priority)
 
-    async def locate_prompt(self, exchange: Exchange) -> PromptText:
+    async def locate_prompt(self, exchange: OutputProcessor) -> PromptText:
         return locate_prompt(self.tokenizer, exchange.output.prompt, exchange.output.prompt_token_ids)
 
 
@@ -77,7 +78,7 @@ def complete(
     for index, group in enumerate(groups):
         finish = Finish.LENGTH if index == len(groups) - 1 else None
         logprobs = scored(group, others) if body.logprobs is not None else None
-        exchange.take(Update("a", list(group), finish, Detail(logprobs, None if index else prompt_scores)))
+        exchange.process(Update("a", list(group), finish, Detail(logprobs, None if index else prompt_scores)))
         documents += filter(None, [choice.write(writer.write)])
     return documents
 
@@ -178,8 +179,8 @@ def test_a_token_keeps_the_space_that_it_begins_with() -> None:
 def test_bytes_are_the_tokens_own() -> None:
     padded = BYTE_LEVEL.vocab_size + 1
     llama = encode(BYTE_LEVEL, "🦙")
-    exchange = Service(BYTE_LEVEL).intake.open("he", sampling_params(request_body(logprobs=1), {}), "a")
-    exchange.take(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
+    exchange = Service(BYTE_LEVEL).intake.process("he", sampling_params(request_body(logprobs=1), {}), "a")
+    exchange.process(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
     content = chat_logprobs(exchange.output.outputs[0].logprobs, 1, BYTE_LEVEL)["content"]
     assert bytes(byte for one in content for byte in one["bytes"]) == "🦙".encode()
     (top,) = content[0]["top_logprobs"]

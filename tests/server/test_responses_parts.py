@@ -20,9 +20,9 @@ from quire.server.openai.responses.builder import ResponseBuilder
 from quire.server.openai.responses.generation import ResponseGeneration
 from quire.server.openai.responses.protocol import as_messages
 from quire.server.openai.responses.store import ResponseStore, StoredResponse, TenantResponses
-from quire.text.tool_formats import HERMES
-from quire.text.tool_parser import ToolParser
-from quire.text.tools import ToolChoice, make_tool
+from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.tools.formats import HERMES
+from quire.text.tools.parser import ToolParser
 from tests.server.openapi_schema import validate_event
 from tests.server.scripted import ScriptedService, make_exchange
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.errors import InvalidParams, TemplateError
 from quire.server.chat import MAX_REQUEST_TEMPLATES, ChatInput, ChatTemplates
-from quire.text.chat_template import ChatTemplate
-from quire.text.tokenizer import Tokenizer
+from quire.text.templates.chat_template import ChatTemplate
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.cpu

@@ -10,8 +10,9 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Finish
 from quire.server.tgi.output import TokenTexts
-from quire.text.exchange import Exchange, Intake
-from quire.text.tokenizer import Tokenizer
+from quire.text.input_processor import InputProcessor
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.cpu
 TOKENIZERS = [Tokenizer.from_gguf(byte_level()), Tokenizer.from_gguf(sentencepiece())]
 
 
-def open_exchange(tokenizer: Tokenizer, stop: list[str]) -> Exchange:
-    intake = Intake(tokenizer, tokenizer.vocab_size, 1 << 20)
+def open_exchange(tokenizer: Tokenizer, stop: list[str]) -> OutputProcessor:
+    intake = InputProcessor(tokenizer, tokenizer.vocab_size, 1 << 20)
     params = SamplingParams(max_tokens=None, stop=stop, include_stop_str_in_output=bool(stop))
-    return intake.open({"prompt_token_ids": [0]}, params, "one")
+    return intake.process({"prompt_token_ids": [0]}, params, "one")
 
 
 @st.composite
@@ -44,7 +45,7 @@ def test_pieces_are_the_answer(made):
     answer, texts, pieces = exchange.output.outputs[0], TokenTexts(tokenizer), []
     for index, group in enumerate(groups):
         finish = Finish.LENGTH if index == len(groups) - 1 else None
-        exchange.take(Update("one", list(group), finish))
+        exchange.process(Update("one", list(group), finish))
         pieces += texts.take(answer)
         assert answer.text.startswith("".join(pieces))
         if answer.finished:
@@ -62,9 +63,9 @@ def test_grouping_makes_no_difference(made):
     first, second = open_exchange(tokenizer, stop), open_exchange(tokenizer, stop)
     pieces: list[str] = []
     for index, token in enumerate(tokens):
-        first.take(Update("one", [token], Finish.LENGTH if index == len(tokens) - 1 else None))
+        first.process(Update("one", [token], Finish.LENGTH if index == len(tokens) - 1 else None))
         pieces += one_by_one.take(first.output.outputs[0])
-    second.take(Update("one", tokens, Finish.LENGTH))
+    second.process(Update("one", tokens, Finish.LENGTH))
     assert pieces == at_once.take(second.output.outputs[0])
 
 
@@ -73,9 +74,9 @@ def test_half_a_character_waits_for_its_other_half():
     tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
     exchange, texts = open_exchange(tokenizer, []), TokenTexts(tokenizer)
     answer = exchange.output.outputs[0]
-    exchange.take(Update("one", tokens[:1]))
+    exchange.process(Update("one", tokens[:1]))
     assert texts.take(answer) == [""]
-    exchange.take(Update("one", tokens[1:], Finish.LENGTH))
+    exchange.process(Update("one", tokens[1:], Finish.LENGTH))
     assert texts.take(answer) == ["é"]
 
 
@@ -84,5 +85,5 @@ def test_special_tokens_have_no_text():
     (special,) = {tokenizer.eos_token_id} & tokenizer.special_token_ids
     exchange, texts = open_exchange(tokenizer, []), TokenTexts(tokenizer)
     tokens = tokenizer.encode("he", add_special_tokens=False)
-    exchange.take(Update("one", [*tokens, special], Finish.STOP))
+    exchange.process(Update("one", [*tokens, special], Finish.STOP))
     assert texts.take(exchange.output.outputs[0])[-1] == ""

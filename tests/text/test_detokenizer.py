@@ -1,4 +1,4 @@
-"""Text that arrives token by token is the text that arrives at once."""
+"""Detokenizer: text that is detokenized incrementally equals text that is decoded at once; stop strings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidParams
-from quire.text.detokenizer import Detokenizer
-from quire.text.stops import StopScanner
-from quire.text.tokenizer import Tokenizer
+from quire.text.detokenizer import Detokenizer, StopStringScanner
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.cpu
@@ -93,7 +92,7 @@ def test_stop_strings_by_definition(answer, stops, skip, include, min_tokens, da
     assert detokenizer.num_tokens_used == used
 
 
-def test_half_a_character_waits():
+def test_an_incomplete_character_is_held_back():
     tokenizer = TOKENIZERS[0]
     first, *rest = tokenizer.encode("🦙")
     detokenizer = Detokenizer(tokenizer)
@@ -102,7 +101,7 @@ def test_half_a_character_waits():
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_what_cannot_be_a_stop_string_any_more_is_given_out():
+def test_text_that_cannot_become_a_stop_string_is_returned():
     tokenizer = TOKENIZERS[0]
     detokenizer = Detokenizer(tokenizer, stop=["hello world!"])
     pushed = [detokenizer.push(tokenizer.encode(text)) for text in ("hello", " world", " ", "x")]
@@ -133,10 +132,10 @@ def test_padding_of_the_models_output_has_no_text():
 def test_a_long_piece_of_text_takes_as_many_calls_as_a_short_one():
     def count_calls(text: str) -> int:
         events: list[str] = []
-        scanner = StopScanner(["</s>", "Observation:", "\n\nUser:"])
+        scanner = StopStringScanner(["</s>", "Observation:", "\n\nUser:"])
         sys.setprofile(lambda frame, event, argument: events.append(event))
         try:
-            scanner.scan(text, counts=True)
+            scanner.scan(text, may_stop=True)
         finally:
             sys.setprofile(None)
         return len(events)

@@ -1,11 +1,11 @@
-"""Tiny vocabularies, as the metadata of a GGUF file, and a slow tokenizer to compare with."""
+"""Tiny vocabularies as GGUF metadata, and a slow reference tokenizer."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
-from quire.text.pieces import byte_alphabet
+from quire.text.tokenizers.pieces import byte_alphabet
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "Ġ Ġ", "Ã ©", "1 2"]

@@ -20,8 +20,8 @@ from quire.server.error_response import anthropic_error
 from quire.server.schemas import AnthropicError, AnthropicMessage, TokenCount, response_schemas
 from quire.server.service import RequestContext, Service, request_context, stream_chat
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event, with_cancellation
-from quire.text.exchange import Exchange
-from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
+from quire.text.output_processor import OutputProcessor
+from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEnd, ToolCallStart
 
 Document = dict[str, Any]
 
@@ -33,7 +33,7 @@ class MessageGeneration:
     """Generates one message. It runs while its events are read."""
 
     service: Service
-    exchange: Exchange
+    exchange: OutputProcessor
     parser: ChatParser
     builder: MessageBuilder
 
@@ -100,7 +100,7 @@ class MessageBuilder:
     The document is the sum of its events, in a stream and in a whole response.
     """
 
-    def __init__(self, model: str, exchange: Exchange) -> None:
+    def __init__(self, model: str, exchange: OutputProcessor) -> None:
         self.document: Document = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -135,14 +135,14 @@ class MessageBuilder:
 
     def _write(self, piece: Event) -> list[bytes]:
         match piece:
-            case TextPiece(text):
+            case TextDelta(text):
                 return self._add_text(text)
-            case CallBegins(_, call_id, name):
+            case ToolCallStart(_, call_id, name):
                 return [*self._close(), self._open(type="tool_use", id=tool_use_id(call_id), name=name, input={})]
-            case ArgumentsPiece(_, text):
+            case ArgumentsDelta(_, text):
                 self._arguments += text
                 return [self._add(type="input_json_delta", partial_json=text)]
-            case CallEnds():
+            case ToolCallEnd():
                 return self._close()
 
     def _add_text(self, text: str) -> list[bytes]:
@@ -199,7 +199,7 @@ def stop_fields(answer: CompletionOutput, content: Sequence[Document]) -> Docume
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def usage(exchange: Exchange) -> Document:
+def usage(exchange: OutputProcessor) -> Document:
     """input_tokens does not include tokens from the prefix cache."""
     output = exchange.output
     return {

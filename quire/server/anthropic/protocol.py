@@ -17,7 +17,7 @@ from quire.errors import InvalidParams
 from quire.server.chat import ChatInput
 from quire.server.openai.protocol import Number
 from quire.server.request_model import ArrayOf, RequestModel
-from quire.text.tools import Tool, ToolChoice, gather_tools, make_tool, name_choice, read_choice
+from quire.text.tools.definitions import Tool, ToolChoice, check_tools, force_tool, make_tool, parse_tool_choice
 
 Document = dict[str, Any]
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -145,7 +145,7 @@ class MessagesRequest(PromptFields):
 
 
 def chat_input(body: PromptFields) -> ChatInput:
-    tools = read_tools(body)
+    tools = parse_tools(body)
     messages, prefill = split_prefill(body.messages)
     system = [{"role": "system", "content": text_of(body.system)}] if body.system else []
     return ChatInput(
@@ -213,8 +213,8 @@ def text_of(blocks: Sequence[TextBlock]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def read_tools(body: PromptFields) -> tuple[Tool, ...]:
-    return gather_tools(
+def parse_tools(body: PromptFields) -> tuple[Tool, ...]:
+    return check_tools(
         [
             make_tool(
                 f"tools[{index}]",
@@ -231,9 +231,9 @@ def read_tools(body: PromptFields) -> tuple[Tool, ...]:
 
 def read_tool_choice(given: ToolChoiceFields | None, tools: Sequence[Tool]) -> ToolChoice:
     if given is None:
-        return read_choice(None, tools)
+        return parse_tool_choice(None, tools)
     if given.type == "tool":
-        return name_choice(given.name, "tool_choice.name", tools)
+        return force_tool(given.name, "tool_choice.name", tools)
     if given.name is not None:
         raise InvalidParams(f"tool_choice.name goes with the type 'tool'; the type is {given.type!r}.")
-    return read_choice(TOOL_CHOICES[given.type], tools, not given.disable_parallel_tool_use, "tool_choice.type")
+    return parse_tool_choice(TOOL_CHOICES[given.type], tools, not given.disable_parallel_tool_use, "tool_choice.type")

@@ -26,9 +26,9 @@ from quire.server.openai.protocol import ChatCompletionRequest
 from quire.server.schemas import ChatCompletion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
-from quire.text.exchange import Exchange
-from quire.text.tool_events import ArgumentsPiece, CallBegins, Event, TextPiece, collect
-from quire.text.tools import read_choice, read_tools
+from quire.text.output_processor import OutputProcessor
+from quire.text.tools.definitions import parse_tool_choice, parse_tools
+from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallStart, collect_events
 
 MAX_LOGPROBS = 20
 
@@ -59,11 +59,11 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
 
 
 def chat_input(body: ChatCompletionRequest) -> ChatInput:
-    tools = read_tools(body.tools)
+    tools = parse_tools(body.tools)
     return ChatInput(
         messages=body.messages,
         tools=tools,
-        tool_choice=read_choice(body.tool_choice, tools, body.parallel_tool_calls),
+        tool_choice=parse_tool_choice(body.tool_choice, tools, body.parallel_tool_calls),
         structured_outputs=body.structured(),
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -115,7 +115,7 @@ class ChatWriter:
 
     def write_message(self, delta: Delta) -> Document:
         self.parse(delta.index, delta.exchange)
-        parsed = collect(self.parsers[delta.index].events)
+        parsed = collect_events(self.parsers[delta.index].events)
         message: Document = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["content"] = parsed.content or None
@@ -125,13 +125,13 @@ class ChatWriter:
             ]
         return self.add_details(delta, {"index": delta.index, "message": message})
 
-    async def follow(self, exchange: Exchange, choices: Sequence[Choice]) -> None:
+    async def follow(self, exchange: OutputProcessor, choices: Sequence[Choice]) -> None:
         """Run to the end and parse on the way: an answer whose only call is complete is aborted."""
         async for _ in self.context.service.generate([exchange]):
             for choice in choices:
                 self.parse(choice.index, exchange)
 
-    def parse(self, index: int, exchange: Exchange) -> list[Event]:
+    def parse(self, index: int, exchange: OutputProcessor) -> list[Event]:
         """New text and tool calls of an answer."""
         parser, answer = self.parsers[index], exchange.output.outputs[index]
         is_last = answer.finish_reason is not None
@@ -160,18 +160,18 @@ class ChatWriter:
 
 def chunk_fields(events: Sequence[Event]) -> Document:
     """The `delta` of a chunk: text, and tool calls that begin or grow."""
-    text = "".join(event.text for event in events if isinstance(event, TextPiece))
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
     calls: dict[int, Document] = {}
     for event in events:
         match event:
-            case CallBegins(index, call_id, name):
+            case ToolCallStart(index, call_id, name):
                 calls[index] = {
                     "index": index,
                     "id": call_id,
                     "type": "function",
                     "function": {"name": name, "arguments": ""},
                 }
-            case ArgumentsPiece(index, more):
+            case ArgumentsDelta(index, more):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += more
     fields: Document = {"content": text} if text else {}

@@ -25,9 +25,8 @@ from quire.server.openai.protocol import CompletionRequest
 from quire.server.schemas import Completion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
-from quire.text.detokenizer import Detokenizer
-from quire.text.exchange import Exchange
-from quire.text.offsets import PromptText, TokenOffsets
+from quire.text.detokenizer import Detokenizer, PromptText, TokenOffsets
+from quire.text.output_processor import OutputProcessor
 
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
@@ -51,7 +50,9 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     return JSONResponse({**writer.head(), "choices": choices, "usage": usage(exchanges)})
 
 
-async def open_prompts(context: RequestContext, body: CompletionRequest) -> tuple[list[Exchange], CompletionWriter]:
+async def open_prompts(
+    context: RequestContext, body: CompletionRequest
+) -> tuple[list[OutputProcessor], CompletionWriter]:
     """An exchange for each prompt, and the writer of their answers."""
     service = context.service
     params = sampling_params(body, service.ready.sampling)
@@ -84,7 +85,7 @@ class CompletionWriter:
 
     context: RequestContext
     body: CompletionRequest
-    prompts: Mapping[Exchange, PromptText] = field(default_factory=dict)  # those that are echoed
+    prompts: Mapping[OutputProcessor, PromptText] = field(default_factory=dict)  # those that are echoed
     offsets: dict[int, TokenOffsets] = field(default_factory=dict)  # of the tokens of each choice
 
     def head(self) -> Document:
@@ -137,6 +138,6 @@ class CompletionWriter:
             skips = delta.exchange.requests[0].params.skip_special_tokens
             detokenizer = Detokenizer(self.context.service.tokenizer, skip_special_tokens=skips, continues=True)
             self.offsets[delta.index] = TokenOffsets(detokenizer, begin)
-        offsets = self.offsets[delta.index].take(delta.token_ids)
+        offsets = self.offsets[delta.index].push(delta.token_ids)
         end = begin + len(delta.answer.text)
         return [min(offset, end) for offset in offsets] if delta.finish_reason else offsets

@@ -16,8 +16,8 @@ from quire.server.error_response import openai_error
 from quire.server.openai.protocol import StreamOptions
 from quire.server.service import Service
 from quire.server.streaming import DONE, sse_event
-from quire.text.exchange import Exchange
-from quire.text.tokenizer import Tokenizer
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 Document = dict[str, Any]
 
@@ -27,7 +27,7 @@ class Delta:
     """What a choice has grown by since its last document."""
 
     index: int  # of the choice
-    exchange: Exchange
+    exchange: OutputProcessor
     answer: CompletionOutput
     text: str
     is_first: bool  # no earlier document has a token of the answer
@@ -44,7 +44,7 @@ class Choice:
     """One answer, and how much of it documents have."""
 
     index: int
-    exchange: Exchange
+    exchange: OutputProcessor
     answer: CompletionOutput
     num_chars: int = 0
     num_tokens: int = 0
@@ -72,19 +72,19 @@ class Choice:
         return document
 
 
-def list_choices(exchanges: Sequence[Exchange]) -> list[Choice]:
+def list_choices(exchanges: Sequence[OutputProcessor]) -> list[Choice]:
     pairs = [(exchange, answer) for exchange in exchanges for answer in exchange.output.outputs]
     return [Choice(index, *pair) for index, pair in enumerate(pairs)]
 
 
 async def stream_choices(
-    service: Service, exchanges: Sequence[Exchange], head: Document, write: Write, options: StreamOptions | None
+    service: Service, exchanges: Sequence[OutputProcessor], head: Document, write: Write, options: StreamOptions | None
 ) -> AsyncIterator[bytes]:
     """The events of a stream. The events of one step are sent together.
 
     The status has been sent before the first event, so an error becomes the last event.
     """
-    choices_of: dict[Exchange, list[Choice]] = {}
+    choices_of: dict[OutputProcessor, list[Choice]] = {}
     for choice in list_choices(exchanges):
         choices_of.setdefault(choice.exchange, []).append(choice)
     include_usage = options is not None and bool(options.include_usage)
@@ -110,7 +110,7 @@ async def stream_choices(
         yield sse_event(openai_error(error))
 
 
-def usage(exchanges: Sequence[Exchange]) -> Document:
+def usage(exchanges: Sequence[OutputProcessor]) -> Document:
     outputs = [exchange.output for exchange in exchanges]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)

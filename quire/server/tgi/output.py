@@ -8,8 +8,8 @@ from typing import Any
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs
 from quire.server.error_response import IncompleteGeneration
 from quire.server.tgi.protocol import Parameters
-from quire.text.exchange import Exchange
-from quire.text.tokenizer import Tokenizer
+from quire.text.output_processor import OutputProcessor
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 Document = dict[str, Any]
 
@@ -17,7 +17,7 @@ Document = dict[str, Any]
 class GenerateWriter:
     """Writes the answers of one exchange as TGI's documents."""
 
-    def __init__(self, exchange: Exchange, inputs: str, parameters: Parameters, tokenizer: Tokenizer) -> None:
+    def __init__(self, exchange: OutputProcessor, inputs: str, parameters: Parameters, tokenizer: Tokenizer) -> None:
         self._exchange = exchange
         self._inputs = inputs
         self._parameters = parameters
@@ -126,7 +126,7 @@ def finish_reason(answer: CompletionOutput) -> str:
     return "stop_sequence" if isinstance(answer.stop_reason, str) else "eos_token"
 
 
-def best_of(exchange: Exchange) -> CompletionOutput:
+def best_of(exchange: OutputProcessor) -> CompletionOutput:
     """The answer with the highest mean log probability; of equals the first."""
     answers = exchange.output.outputs
     if any(answer.finish_reason == "abort" for answer in answers):

@@ -17,7 +17,7 @@ from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event, with_cancellation
 from quire.server.tgi.output import GenerateWriter, best_of
 from quire.server.tgi.protocol import MAX_BEST_OF, CompatGenerateRequest, GenerateRequest
-from quire.text.exchange import Exchange
+from quire.text.output_processor import OutputProcessor
 
 router = APIRouter()
 
@@ -62,7 +62,7 @@ async def respond_stream(request: Request, body: GenerateRequest) -> Response:
     return EventStreamResponse(stream_from(first, events), base_headers(context, body.inputs))
 
 
-async def open_exchange(context: RequestContext, body: GenerateRequest, *, stream: bool) -> Exchange:
+async def open_exchange(context: RequestContext, body: GenerateRequest, *, stream: bool) -> OutputProcessor:
     parameters, service = body.parameters, context.service
     parameters.check(stream=stream)
     if parameters.truncate is None:
@@ -75,13 +75,13 @@ async def open_exchange(context: RequestContext, body: GenerateRequest, *, strea
     return await service.open(prompt, params, context)
 
 
-async def complete(context: RequestContext, exchange: Exchange, timing: Timing) -> None:
+async def complete(context: RequestContext, exchange: OutputProcessor, timing: Timing) -> None:
     async for _ in context.service.generate([exchange]):
         timing.on_update()
 
 
 async def stream_tokens(
-    context: RequestContext, body: GenerateRequest, exchange: Exchange
+    context: RequestContext, body: GenerateRequest, exchange: OutputProcessor
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer, those of one step together."""
     writer = GenerateWriter(exchange, body.inputs, body.parameters, context.service.tokenizer)
@@ -121,7 +121,9 @@ class Timing:
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
 
-    def headers(self, context: RequestContext, inputs: str, exchange: Exchange, num_generated: int) -> dict[str, str]:
+    def headers(
+        self, context: RequestContext, inputs: str, exchange: OutputProcessor, num_generated: int
+    ) -> dict[str, str]:
         """The headers of a complete answer."""
         end_s = time.monotonic()
         first_token_s = end_s if self._first_token_s is None else self._first_token_s

@@ -14,7 +14,7 @@ from quire.core.outputs import CompletionOutput
 from quire.errors import InvalidRequest, Overloaded, QuireError
 from quire.server.openai.responses.protocol import new_id, output_part
 from quire.server.streaming import sse_event
-from quire.text.tool_events import ArgumentsPiece, CallBegins, CallEnds, Event, TextPiece
+from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEnd, ToolCallStart
 
 Document = dict[str, Any]
 RUNNING = ("queued", "in_progress")
@@ -73,16 +73,16 @@ class ResponseBuilder:
 
     def _write(self, piece: Event) -> list[bytes]:
         match piece:
-            case TextPiece(text):
+            case TextDelta(text):
                 return self._add_text(text)
-            case CallBegins(_, call_id, name):
+            case ToolCallStart(_, call_id, name):
                 item = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
                 return [*self._close("completed"), *self._open({**item, "arguments": "", "status": "in_progress"})]
-            case ArgumentsPiece(_, text):
+            case ArgumentsDelta(_, text):
                 assert self._item is not None
                 self._item["arguments"] += text
                 return [self._emit("response.function_call_arguments.delta", **self._location(), delta=text)]
-            case CallEnds(_, complete):
+            case ToolCallEnd(_, complete):
                 return self._close("completed" if complete else "incomplete")
 
     def _add_text(self, text: str) -> list[bytes]:

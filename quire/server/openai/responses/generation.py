@@ -14,7 +14,7 @@ from quire.server.chat import ChatParser
 from quire.server.openai.output import chat_logprobs
 from quire.server.openai.responses.store import StoredResponse, TenantResponses
 from quire.server.service import Service, stream_chat
-from quire.text.exchange import Exchange
+from quire.text.output_processor import OutputProcessor
 
 Document = dict[str, Any]
 
@@ -24,7 +24,7 @@ class ResponseGeneration:
     """Generates one response. It is stored if `responses` is given."""
 
     service: Service
-    exchange: Exchange
+    exchange: OutputProcessor
     parser: ChatParser
     stored: StoredResponse
     responses: TenantResponses | None
@@ -87,7 +87,7 @@ async def cancel(stored: StoredResponse) -> None:
         await asyncio.gather(stored.task, return_exceptions=True)
 
 
-def usage(exchange: Exchange) -> Document:
+def usage(exchange: OutputProcessor) -> Document:
     output = exchange.output
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {

@@ -20,7 +20,7 @@ from quire.server.openai.responses.store import ResponseStore, StoredResponse, T
 from quire.server.schemas import DeletedResponse, ItemList, ResponseDocument, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
-from quire.text.tools import Tool, read_choice, read_tools
+from quire.text.tools.definitions import Tool, parse_tool_choice, parse_tools
 
 Document = dict[str, Any]
 
@@ -46,8 +46,8 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
 
 
 async def prepare(context: RequestContext, body: ResponsesRequest, responses: TenantResponses) -> ResponseGeneration:
-    tools = read_tools(body.tools, strict=True)
-    choice = read_choice(body.tool_choice, tools, body.parallel_tool_calls)
+    tools = parse_tools(body.tools, strict=True)
+    choice = parse_tool_choice(body.tool_choice, tools, body.parallel_tool_calls)
     if body.with_logprobs and choice.mode != "none":
         raise InvalidParams(
             "include holds message.output_text.logprobs, and tools may be called; quire gives log probabilities of "

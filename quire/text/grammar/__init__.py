@@ -1,0 +1,1 @@
+"""Structured outputs: grammars become token masks. Start at `constraint.py`."""

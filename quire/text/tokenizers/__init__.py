@@ -1,0 +1,1 @@
+"""Tokenizers of all checkpoint formats. Start at `tokenizer.py`."""

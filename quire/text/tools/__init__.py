@@ -1,0 +1,1 @@
+"""Tool calls: definitions, formats, parser and grammar. Start at `parser.py`."""
