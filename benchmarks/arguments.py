@@ -34,19 +34,12 @@ def positive_list(text: str) -> list[float]:
     return [positive(part) for part in text.split(",")] if text else []
 
 
-def number_list(text: str) -> list[float]:
-    """Numbers from 0 on."""
-    values = [_number(part) for part in text.split(",")]
-    if any(value < 0 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} has a number below 0")
-    return values
+def milliseconds_list(text: str) -> list[float]:
+    return [milliseconds(part) for part in text.split(",")]
 
 
 def count_list(text: str) -> list[int]:
-    counts = positive_list(text)
-    if any(count != int(count) for count in counts):
-        raise argparse.ArgumentTypeError(f"{text!r} has numbers that are not whole")
-    return [int(count) for count in counts]
+    return [count(part) for part in text.split(",")] if text else []
 
 
 def _number(text: str) -> float:

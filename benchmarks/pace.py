@@ -21,7 +21,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import traffic
-from arguments import number_list, positive
+from arguments import milliseconds_list, positive
 from gpu import LLAMA_3_8B
 
 from quire.config import EngineConfig
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=positive, default=30.0)
     parser.add_argument("--seconds", type=positive, default=20.0)
-    parser.add_argument("--targets", type=number_list, default="10,15,20,26.5,40,80,0")
+    parser.add_argument("--targets", type=milliseconds_list, default="10,15,20,26.5,40,80,0")
     parser.add_argument("--longest", type=int, nargs=2, default=(1024, 512), metavar=("PROMPT", "ANSWER"))
     parser.add_argument("--model")
     parser.add_argument("--svg", type=Path)

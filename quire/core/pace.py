@@ -47,9 +47,8 @@ class Pace:
             self.decode_s = blend(self.decode_s, seconds)
             return
         if self.decode_s is not None:
-            self.decode_s = min(
-                self.decode_s, max(seconds, TINY_S)
-            )  # under load there may be no step without prompts for long
+            # Under load there may be no step without prompts for long.
+            self.decode_s = min(self.decode_s, max(seconds, TINY_S))
         if num_prompt_tokens >= self.min_tokens:
             share_s = max(seconds - (self.decode_s or 0.0), MIN_SHARE * seconds)
             self.token_s = blend(self.token_s, share_s / num_prompt_tokens)
