@@ -370,7 +370,7 @@ def measure_azure(options: argparse.Namespace) -> Iterator[Figure]:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     wanted = options.wanted
-    if {"start", *BATCHES, "mix", "prefill"} & {*wanted}:
+    if {"start", *BATCHES, "neighbours", "mix", "prefill"} & {*wanted}:
         yield from measure_offline(options, wanted)
     if "arrivals" in wanted:
         yield from measure_arrivals(options)

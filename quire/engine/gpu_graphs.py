@@ -29,9 +29,8 @@ CAPTURE_MARGIN = 5.0  # times what the last capture took: the time that another 
 
 
 class Key(NamedTuple):
-    """What is captured: `decode` is a step of single tokens and its choice of the likeliest ones, `layers` the same
-    without the choice; `mixed` is a step with prompts and single tokens, `prompts` one of prompts only, and `crowded`
-    one of more rows than these have."""
+    """What is captured: `decode` is a step of single tokens, `mixed` one with prompts and single tokens, `prompts` one
+    of prompts only, and `crowded` one of more rows than these have. The choice of tokens is launched after each."""
 
     kind: str
     size: int
@@ -73,7 +72,7 @@ class Graphs:
         return Key(kind, sizes[place]) if place < len(sizes) else None
 
     def _fit(self, kind: str, size: int) -> Key | None:
-        sizes = self._rows if kind in ("decode", "layers") else self._tokens
+        sizes = self._rows if kind == "decode" else self._tokens
         place = bisect_left(sizes, size)
         return Key(kind, sizes[place]) if place < len(sizes) else None
 

@@ -58,7 +58,6 @@ class GpuStep:
     samples: Samples
     hidden: Tensor  # [samples or more, hidden_size]
     landing: Landing
-    has_argmax: bool = False  # the likeliest token of each sample was found with the layers
     scores: list[Scores] = field(default_factory=list)
     choice: Choice | None = None  # on its way to the host
 
@@ -78,7 +77,7 @@ class GpuStep:
     def sample(self) -> None:
         if self.choice is not None:
             return
-        choice = self.runner.sampler.choose(self.samples, self.hidden, self.has_argmax)
+        choice = self.runner.sampler.choose(self.samples, self.hidden)
         landing, count = self.landing, len(self.samples)
         landing.tokens[:count].copy_(choice.tokens, non_blocking=True)
         landing.largest[:count].copy_(choice.largest, non_blocking=True)
@@ -141,15 +140,11 @@ class GpuRunner(ModelRunner):
         self.num_under_way = 0
 
     def _run_decode(self, plan: Plan, landing: Landing) -> GpuStep:
-        """Rows of one token each. The choice of the likeliest is captured with the layers. Draws are launched after
-        them: what they take differs, and the logits of every size would be kept with its graph."""
-        is_drawn = not all(request.params.greedy or request.changes_logits for request in plan.requests)
-        kinds = ("layers", "decode") if is_drawn else ("decode",)
-        found = [key for kind in kinds if (key := self.graphs.find(kind, len(plan))) is not None]
-        assert found, "the largest step of single tokens is captured when the engine is built"
-        key = min(found, key=lambda key: key.size)
+        """Rows of one token each."""
+        key = self.graphs.find("decode", len(plan))
+        assert key is not None, "the largest step of single tokens is captured when the engine is built"
         samples = self.buffers.fill_decode(plan, key.size)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), landing, has_argmax=key.kind == "decode")
+        return GpuStep(self, plan, samples, self.graphs.replay(key), landing)
 
     def _run_mixed(self, plan: Plan, landing: Landing) -> GpuStep:
         """Chunks of prompts, drafts, and single tokens among them."""
@@ -179,11 +174,8 @@ class GpuRunner(ModelRunner):
 
     def _run_captured(self, key: Key) -> Tensor:
         """A step of the kind and size that a graph has, on the buffers as they are."""
-        if key.kind in ("decode", "layers"):
-            hidden = self._forward(self.buffers.decode_batch(key.size), key.size)
-            if key.kind == "decode":
-                self.sampler.argmax(hidden)
-            return hidden
+        if key.kind == "decode":
+            return self._forward(self.buffers.decode_batch(key.size), key.size)
         rows = self._most_rows(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
         return self._forward(batch, rows, self.buffers.ends_of(batch, rows))

@@ -5,14 +5,17 @@ Tokens are chosen straight from the head's products. Only requests that change t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quire.engine.batch import Samples
 from quire.engine.gpu_batch import GpuBuffers
-from quire.engine.sampler import Choice, Sampler
+from quire.engine.sampler import Choice, Report, Sampler
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
+from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
 from quire.models.decoder import Decoder
 
@@ -31,43 +34,54 @@ class GpuSampler(Sampler):
         self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
         self._draw_changed = TokenSampler(max_rows, vocab_size, None, device)  # from logits that are capped already
 
-    def argmax(self, hidden: Tensor) -> None:
-        """The likeliest token of each sample; captured with the layers. hidden [samples, hidden_size]"""
-        entries = self._buffers.sample_entries.view(len(hidden))
-        self._argmax(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
-
     def prepare(self, hidden: Tensor) -> None:
         """Run every kernel once, for a sample that nobody wants. hidden [1 or more, hidden_size]"""
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
         draws = self._draws(entries, lengths)._replace(has_top_k=True, has_top_p=True)
         self._draw(self.model.products(hidden), draws, self._tokens, self._largest)
         self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
+        self._argmax(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
+        self.score(hidden[:1], [0], 1)
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor, has_argmax: bool) -> tuple[Choice, list[int]]:
-        for first in range(0, len(samples), self._max_rows):
-            stop = min(first + self._max_rows, len(samples))
-            self._choose_some(
-                samples, hidden if len(samples) <= self._max_rows else hidden[first:stop], first, stop, has_argmax
-            )
+    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
+        return self._report(self.model.products(hidden), self._column(targets), [num_top] * len(targets))
+
+    def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
+        count, products = len(samples), None
+        if count <= self._max_rows:
+            products = self.model.products(hidden)[:count]
+            self._choose_some(products, 0, count)
+        else:
+            for first in range(0, count, self._max_rows):
+                stop = min(first + self._max_rows, count)
+                self._choose_some(self.model.products(hidden[first:stop]), first, stop)
         changed: list[int] = []
         if self.state.asked.changes:
             requests = enumerate(samples.requests)
             changed = [nth for nth, request in requests if request.changes_logits and request.beam is None]
-        return Choice(self._tokens[: len(samples)], self._largest[: len(samples)]), changed
+        return Choice(self._tokens[:count], self._largest[:count], products=products), changed
 
-    def _choose_some(self, samples: Samples, hidden: Tensor, first: int, stop: int, has_argmax: bool) -> None:
-        """Samples first:stop, from their hidden states, which may be followed by others."""
-        is_drawn = self.state.asked.draws
-        if has_argmax and not is_drawn:
-            return
+    def _choose_some(self, products: Tensor, first: int, stop: int) -> None:
+        """Tokens of samples first:stop, from what the head computes of them."""
         entries = self._buffers.sample_entries.view(stop)[first:]
-        lengths = self._buffers.sample_lengths.view(stop)[first:]
-        products = self.model.products(hidden)[: stop - first]
         tokens, largest = self._tokens[first:stop], self._largest[first:stop]
-        if not is_drawn:
+        if self.state.asked.draws:
+            lengths = self._buffers.sample_lengths.view(stop)[first:]
+            self._draw(products, self._draws(entries, lengths), tokens, largest)
+        else:
             self._argmax(products, entries, tokens, largest, self.last_tokens)
-            return
-        self._draw(products, self._draws(entries, lengths), tokens, largest)
+
+    def _choose_and_report(self, samples: Samples, hidden: Tensor, left: list[int], choice: Choice) -> None:
+        if left:
+            self._choose_from_logits(samples, left, self._logits(hidden, choice.products, left), choice)
+        if reported := choice.reported:
+            index = self._column(reported)
+            products = self.model.products(hidden[index]) if choice.products is None else choice.products[index]
+            nums_top = [samples.requests[nth].params.logprobs or 0 for nth in reported]
+            choice.report = self._report(products, choice.tokens[index], nums_top)
+
+    def _report(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> Report:
+        return Report(*logprobs(products, tokens, self._column(nums_top), max(nums_top), self.model.head.softcap))
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         self._change(samples, chosen, logits)

@@ -39,36 +39,23 @@ class Sampler:
         self.state = state
         self.ops = ops
 
-    def choose(self, samples: Samples, hidden: Tensor, has_argmax: bool = False) -> Choice:
+    def choose(self, samples: Samples, hidden: Tensor) -> Choice:
         """hidden [n or more, hidden_size], of the samples in their order.
 
         How a sample is computed depends on its own request only, so its token does not depend on the other samples.
-        With `has_argmax` the greedy tokens were found together with the hidden states.
         """
-        choice, left = self._choose_plain(samples, hidden, has_argmax)
+        choice, left = self._choose_plain(samples, hidden)
         searched = [nth for nth, request in enumerate(samples.requests) if request.beam is not None]
         if searched:
-            choice.searched, choice.beams = searched, self._search(samples, searched, hidden)
-        reported: list[int] = []
+            choice.searched, choice.beams = searched, self._search(samples, searched, hidden, choice.products)
         if self.state.asked.logprobs:
-            reported = [
+            choice.reported = [
                 nth
                 for nth, request in enumerate(samples.requests)
                 if request.params.logprobs is not None and request.beam is None
             ]
-        if wanted := sorted({*left, *reported}):
-            index = self._column(wanted)
-            logits = self.model.logits(hidden[index])
-            if reported:
-                raw = logits if len(reported) == len(wanted) else logits[self._column(map(wanted.index, reported))]
-                logprobs = torch.log_softmax(raw, -1)
-            if left:
-                mine = logits if len(left) == len(wanted) else logits[self._column(map(wanted.index, left))]
-                self._choose_from_logits(samples, left, mine, choice)
-            if reported:
-                most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
-                choice.reported = reported
-                choice.report = report(logprobs, choice.tokens[self._column(reported)], most)
+        if left or choice.reported:
+            self._choose_and_report(samples, hidden, left, choice)
         if self.state.changes:
             self._count(samples, choice)
         return choice
@@ -78,17 +65,33 @@ class Sampler:
         logprobs = torch.log_softmax(self.model.logits(hidden), -1)
         return report(logprobs, self._column(targets), num_top)
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor, has_argmax: bool) -> tuple[Choice, list[int]]:
+    def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
         """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
-        assert not has_argmax
         plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
         left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best and request.beam is None]
-        tokens, largest = self.model.best(hidden, plain) if plain else ([], [])
+        found = self.model.best(hidden, plain) if plain else ([], [])
+        tokens = torch.tensor(found[0], dtype=torch.int64, device=hidden.device)
+        largest = torch.tensor(found[1], device=hidden.device)
         if len(plain) == len(samples):
-            return Choice(torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)), left
-        choice = Choice(torch.zeros(len(samples), dtype=torch.int64), torch.zeros(len(samples)))
-        choice.tokens[plain], choice.largest[plain] = torch.tensor(tokens, dtype=torch.int64), torch.tensor(largest)
+            return Choice(tokens, largest), left
+        choice = Choice(tokens.new_zeros(len(samples)), largest.new_zeros(len(samples)))
+        choice.tokens[plain], choice.largest[plain] = tokens, largest
         return choice, left
+
+    def _choose_and_report(self, samples: Samples, hidden: Tensor, left: list[int], choice: Choice) -> None:
+        """Tokens of the samples that are left, and log probabilities, from logits that are computed once."""
+        reported = choice.reported
+        wanted = sorted({*left, *reported})
+        logits = self._logits(hidden, choice.products, wanted)
+        if reported:
+            raw = logits if len(reported) == len(wanted) else logits[self._column(map(wanted.index, reported))]
+            logprobs = torch.log_softmax(raw, -1)
+        if left:
+            mine = logits if len(left) == len(wanted) else logits[self._column(map(wanted.index, left))]
+            self._choose_from_logits(samples, left, mine, choice)
+        if reported:
+            most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
+            choice.report = report(logprobs, choice.tokens[self._column(reported)], most)
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
@@ -99,10 +102,10 @@ class Sampler:
         index = self._column(chosen)
         choice.tokens[index], choice.largest[index] = tokens, largest
 
-    def _search(self, samples: Samples, searched: list[int], hidden: Tensor) -> BeamReport:
+    def _search(self, samples: Samples, searched: list[int], hidden: Tensor, products: Tensor | None) -> BeamReport:
         """What may follow each of the samples, which are of beams."""
         requests = [samples.requests[nth] for nth in searched]
-        logits = self.model.logits(hidden[self._column(searched)])
+        logits = self._logits(hidden, products, searched)
         raw = logprobs = torch.log_softmax(logits, -1)
         if any(request.changes_logits for request in requests):
             self._change(samples, searched, logits)
@@ -116,6 +119,11 @@ class Sampler:
         if most and raw is not logprobs:
             ranks = torch.stack([(raw > column[:, None]).sum(1) + 1 for column in values.unbind(1)], 1)
         return BeamReport(tokens, values, ranks, top, raw.gather(1, top))
+
+    def _logits(self, hidden: Tensor, products: Tensor | None, chosen: list[int]) -> Tensor:
+        """Logits of some samples, [chosen, vocab] float32, in memory of their own."""
+        index = self._column(chosen)
+        return self.model.logits(hidden[index]) if products is None else self.model.head.cap(products[index])
 
     def _change(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
         """Do to the logits of some samples what their requests ask for. One that has ended asks for nothing."""
@@ -167,6 +175,7 @@ class Choice:
     report: Report | None = None
     searched: list[int] = field(default_factory=list)  # samples of beams, for which no token is chosen
     beams: BeamReport | None = None
+    products: Tensor | None = None  # [n, vocab], of the head, if they were computed for all samples
 
 
 class BeamReport(NamedTuple):

@@ -39,7 +39,11 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size] float32"""
-        logits = self.weight.matmul(hidden).float()
+        return self.cap(self.weight.matmul(hidden))
+
+    def cap(self, products: Tensor) -> Tensor:
+        """The logits that products of the matrix stand for, in float32."""
+        logits = products.float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
+from quire.engine.sampler import report
 from quire.engine.sampling_state import settings_of, signed
+from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
 from quire.kernels.sampling import gumbel, keep
 
@@ -170,3 +172,24 @@ def check_distribution(
         tokens, _ = choose(logits.expand(rows, -1).contiguous(), [params] * rows, seeds, [7] * rows, None, sampler)
         counts.index_add_(0, group[torch.tensor(tokens)], torch.ones(rows, dtype=torch.float64))
     return float(((counts - expected) ** 2 / expected).sum())
+
+
+def check_logprobs(size: int, dtype: torch.dtype, device: torch.device, softcap: float | None, equals: bool) -> None:
+    """Beside the sampler's own report, of rows that want different numbers of tokens."""
+    torch.manual_seed(size)
+    logits = 3 * torch.randn(5, size, device=device)
+    logits = (logits.round() if equals else logits).to(dtype)
+    tokens = torch.randint(size, (5,), device=device)
+    nums_top = torch.tensor([0, 1, 5, 20, size + 3], device=device).clamp(max=64)
+    capped = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+    expected = report(torch.log_softmax(capped, -1), tokens, min(64, size))
+    ids = (-capped).sort(stable=True).indices
+    own, ranks, top, values = logprobs(logits, tokens, nums_top, int(nums_top.max()), softcap)
+    torch.testing.assert_close(own, expected.own, atol=2e-5, rtol=2e-5)
+    assert ranks.tolist() == [int((row > row[token]).sum()) + 1 for row, token in zip(capped, tokens, strict=True)]
+    for row, num_top in enumerate(nums_top.clamp(max=size).tolist()):
+        assert top[row, :num_top].tolist() == ids[row, :num_top].tolist()
+        torch.testing.assert_close(values[row, :num_top], expected.values[row, :num_top], atol=2e-5, rtol=2e-5)
+        alone = logprobs(logits[row:][:1], tokens[row:][:1], nums_top[row:][:1], max(1, num_top), softcap)
+        assert alone[0][0] == own[row]
+        assert torch.equal(alone[3][0, :num_top], values[row, :num_top])

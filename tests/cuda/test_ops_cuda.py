@@ -11,7 +11,7 @@ from quire.kernels import reference  # isort: skip
 from quire.kernels.cuda import ops
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.cuda.sampling.argmax import Argmax
-from quire.kernels.cuda.sampling.last_tokens import feed
+from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import LayerCache
 
 pytestmark = pytest.mark.cuda
@@ -153,11 +153,11 @@ def test_best(size):
     assert scores[0].isfinite()
 
 
-def test_feed():
+def test_last_tokens_are_filled_in():
     tokens = torch.tensor([10, 11, 12, 13, 14, 15], device=DEVICE)
     starts = torch.tensor([0, 1, 3, 4, 6], dtype=torch.int32, device=DEVICE)
-    feeds = torch.tensor([-1, 2, -1, 0], dtype=torch.int32, device=DEVICE)
-    feed(tokens, starts, feeds, torch.tensor([7, 8, 9], device=DEVICE), 4)
+    entries = torch.tensor([-1, 2, -1, 0], dtype=torch.int32, device=DEVICE)
+    fill_last_tokens(tokens, starts, entries, torch.tensor([7, 8, 9], device=DEVICE), 4)
     assert tokens.tolist() == [10, 9, 12, 13, 7, 15]
 
 

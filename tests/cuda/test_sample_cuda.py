@@ -15,6 +15,7 @@ from tests.cuda.sampling import (
     check_bad_rows,
     check_distribution,
     check_equals,
+    check_logprobs,
     check_random,
     draws_of,
 )
@@ -73,3 +74,10 @@ def test_every_search_ends_in_one_value(scale, dtype):
     for by_mass in (False, True):
         cutter(logits, logits.float().max(dim=1).values, draws.entries, draws.settings, by_mass=by_mass)
         assert (cutter.cuts[:, HIGH.value] - cutter.cuts[:, LOW.value]).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 4097, 128_256])
+def test_log_probabilities(size, dtype):
+    for softcap in (None, 12.0):
+        check_logprobs(size, dtype, DEVICE, softcap, equals=size % 2 == 0)

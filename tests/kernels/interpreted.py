@@ -22,6 +22,7 @@ from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import store_kv
 from quire.kernels.paging import LayerCache
+from tests.cuda.sampling import check_logprobs, check_random
 from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
 
@@ -105,4 +106,7 @@ if __name__ == "__main__":
     for size in (1, 48, 577):
         check_norms(size)
     check_activations()
+    check_random(3, 1, torch.float32, torch.device("cpu"))  # with a cap, and ids behind the vocabulary
+    for size, softcap in ((1, None), (5, 12.0), (4100, None), (4100, 12.0)):
+        check_logprobs(size, torch.float32, torch.device("cpu"), softcap, equals=softcap is None)
     check_alibi_model()

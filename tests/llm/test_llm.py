@@ -233,7 +233,7 @@ def test_a_stream_that_is_dropped_while_a_step_runs_is_aborted(llm: LLM, monkeyp
 def test_requests_are_made_as_the_engine_gets_to_them(default_model, monkeypatch) -> None:
     with LLM(max_len=128, num_blocks=64, max_requests=3) as small:
         num_open, seen = [0], []
-        make, run = InputProcessor.make, small._client.receive
+        make, run = InputProcessor.process, small._client.receive
 
         def counted(*args, **options):
             num_open[0] += 1
@@ -245,7 +245,7 @@ def test_requests_are_made_as_the_engine_gets_to_them(default_model, monkeypatch
             seen.append(num_open[0])
             return updates
 
-        monkeypatch.setattr(InputProcessor, "make", counted)
+        monkeypatch.setattr(InputProcessor, "process", counted)
         monkeypatch.setattr(small._client, "receive", receive)
         outs = small.generate([f"{number} is" for number in range(40)], SamplingParams(max_tokens=3, temperature=0.0))
     assert [out.prompt for out in outs] == [f"{number} is" for number in range(40)]

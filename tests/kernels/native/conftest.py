@@ -17,13 +17,13 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
     """The last of the list takes what tokens are sampled from, or are the best of."""
     kept, choose = [Scores()], Sampler.choose
 
-    def keep_and_choose(self: Any, samples: Samples, hidden: Tensor, has_argmax: bool = False) -> Choice:
+    def keep_and_choose(self: Any, samples: Samples, hidden: Tensor) -> Choice:
         if len(samples):
             logits = self.model.logits(hidden[: len(samples)])
             kept[-1].keep(logits, samples)
             best = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
             assert not best or self.model.best(hidden, best)[0] == logits[best].argmax(-1).tolist()
-        return choose(self, samples, hidden, has_argmax)
+        return choose(self, samples, hidden)
 
     monkeypatch.setattr(Sampler, "choose", keep_and_choose)
     return kept

@@ -132,12 +132,14 @@ class KernelCalls:
         from quire.kernels.cuda.launch.upload import compile_upload
         from quire.kernels.cuda.sampling.argmax import Argmax
         from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
+        from quire.kernels.cuda.sampling.logprobs import logprobs
 
         compile_upload(longs(FEW_ROWS, 8))
         fill_last_tokens(longs(FEW_ROWS), numbers(FEW_ROWS + 1), numbers(FEW_ROWS), longs(FEW_ROWS), FEW_ROWS)
         find: Any = Argmax(MAX_ROWS, "meta")  # type: ignore[arg-type]
         logits = self._rows(FEW_ROWS, self.model.vocab_size)
         find(logits, numbers(FEW_ROWS), longs(MAX_ROWS), torch_stub.empty(MAX_ROWS), longs(MAX_ROWS))
+        logprobs(logits, longs(FEW_ROWS), longs(FEW_ROWS), 1, self.model.logit_softcap)  # type: ignore[arg-type]
 
     def draw(self, dtype: torch_stub.DType, softcap: float | None) -> None:
         from quire.kernels.cuda.sampling.sample import Draws, TokenSampler

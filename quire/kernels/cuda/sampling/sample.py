@@ -91,7 +91,7 @@ def _pick(
     columns = tile * WIDTH + within
     value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
-    is_tie = value == cut
+    is_tie = (value == cut) & (value > float("-inf"))  # without a cut, ids behind the vocabulary would be ties
     best, its = _best_of(tl.where(value > cut, score, float("-inf")), columns, size)
     best_tie, its_tie = _best_of(tl.where(is_tie, score, float("-inf")), columns, size)
     at = row * num_tiles + tile
@@ -99,7 +99,7 @@ def _pick(
     tl.store(bests + 2 * at + 1, best_tie)
     tl.store(ids + 2 * at, its)
     tl.store(ids + 2 * at + 1, its_tie)
-    tl.store(ties + at, tl.sum((is_tie & (columns < size)).to(tl.int32), axis=0))
+    tl.store(ties + at, tl.sum(is_tie.to(tl.int32), axis=0))
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
     if before < num_tiles - 1:
@@ -127,7 +127,7 @@ def _pick(
         columns = tile * WIDTH + within
         value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
         score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
-        is_tie = value == cut
+        is_tie = (value == cut) & (value > float("-inf"))
         is_kept = is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= left)
         best_tie, its_tie = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
         its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
