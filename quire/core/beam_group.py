@@ -130,7 +130,7 @@ class BeamGroup:
         """One more beam, without tokens of its own yet."""
         request = replace(self.root, constraint=None, stop_matcher=None)
         request.state, request.place, request.rank = self.root.state, self.root.place, self.root.rank
-        request.changes_logits = self.root.changes_logits
+        request.processes_logits = self.root.processes_logits
         request.arrival_s = self.root.arrival_s
         request.beam = Beam(self)
         return request

@@ -156,7 +156,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def changes_logits(self) -> bool:
+    def processes_logits(self) -> bool:
         """Whether something is done to the model's logits before temperature and cuts."""
         restricts = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs is not None
         return bool(restricts or self.has_penalties or self.logit_bias or self.min_tokens)
@@ -173,9 +173,9 @@ class SamplingParams:
         return [name for name in names if getattr(self, name)]
 
     @property
-    def takes_best(self) -> bool:
+    def argmax_only(self) -> bool:
         """Whether the next token is simply the one with the largest logit, and nothing more is asked about it."""
-        return self.greedy and not self.changes_logits and self.logprobs is None and not self.use_beam_search
+        return self.greedy and not self.processes_logits and self.logprobs is None and not self.use_beam_search
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

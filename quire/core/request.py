@@ -94,9 +94,9 @@ class Request:
     rank: tuple[int, int] = field(init=False, default=(0, 0))
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
-    changes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
+    processes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
     needs_tokens: bool = field(init=False)  # the host must know all tokens before the next one can be chosen
-    takes_best: bool = field(init=False)  # it is simply the likeliest one, and no more is asked
+    argmax_only: bool = field(init=False)  # it is simply the likeliest one, and no more is asked
     forks: list[Request] = field(init=False, default_factory=list)
     num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
     release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
@@ -114,10 +114,10 @@ class Request:
         self.max_len = self.num_prompt + self.max_tokens
         stops = frozenset(self.params.stop_token_ids)
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
-        self.changes_logits = self.params.changes_logits or bool(self.bad_word_ids) or self.constraint is not None
+        self.processes_logits = self.params.processes_logits or bool(self.bad_word_ids) or self.constraint is not None
         looks_back = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
         self.needs_tokens = looks_back and not self.params.use_beam_search  # the host knows a beam's when it is planned
-        self.takes_best = self.params.takes_best and not self.changes_logits
+        self.argmax_only = self.params.argmax_only and not self.processes_logits
         if self.encoder_tokens:
             self.salt = blake2b(array("Q", self.encoder_tokens).tobytes() + self.salt, digest_size=16).digest()
 

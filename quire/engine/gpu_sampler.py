@@ -42,23 +42,28 @@ class GpuSampler(Sampler):
         self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
         self._argmax(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
         self.score(hidden[:1], [0], 1)
+        vocab_size = self.model.head.weight.shape[0]
+        logits = hidden.new_zeros(1, vocab_size, dtype=torch.float32)
+        index, bits = hidden.new_zeros(1, 2, dtype=torch.int64), -(-vocab_size // 8)
+        self.ops.penalize(logits, logits.int(), index, logits[:, :3].contiguous())
+        self.ops.apply_token_bitmask(logits, index[0, :1], hidden.new_zeros(1, bits, dtype=torch.uint8))
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
         return self._report(self.model.products(hidden), self._column(targets), [num_top] * len(targets))
 
     def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
         count, products = len(samples), None
-        if count <= self._max_rows:
+        if 0 < count <= self._max_rows:
             products = self.model.products(hidden)[:count]
             self._choose_some(products, 0, count)
-        else:
+        elif count:  # drafts of many requests
             for first in range(0, count, self._max_rows):
                 stop = min(first + self._max_rows, count)
                 self._choose_some(self.model.products(hidden[first:stop]), first, stop)
         changed: list[int] = []
-        if self.state.asked.changes:
+        if self.state.asked.processes_logits:
             requests = enumerate(samples.requests)
-            changed = [nth for nth, request in requests if request.changes_logits and request.beam is None]
+            changed = [nth for nth, request in requests if request.processes_logits and request.beam is None]
         return Choice(self._tokens[:count], self._largest[:count], products=products), changed
 
     def _choose_some(self, products: Tensor, first: int, stop: int) -> None:
@@ -84,7 +89,7 @@ class GpuSampler(Sampler):
         return Report(*logprobs(products, tokens, self._column(nums_top), max(nums_top), self.model.head.softcap))
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
-        self._change(samples, chosen, logits)
+        self._process_logits(samples, chosen, logits)
         for first in range(0, len(chosen), self._max_rows):
             some = chosen[first : first + self._max_rows]
             index = self._column(some)

@@ -3,7 +3,7 @@ position, and of nothing else, so it does not matter who shares the batch or how
 
 For each position, in this order:
   1. log probabilities are taken from the untouched logits, if asked for
-  2. what the request bans, favours or penalizes is changed (logits.py)
+  2. what the request bans, favours or penalizes is changed (logits_processors.py)
   3. the token is chosen (the op `sample`: see `kernels/sampling.py`)
 
 For a beam no token is chosen. The likeliest ones that are not banned are reported instead, by the log probabilities of
@@ -25,7 +25,7 @@ from quire.core.beam_group import num_candidates
 from quire.core.plan import Candidates, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
-from quire.engine.logits import Position, change, send
+from quire.engine.logits_processors import Position, process_logits, to_device
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
@@ -56,7 +56,7 @@ class Sampler:
             ]
         if left or choice.reported:
             self._choose_and_report(samples, hidden, left, choice)
-        if self.state.changes:
+        if self.state.processors:
             self._count(samples, choice)
         return choice
 
@@ -67,9 +67,9 @@ class Sampler:
 
     def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
         """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
-        plain = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
-        left = [nth for nth, request in enumerate(samples.requests) if not request.takes_best and request.beam is None]
-        found = self.model.best(hidden, plain) if plain else ([], [])
+        plain = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
+        left = [nth for nth, request in enumerate(samples.requests) if not request.argmax_only and request.beam is None]
+        found = self.model.argmax(hidden, plain) if plain else ([], [])
         tokens = torch.tensor(found[0], dtype=torch.int64, device=hidden.device)
         largest = torch.tensor(found[1], device=hidden.device)
         if len(plain) == len(samples):
@@ -95,7 +95,7 @@ class Sampler:
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
-        self._change(samples, chosen, logits)
+        self._process_logits(samples, chosen, logits)
         entries = self._column(samples.entries[nth] for nth in chosen)
         lengths = self._column(samples.lengths[nth] for nth in chosen)
         tokens, largest = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
@@ -107,8 +107,8 @@ class Sampler:
         requests = [samples.requests[nth] for nth in searched]
         logits = self._logits(hidden, products, searched)
         raw = logprobs = torch.log_softmax(logits, -1)
-        if any(request.changes_logits for request in requests):
-            self._change(samples, searched, logits)
+        if any(request.processes_logits for request in requests):
+            self._process_logits(samples, searched, logits)
             logprobs = raw.masked_fill(logits == -torch.inf, -torch.inf)
         most = min(max(map(num_candidates, requests)), logprobs.shape[1])
         tokens = places_of(logprobs).topk(most, largest=False).values & 0xFFFFFFFF  # equals by id, whatever `most` is
@@ -125,22 +125,22 @@ class Sampler:
         index = self._column(chosen)
         return self.model.logits(hidden[index]) if products is None else self.model.head.cap(products[index])
 
-    def _change(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
+    def _process_logits(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
         """Do to the logits of some samples what their requests ask for. One that has ended asks for nothing."""
         changed = [
             row
             for row, nth in enumerate(chosen)
-            if samples.requests[nth].changes_logits and not samples.requests[nth].finished
+            if samples.requests[nth].processes_logits and not samples.requests[nth].finished
         ]
         if not changed:
             return
         positions = [self._position(samples, chosen[row]) for row in changed]
         if len(changed) == len(chosen):
-            change(logits, positions, self.state.counts)
+            process_logits(logits, positions, self.state.counts, self.ops)
             return
         index = self._column(changed)
         mine = logits[index]
-        change(mine, positions, self.state.counts)
+        process_logits(mine, positions, self.state.counts, self.ops)
         logits[index] = mine
 
     def _position(self, samples: Samples, nth: int) -> Position:
@@ -148,21 +148,21 @@ class Sampler:
         assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
         if request.needs_tokens:
             assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token that the host has not seen yet"
-        return Position(request, self.state.changes_of(request), samples.lengths[nth], request.drafts[:num_drafts])
+        return Position(request, self.state.processor_of(request), samples.lengths[nth], request.drafts[:num_drafts])
 
     def _count(self, samples: Samples, choice: Choice) -> None:
         """Tokens of requests that penalize. Where drafts are verified, the host counts what is accepted."""
         rows: dict[int, int] = {}
         for nth, request in enumerate(samples.requests):
-            changes = self.state.changes.get(request)
-            if changes is not None and changes.row is not None and not request.drafts:
-                rows[nth] = changes.row
-                changes.num_counted += 1
+            processor = self.state.processors.get(request)
+            if processor is not None and processor.row is not None and not request.drafts:
+                rows[nth] = processor.row
+                processor.num_counted += 1
         if rows:
             self.state.counts.add(self._column(rows.values()), choice.tokens[self._column(rows)])
 
     def _column(self, numbers: Iterable[int]) -> Tensor:
-        return send(list(numbers), np.int64, self.ops.device)
+        return to_device(list(numbers), np.int64, self.ops.device)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """SamplingState: what sampling keeps of running requests from step to step, on the model's device.
 
 A request has an entry while it runs: an index into tensors that never move, so captured steps can read them. They hold
-its seed and its sampling settings. What it changes about its logits is kept beside them (`logits.py`).
+its seed and its sampling settings. What it changes about its logits is kept beside them (`logits_processors.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.buffers import Buffer, Outbox
-from quire.engine.logits import LogitChanges, TokenCounts
+from quire.engine.logits_processors import LogitsProcessor, TokenCounts
 
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
 PLANS = 2  # that may be under way: their requests keep their entries
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     draws: bool = False  # from logits as they are
     top_k: bool = False
     top_p: bool = False
-    changes: bool = False  # logits before a token is chosen
+    processes_logits: bool = False  # changes logits before a token is chosen
     logprobs: bool = False
     needs_tokens: bool = False  # the host must know all tokens before the next one is chosen
 
@@ -45,7 +45,7 @@ class SamplingState:
         self._seeds = Buffer((self.size + 1,), torch.int64, device, outbox)
         self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, outbox)
         self.counts = TokenCounts(vocab_size, device)
-        self.changes: dict[Request, LogitChanges] = {}
+        self.processors: dict[Request, LogitsProcessor] = {}
         self._indices: dict[Request, int] = {}
         self._free = list(reversed(range(self.size)))
         self.asked = Asked()  # by the last plan
@@ -75,13 +75,13 @@ class SamplingState:
             self.asked = find_asked(plan.requests)
         return self._rows
 
-    def changes_of(self, request: Request) -> LogitChanges:
+    def processor_of(self, request: Request) -> LogitsProcessor:
         """What the request changes about its logits, with all of its known tokens counted."""
-        changes = self.changes.get(request)
-        if changes is None:
-            changes = self.changes[request] = LogitChanges(request, self.counts, self._device)
-        changes.count_known(request)
-        return changes
+        processor = self.processors.get(request)
+        if processor is None:
+            processor = self.processors[request] = LogitsProcessor(request, self.counts, self._device)
+        processor.count_known(request)
+        return processor
 
     def clear(self) -> None:
         """Forget all requests: plans were dropped, so what was counted on the device may be wrong."""
@@ -101,17 +101,17 @@ class SamplingState:
     def _release(self, requests: list[Request]) -> None:
         for request in requests:
             self._free.append(self._indices.pop(request))
-            if (changes := self.changes.pop(request, None)) is not None:
-                changes.release()
+            if (processor := self.processors.pop(request, None)) is not None:
+                processor.release()
 
 
 def find_asked(requests: Sequence[Request]) -> Asked:
     params = [request.params for request in requests]
     return Asked(
-        draws=any(not request.params.greedy and not request.changes_logits for request in requests),
+        draws=any(not request.params.greedy and not request.processes_logits for request in requests),
         top_k=any(each.top_k for each in params),
         top_p=any(each.top_p < 1.0 for each in params),
-        changes=any(request.changes_logits for request in requests),
+        processes_logits=any(request.processes_logits for request in requests),
         logprobs=any(each.logprobs is not None for each in params),
         needs_tokens=any(request.needs_tokens for request in requests),
     )

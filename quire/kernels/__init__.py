@@ -43,6 +43,8 @@ class Kernels:
     activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
+    apply_token_bitmask: Callable[[Tensor, Tensor, Tensor], None]
+    penalize: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     cache_shapes: Callable[[KVCacheSpec, str, int], BlockShape]
     record: Callable[..., Any]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.paging import LayerCache, Paging
-from quire.kernels.sampling import sample
+from quire.kernels.sampling import IN_PROMPT, sample
 
 __all__ = [
     "activate",
@@ -218,3 +218,32 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 * size], the gate in the first half -> gelu(gate) * up, [..., size], gelu by its tanh formula."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype)
+
+
+def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Set tokens whose bit is 0 to minus infinity, in place.
+
+    logits [n, vocab] float32; rows [m] int64; bits [m, bytes] uint8, the lowest bit of a byte first. Tokens behind the
+    last byte count as 0.
+    """
+    size, numbers = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=bits.device)
+    is_banned = (((bits[:, :, None] >> numbers) & 1) == 0).flatten(1)[:, :size]
+    is_banned = functional.pad(is_banned, (0, size - is_banned.shape[1]), value=True)
+    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
+
+
+def penalize(logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:
+    """Make tokens that occur before less likely, in place.
+
+    logits [n, vocab] float32; counts [rows, vocab] int32: how often each token occurs in the answer, plus IN_PROMPT if
+    it occurs in the prompt. index [m, 2 + k] int64: the row of the logits, the row of the counts, and tokens that are
+    counted once more (-1 is none). penalties [m, 3] float32: repetition, frequency and presence.
+    """
+    rows, counted, more = index[:, 0], counts[index[:, 1]], index[:, 2:]
+    counted.scatter_add_(1, more.clamp(min=0), (more >= 0).to(counted.dtype))
+    repetition, frequency, presence = (penalties[:, column, None] for column in range(3))
+    values = logits[rows]
+    values = torch.where(counted > 0, torch.where(values > 0, values / repetition, values * repetition), values)
+    in_answer = counted & (IN_PROMPT - 1)
+    values -= frequency * in_answer + presence * (in_answer > 0)
+    logits[rows] = values

@@ -22,6 +22,8 @@ TOP_P = 2
 FLOOR = 3  # min-p as the least difference to the largest logit that a kept one may have: a number below zero
 NUM_SETTINGS = 4
 
+IN_PROMPT = 1 << 30  # is added to the count of a token that occurs in the prompt
+
 TOP_FIRST = 1024  # most of the probability is usually among so many tokens: they are tried before all are sorted
 
 

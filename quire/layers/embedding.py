@@ -46,6 +46,6 @@ class Head:
         logits = products.float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         """The likeliest token of each of the given rows and its score before the cap, which changes no order."""
-        return self.weight.best(hidden, rows)
+        return self.weight.argmax(hidden, rows)

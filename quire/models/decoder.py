@@ -90,9 +90,9 @@ class Decoder:
         """Logits as the head computes them, before they are capped or made float32: their order is the same."""
         return self.head.weight.matmul(hidden)
 
-    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         """The likeliest next token of each of the given rows, and its score: what greedy sampling needs of `logits`."""
-        return self.head.best(hidden, rows)
+        return self.head.argmax(hidden, rows)
 
 
 def build_attention(

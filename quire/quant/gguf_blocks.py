@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
-from quire.quant.weight import find_best
+from quire.quant.weight import argmax_of_products
 
 SLICE_VALUES = 1 << 19  # unpacked at a time, which bounds the temporaries
 
@@ -45,8 +45,8 @@ class GGUFBlocks:
             out[..., part] = torch.nn.functional.linear(x, self._unpack(self.data[part]).to(x.dtype))
         return out
 
-    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        return find_best(self, x, rows)
+    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return argmax_of_products(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return self._unpack(self.data[index]).to(self.dtype)

@@ -17,7 +17,7 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
 from quire.kernels.cpu.tape import DENSE_FORMATS, Value
 from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
-from quire.quant.weight import find_best
+from quire.quant.weight import argmax_of_products
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
@@ -72,9 +72,9 @@ class PanelWeight:
             first += part.rows
         return out.reshape(*x.shape[:-1], -1).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
 
-    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         if len(self.parts) > 1:
-            return find_best(self, x, rows)
+            return argmax_of_products(self, x, rows)
         return self._multiply(self.parts[0], x, rows, None)
 
     def _multiply(self, part: Any, x: Tensor, rows: Sequence[int], out: Tensor | None) -> tuple[list[int], list[float]]:

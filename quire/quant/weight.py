@@ -28,7 +28,7 @@ class Weight(Protocol):
         """x [..., in] -> [..., out], in x's dtype."""
         ...
 
-    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         """For each of the given rows of x [m, in]: its first largest product, by place and value; NaN above all."""
         ...
 
@@ -41,8 +41,8 @@ class Weight(Protocol):
         ...
 
 
-def find_best(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-    """`Weight.best` by way of all products."""
+def argmax_of_products(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    """`Weight.argmax` by way of all products."""
     value, index = weight.matmul(x[torch.tensor(rows, device=x.device)]).float().max(dim=-1)
     return index.tolist(), value.tolist()
 
@@ -66,8 +66,8 @@ class Dense:
     def matmul(self, x: Tensor) -> Tensor:
         return self._linear(x, self.data)
 
-    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        return find_best(self, x, rows)
+    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return argmax_of_products(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return functional.embedding(index, self.data)
@@ -94,8 +94,8 @@ class Stacked:
     def matmul(self, x: Tensor) -> Tensor:
         return torch.cat([part.matmul(x) for part in self.parts], dim=-1)
 
-    def best(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        return find_best(self, x, rows)
+    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return argmax_of_products(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
         return self.dense()[index]

@@ -114,7 +114,7 @@ def test_a_mapping_will_do_and_its_unknown_keys_are_named() -> None:
 
 
 def test_the_likeliest_token_is_not_simply_taken() -> None:
-    assert SamplingParams(temperature=0.0).takes_best
+    assert SamplingParams(temperature=0.0).argmax_only
     params = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(regex="a"))
-    assert not params.takes_best
-    assert not Request("a", [1], params).takes_best
+    assert not params.argmax_only
+    assert not Request("a", [1], params).argmax_only

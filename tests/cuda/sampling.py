@@ -12,9 +12,11 @@ from torch import Tensor
 from quire.core.params import SamplingParams
 from quire.engine.sampler import report
 from quire.engine.sampling_state import settings_of, signed
+from quire.kernels import reference
+from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
-from quire.kernels.sampling import gumbel, keep
+from quire.kernels.sampling import IN_PROMPT, gumbel, keep
 
 ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
@@ -193,3 +195,25 @@ def check_logprobs(size: int, dtype: torch.dtype, device: torch.device, softcap:
         alone = logprobs(logits[row:][:1], tokens[row:][:1], nums_top[row:][:1], max(1, num_top), softcap)
         assert alone[0][0] == own[row]
         assert torch.equal(alone[3][0, :num_top], values[row, :num_top])
+
+
+def check_logits_processors(size: int, device: torch.device) -> None:
+    """Penalties and masks beside the reference."""
+    torch.manual_seed(size)
+    logits = 3 * torch.randn(4, size, device=device)
+    counts = torch.randint(-3, 3, (5, size), dtype=torch.int32, device=device).clamp(min=0)
+    counts += (torch.rand(5, size, device=device) < 0.2).int() * IN_PROMPT
+    index = torch.tensor([[2, 4, size - 1, 0], [0, 1, 0, 0], [3, 0, -1, -1]], device=device)
+    penalties = torch.tensor([[1.3, 0.4, 0.1], [0.5, 0.0, 1.0], [1.0, -0.7, 0.0]], device=device)
+    expected = logits.clone()
+    reference.penalize(expected, counts, index, penalties)
+    penalize(logits, counts, index, penalties)
+    torch.testing.assert_close(logits, expected)
+    assert torch.equal(logits[1], expected[1])
+    bits = torch.randint(0, 256, (2, -(-size // 8)), dtype=torch.uint8, device=device)
+    for num_bytes in {bits.shape[1], max(1, bits.shape[1] - 1)}:
+        rows, mask = torch.tensor([3, 1], device=device), bits[:, :num_bytes].contiguous()
+        reference.apply_token_bitmask(expected, rows, mask)
+        apply_token_bitmask(logits, rows, mask)
+        assert torch.equal(logits.isfinite(), expected.isfinite())
+        torch.testing.assert_close(logits, expected)

@@ -15,6 +15,7 @@ from tests.cuda.sampling import (
     check_bad_rows,
     check_distribution,
     check_equals,
+    check_logits_processors,
     check_logprobs,
     check_random,
     draws_of,
@@ -81,3 +82,8 @@ def test_every_search_ends_in_one_value(scale, dtype):
 def test_log_probabilities(size, dtype):
     for softcap in (None, 12.0):
         check_logprobs(size, dtype, DEVICE, softcap, equals=size % 2 == 0)
+
+
+@pytest.mark.parametrize("size", [1, 9, 4096, 20_011])
+def test_penalties_and_masks(size):
+    check_logits_processors(size, DEVICE)

@@ -11,7 +11,7 @@ import torch
 
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.logits import banned_words
+from quire.engine.logits_processors import banned_words
 from quire.engine.sampler import places_of
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import select

@@ -15,8 +15,9 @@ from quire.core.params import SamplingParams, StructuredOutputs
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
-from quire.engine.logits import forbid_at_once, forbid_others
+from quire.engine.logits_processors import join_masks
 from quire.engine.messages import Order, Submit, decode_for_engine, encode
+from quire.kernels import reference, select
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
@@ -183,25 +184,16 @@ def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason(temperatu
         assert detail.refused
 
 
-def test_a_mask_forbids_what_has_no_bit() -> None:
-    logits = torch.zeros(20)
-    forbid_others(logits, bytes([0b1000_0001, 0b10]))
-    assert logits.isfinite().nonzero().flatten().tolist() == [0, 7, 9]
-    longer = torch.zeros(3)
-    forbid_others(longer, bytes([0b110, 0xFF]))
-    assert longer.isfinite().tolist() == [False, True, True]
-    forbid_others(longer, b"")
-    assert not longer.isfinite().any()
-
-
-def test_masks_of_many_rows_forbid_what_each_would_alone() -> None:
-    masks = [(0, bytes([0b1000_0001, 0b10])), (2, b""), (3, bytes([0xFF] * 9)), (5, bytes([0, 0, 0b100]))]
-    together, alone = torch.zeros(6, 20), torch.zeros(6, 20)
-    forbid_at_once(together, masks)
-    for row, mask in masks:
-        forbid_others(alone[row], mask)
-    assert together.equal(alone)
-    assert together.isfinite().sum(1).tolist() == [3, 20, 0, 20, 20, 1]
+def test_masks_leave_only_tokens_whose_bit_is_set() -> None:
+    masks = {0: bytes([0b1000_0001, 0b10]), 2: b"", 3: bytes([0xFF] * 9), 5: bytes([0, 0, 0b100])}
+    rows, bits = torch.tensor(list(masks)), torch.from_numpy(join_masks(list(masks.values()), 20))
+    for apply in (select("cpu").apply_token_bitmask, reference.apply_token_bitmask):
+        logits = torch.zeros(6, 20)
+        apply(logits, rows, bits)
+        assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 7, 9]
+        assert logits.isfinite().sum(1).tolist() == [3, 20, 0, 20, 20, 1]
+        apply(logits, torch.tensor([1]), torch.tensor([[0b110]], dtype=torch.uint8))
+        assert logits[1].isfinite().nonzero().flatten().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -212,4 +204,4 @@ def test_what_was_asked_for_crosses_to_the_engines_process(name: str) -> None:
     (arrived,) = decode_for_engine(frame[4:]).orders
     assert arrived == order
     assert arrived.params.structured_outputs == SPECS[name]
-    assert not arrived.request({}).takes_best
+    assert not arrived.request({}).argmax_only

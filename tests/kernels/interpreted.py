@@ -22,7 +22,7 @@ from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import store_kv
 from quire.kernels.paging import LayerCache
-from tests.cuda.sampling import check_logprobs, check_random
+from tests.cuda.sampling import check_logits_processors, check_logprobs, check_random
 from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
 
@@ -107,6 +107,8 @@ if __name__ == "__main__":
         check_norms(size)
     check_activations()
     check_random(3, 1, torch.float32, torch.device("cpu"))  # with a cap, and ids behind the vocabulary
+    for size in (1, 9, 4100):
+        check_logits_processors(size, torch.device("cpu"))
     for size, softcap in ((1, None), (5, 12.0), (4100, None), (4100, 12.0)):
         check_logprobs(size, torch.float32, torch.device("cpu"), softcap, equals=softcap is None)
     check_alibi_model()

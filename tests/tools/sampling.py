@@ -24,7 +24,7 @@ class NoModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float().clone()
 
-    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         largest, tokens = hidden[list(rows)].max(-1)
         return tokens.tolist(), largest.tolist()
 
@@ -72,5 +72,5 @@ def changed(logits: Tensor, requests: Sequence[Request], ops: Kernels) -> Tensor
     """What the requests make of their logits."""
     sampler = make_sampler(logits.shape[1], len(requests), ops)
     samples, result = samples_of(sampler, requests), torch.empty_like(logits).copy_(logits)
-    sampler._change(samples, list(range(len(samples))), result)
+    sampler._process_logits(samples, list(range(len(samples))), result)
     return result

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from quire.kernels.cpu import ops
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value
@@ -31,6 +32,8 @@ class NativeOps:
     def __init__(self, native: Native) -> None:
         self.native = native
         self._partials = torch.empty(PARTIALS, dtype=torch.float32)
+
+    apply_token_bitmask = staticmethod(ops.apply_token_bitmask)
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float, residual: Any = None) -> Any:
         if isinstance(x, Tensor):

@@ -54,6 +54,6 @@ class RecordedModel:
         logits: Tensor = self.model.logits(hidden)
         return logits
 
-    def best(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        found: tuple[list[int], list[float]] = self.model.best(hidden, rows)
+    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        found: tuple[list[int], list[float]] = self.model.argmax(hidden, rows)
         return found

@@ -15,11 +15,12 @@ from quire.kernels.cuda.gemm.skinny import gated_linear, linear
 from quire.kernels.cuda.launch import launchers
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import rope_store, store_kv
+from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 from quire.kernels.reference import DTYPES
 
 __all__ = [
-    "activate", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear", "rms_norm", "silu_mul",
-    "store_kv",
+    "activate", "apply_token_bitmask", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear",
+    "penalize", "rms_norm", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 launchers.use()

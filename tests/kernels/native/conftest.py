@@ -21,8 +21,8 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
         if len(samples):
             logits = self.model.logits(hidden[: len(samples)])
             kept[-1].keep(logits, samples)
-            best = [nth for nth, request in enumerate(samples.requests) if request.takes_best]
-            assert not best or self.model.best(hidden, best)[0] == logits[best].argmax(-1).tolist()
+            best = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
+            assert not best or self.model.argmax(hidden, best)[0] == logits[best].argmax(-1).tolist()
         return choose(self, samples, hidden)
 
     monkeypatch.setattr(Sampler, "choose", keep_and_choose)

@@ -303,11 +303,11 @@ def test_best_is_the_first_largest_product(kind: str, outputs: int, name: str) -
         x[5, 7] = float("nan")
         logits = weight.matmul(x)
         rows = [5, 3, 0, 39, 3, *range(10, 30)]
-        found, values = weight.best(x, rows)
+        found, values = weight.argmax(x, rows)
         for row, index, value in zip(rows, found, values, strict=True):
             if row == 5:
                 assert value != value
                 continue
             assert index == int(logits[row].argmax())
             assert value == float(logits[row].max())
-    assert weight.best(x, []) == ([], [])
+    assert weight.argmax(x, []) == ([], [])

@@ -132,6 +132,7 @@ class KernelCalls:
         from quire.kernels.cuda.launch.upload import compile_upload
         from quire.kernels.cuda.sampling.argmax import Argmax
         from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
+        from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
         from quire.kernels.cuda.sampling.logprobs import logprobs
 
         compile_upload(longs(FEW_ROWS, 8))
@@ -139,6 +140,10 @@ class KernelCalls:
         find: Any = Argmax(MAX_ROWS, "meta")  # type: ignore[arg-type]
         logits = self._rows(FEW_ROWS, self.model.vocab_size)
         find(logits, numbers(FEW_ROWS), longs(MAX_ROWS), torch_stub.empty(MAX_ROWS), longs(MAX_ROWS))
+        counts, wide = numbers(FEW_ROWS, self.model.vocab_size), torch_stub.empty(FEW_ROWS, self.model.vocab_size)
+        penalize(wide, counts, longs(FEW_ROWS, 2), torch_stub.empty(FEW_ROWS, 3))  # type: ignore[arg-type]
+        bits: Any = torch_stub.empty(FEW_ROWS, -(-self.model.vocab_size // 8), dtype=torch_stub.DTYPES["uint8"])
+        apply_token_bitmask(wide, longs(FEW_ROWS), bits)  # type: ignore[arg-type]
         logprobs(logits, longs(FEW_ROWS), longs(FEW_ROWS), 1, self.model.logit_softcap)  # type: ignore[arg-type]
 
     def draw(self, dtype: torch_stub.DType, softcap: float | None) -> None:
