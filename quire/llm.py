@@ -21,7 +21,7 @@ from quire.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequ
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import CompletionOutput, RequestOutput, Score
 from quire.core.params import SamplingParams
-from quire.core.policy import PRIORITY_PLACES
+from quire.core.policy import PRIORITY_POSITIONS
 from quire.engine.client import Inbox, Shared, no_garbage_collection
 from quire.errors import EngineError, InvalidParams, TemplateError
 from quire.progress import bar
@@ -91,7 +91,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
 
         def opened() -> Iterator[OutputProcessor]:
-            for index in sorted(range(len(many)), key=lambda index: index + PRIORITY_PLACES * priorities[index]):
+            for index in sorted(range(len(many)), key=lambda index: index + PRIORITY_POSITIONS * priorities[index]):
                 text, tokens = self._input_processor.encode(encoded[index])
                 with self._input_lock:
                     made = self._input_processor.build(

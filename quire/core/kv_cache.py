@@ -109,15 +109,18 @@ class KVCache:
         The caller has seen that the cost is there, and that no copy of the same plan reads a block that is free: it
         could become one of the new ones, which are filled first.
         """
-        assert request.stowed is not None
+        assert request.swapped_out is not None
         tables = self._visible(request, match)
         self._revive(tables)
         self._publish_below(request, match)
-        for table, slots in zip(tables, request.stowed.tables, strict=True):
-            missing = slots[len(match.path) :]
-            table.extend(None if slot is None else self._fetch(slot, swap_in) for slot in missing)
-        request.fixed_tables = [[self._fetch(slot, swap_in) for slot in slots] for slots in request.stowed.fixed_tables]
-        self._start(request, tables, request.stowed.num_computed)
+        for table, host_blocks in zip(tables, request.swapped_out.tables, strict=True):
+            missing = host_blocks[len(match.path) :]
+            table.extend(None if host_block is None else self._fetch(host_block, swap_in) for host_block in missing)
+        request.fixed_tables = [
+            [self._fetch(host_block, swap_in) for host_block in host_blocks]
+            for host_blocks in request.swapped_out.fixed_tables
+        ]
+        self._start(request, tables, request.swapped_out.num_computed)
 
     def fork(self, request: Request) -> bool:
         """Share the leader's blocks of the encoder and of the prompt but its last token, if it still has them."""
@@ -249,8 +252,8 @@ class KVCache:
     def _visible(self, request: Request, match: Match) -> list[list[int | None]]:
         """The match as tables: its blocks in the groups that look back that far from where the request goes on."""
         end = len(match.path) * self.block_size
-        if request.stowed is not None and request.stowed.num_computed > end:
-            end = request.stowed.num_computed
+        if request.swapped_out is not None and request.swapped_out.num_computed > end:
+            end = request.swapped_out.num_computed
         firsts = [first_block(end, window, self.block_size) for window in self.windows]
         return [
             [node.blocks[group] if index >= first else None for index, node in enumerate(match.path)]
@@ -285,9 +288,9 @@ class KVCache:
             self._release(block)
         return enough
 
-    def _fetch(self, slot: int, swap_in: Pairs) -> int:
+    def _fetch(self, host_block: int, swap_in: Pairs) -> int:
         block = self._take()
-        swap_in.append((slot, block))
+        swap_in.append((host_block, block))
         return block
 
     def _take(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-PRIORITY_PLACES = 10_000
+PRIORITY_POSITIONS = 10_000
 
 
 class Batching(Protocol):
@@ -100,20 +100,20 @@ class Dynamic:
 class Policy:
     """Batching and order.
 
-    By priority, a lower number goes first. A level is worth `priority_places` places in the queue rather than an
+    By priority, a lower number goes first. A level is worth `priority_positions` places in the queue rather than an
     absolute right of way: a request is overtaken by a bounded number of later ones, so nobody starves.
     """
 
     batching: Batching = field(default_factory=Continuous)
     order: Literal["fcfs", "priority"] = "fcfs"
-    priority_places: int = PRIORITY_PLACES
+    priority_positions: int = PRIORITY_POSITIONS
 
     def rank(self, place: int, priority: int) -> int:
         """What the queue is sorted by, smallest first."""
-        return place + (priority * self.priority_places if self.order == "priority" else 0)
+        return place + (priority * self.priority_positions if self.order == "priority" else 0)
 
 
-class Turns:
+class FairQueue:
     """Places in the queue, fair between tenants.
 
     A tenant's requests stand one behind the other; the first of one that was not waiting stands where the queue is
@@ -121,7 +121,7 @@ class Turns:
     much of each other's work as there is of their own. Long prompts count for several places.
     """
 
-    TOKENS_IN_PLACE = 1024
+    TOKENS_PER_POSITION = 1024
     MAX_IDLE = 1024  # tenants that are remembered although all their places have been served
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Turns:
     def place(self, tenant: str, num_tokens: int) -> int:
         """Where a new request stands."""
         place = max(self._served, self._last.get(tenant, 0)) + 1
-        self._last[tenant] = place + num_tokens // self.TOKENS_IN_PLACE
+        self._last[tenant] = place + num_tokens // self.TOKENS_PER_POSITION
         return place
 
     def serve(self, place: int) -> None:

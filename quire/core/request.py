@@ -19,7 +19,7 @@ from quire.core.params import SamplingParams
 if TYPE_CHECKING:
     from quire.core.beam_group import Beam
     from quire.core.prefix_tree import Miss, Node
-    from quire.core.swap import Stowed
+    from quire.core.swap import SwappedOut
 
 
 NEVER = 1 << 62
@@ -104,7 +104,7 @@ class Request:
     publish_at: int = field(init=False, default=NEVER)  # computed tokens at which the next block can be published
     num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
     num_preemptions: int = field(init=False, default=0)
-    stowed: Stowed | None = field(init=False, default=None)  # while it waits: what of it lies on the host
+    swapped_out: SwappedOut | None = field(init=False, default=None)  # while it waits: what of it lies on the host
     miss: Miss | None = field(init=False, default=None)
     beam: Beam | None = field(init=False, default=None)  # what it is in a beam search
 
@@ -135,7 +135,7 @@ class Request:
         self.state = State.WAITING
         self.num_computed = self.num_planned = self.num_expected = self.capacity = self.num_in_flight = 0
         self.tables, self.fixed_tables = [], []
-        self.node, self.publish_at, self.stowed = None, NEVER, None
+        self.node, self.publish_at, self.swapped_out = None, NEVER, None
         self.release_due = False
         self.drafts.clear()
         self.forks.clear()

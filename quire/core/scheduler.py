@@ -23,7 +23,7 @@ from quire.core.kv_cache import KVCache, ceil_div
 from quire.core.pace import Pace
 from quire.core.params import check_priority
 from quire.core.plan import Candidates, Detail, Plan, Sampled, Update, explain_no_token
-from quire.core.policy import Policy, Turns
+from quire.core.policy import FairQueue, Policy
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
 from quire.core.swap import Swap, SwapCosts
@@ -68,7 +68,7 @@ class Scheduler:
         num_encoder_groups: int = 0,
         num_state_groups: int = 0,
         prefix_cache: bool = True,
-        swap_slots: int = 0,
+        num_host_blocks: int = 0,
         costs: SwapCosts | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Scheduler:
             num_blocks, block_size, windows, num_encoder_groups=num_encoder_groups, num_state_groups=num_state_groups,
             prefix_cache=prefix_cache,
         )  # fmt: skip
-        self.swap = Swap(swap_slots, costs)
+        self.swap = Swap(num_host_blocks, costs)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
         self.policy = policy or Policy()
@@ -89,7 +89,7 @@ class Scheduler:
         self._num_waiting = 0  # without those that ended while they waited and are still in the heap
         self._waiting_tokens = 0  # theirs
         self._num_arrived = 0
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
         self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
         self._groups: list[BeamGroup] = []  # beam searches that run
         self._blocked: Blocked | None = None
@@ -102,7 +102,7 @@ class Scheduler:
         """Take a request in, or refuse one that could never be served."""
         self._check(request)
         self._begin()
-        request.place = self._turns.place(request.tenant, request.num_prompt)
+        request.place = self._fair_queue.place(request.tenant, request.num_prompt)
         request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
         request.arrival_s = now_s
         if request.params.use_beam_search:
@@ -158,7 +158,7 @@ class Scheduler:
             assert not plan.swap_in, "who is brought back has tokens to compute"
             self._is_changing = False
             return None  # what is to go to the host goes with the next plan
-        plan.swap_out.extend(self.swap.hand_over())
+        plan.swap_out.extend(self.swap.take_swap_out())
         self.counters.computed_tokens += plan.num_tokens
         self._in_flight.append(plan)
         self._is_changing = False
@@ -232,7 +232,7 @@ class Scheduler:
         for request in plan.requests:
             if request.release_due and not request.num_in_flight:
                 self._give_back(request)
-        self.swap.distrust({slot for _, slot in plan.swap_out}, self.requests.values())
+        self.swap.invalidate({slot for _, slot in plan.swap_out}, self.requests.values())
         self._drop_finished()
         self._is_changing = False
         return self._updates
@@ -330,7 +330,7 @@ class Scheduler:
 
         Returns whether somebody had to make room.
         """
-        add_row, hungry = self._add_row, []
+        add_row, growing = self._add_row, []
         draft_blocks: int | None = None
         for request in self.running:
             known = len(request.tokens) + request.num_expected
@@ -351,8 +351,8 @@ class Scheduler:
             if start + count <= request.capacity:
                 add_row(plan, request, start, count, start + count - known + 1)
             else:
-                hungry.append((request, count))
-        return self._feed(plan, hungry) if hungry else False
+                growing.append((request, count))
+        return self._grow_rows(plan, growing) if growing else False
 
     def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
         """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
@@ -382,10 +382,10 @@ class Scheduler:
                 if count > 1:
                     self.kv.publish_planned(request)
 
-    def _feed(self, plan: Plan, hungry: list[tuple[Request, int]]) -> bool:
+    def _grow_rows(self, plan: Plan, growing: list[tuple[Request, int]]) -> bool:
         """Rows that need new blocks, in order; the last in rank make room for the first."""
         preempted = False
-        for request, count in hungry:
+        for request, count in growing:
             if request.state is not State.RUNNING:
                 continue
             while not self._add_grown_row(plan, request, count):
@@ -420,7 +420,7 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             self._leave_queue(request)
-            self._turns.serve(request.place)
+            self._fair_queue.serve(request.place)
             self.policy.batching.admit()
             request.state = State.RUNNING
             insort(self.running, request, key=_rank)
@@ -454,8 +454,8 @@ class Scheduler:
         if self.kv.cost(request, match, self.max_tokens_per_step) > available:
             self._blocked = Blocked(request, match)
             return False
-        if request.stowed is not None and request.stowed.num_computed > len(match.path) * self.kv.block_size:
-            return self._bring_back(request, match, plan)
+        if request.swapped_out is not None and request.swapped_out.num_computed > len(match.path) * self.kv.block_size:
+            return self._swap_in(request, match, plan)
         self.swap.drop(request)
         self.kv.adopt(request, match, plan.copies)
         if request.encoder_tokens:
@@ -474,7 +474,7 @@ class Scheduler:
             return False
         return self.kv.cost(request, blocked.match, self.max_tokens_per_step) > available
 
-    def _bring_back(self, request: Request, match: Match, plan: Plan) -> bool:
+    def _swap_in(self, request: Request, match: Match, plan: Plan) -> bool:
         """Let a request go on from what it has on the host; not in a plan that copies, whose sources may be free."""
         if plan.copies:
             return False
@@ -716,7 +716,7 @@ class Scheduler:
         is_leaving = request.state is State.LEAVING
         num_computed = request.num_computed
         may_stow = is_leaving and self.kv.reaches(request, num_computed)  # a folded beam's window was further on
-        if may_stow and self.swap.stow(request, ceil_div(num_computed, self.kv.block_size)):
+        if may_stow and self.swap.swap_out(request, ceil_div(num_computed, self.kv.block_size)):
             self.counters.swaps += 1
         self.kv.release(request)
         if is_leaving:

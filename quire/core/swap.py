@@ -1,7 +1,7 @@
 """Swap: room on the host for the blocks of preempted requests, and whether to use it.
 
-It knows slots by number and seconds as plain floats; what a slot is and how long a copy takes, the engine knows. The
-scheduler asks `stow` when a request gives its blocks back; the pairs that `hand_over` gives go out with the next plan.
+Host blocks are numbers here and costs are seconds; the engine has the memory and measures the costs. The scheduler
+calls `swap_out` when it preempts a request. The pairs that `take_swap_out` returns are part of the next plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(slots=True)
 class SwapCosts:
-    """What brings a preempted request back, in seconds. Whoever runs the steps measures and writes; None is unknown."""
+    """What it costs to resume a preempted request, in seconds. The engine measures them; None is unknown."""
 
     copy_s: float | None = None  # for a block, to the host and back
     compute_s: float | None = None  # for a token
@@ -30,24 +30,25 @@ class SwapCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Stowed:
-    """What lies on the host of a request: so many computed tokens, in slots that stand where its blocks stood."""
+class SwappedOut:
+    """A request's blocks on the host, in tables like those of its blocks."""
 
     num_computed: int
     tables: list[list[int | None]]  # a table for each group that grows; None where a block fell behind the window
     fixed_tables: list[list[int]]  # a table for each group that does not
 
     @property
-    def slots(self) -> list[int]:
-        fixed = [slot for table in self.fixed_tables for slot in table]
-        return [slot for table in self.tables for slot in table if slot is not None] + fixed
+    def host_blocks(self) -> list[int]:
+        fixed = [host_block for table in self.fixed_tables for host_block in table]
+        return [host_block for table in self.tables for host_block in table if host_block is not None] + fixed
 
 
 class Swap:
-    """Slots 0..num_slots-1. The lowest free ones are used first: memory above the highest so far is not needed yet."""
+    """Host blocks 0 to num_host_blocks - 1. The lowest free ones are used first, so memory above the highest one used
+    so far is not needed yet."""
 
-    def __init__(self, num_slots: int = 0, costs: SwapCosts | None = None) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_host_blocks: int = 0, costs: SwapCosts | None = None) -> None:
+        self.num_host_blocks = num_host_blocks
         self.costs = costs or SwapCosts()
         self._num_touched = 0
         self._freed: list[int] = []  # a heap, of those that have been used before
@@ -55,9 +56,9 @@ class Swap:
 
     @property
     def num_free(self) -> int:
-        return self.num_slots - self._num_touched + len(self._freed)
+        return self.num_host_blocks - self._num_touched + len(self._freed)
 
-    def stow(self, request: Request, num_blocks: int) -> bool:
+    def swap_out(self, request: Request, num_blocks: int) -> bool:
         """Have the first `num_blocks` entries of the request's tables copied to the host, if that pays and fits.
 
         Blocks of the encoder and the state are copied whole.
@@ -68,46 +69,46 @@ class Swap:
             return False
         if not self.costs.favour_copy(needed, num_computed + len(request.encoder_tokens)):
             return False
-        slots = [[None if block is None else self._send(block) for block in table] for table in tables]
+        host_blocks = [[None if block is None else self._send(block) for block in table] for table in tables]
         fixed = [[self._send(block) for block in table] for table in request.fixed_tables]
-        request.stowed = Stowed(num_computed, slots, fixed)
+        request.swapped_out = SwappedOut(num_computed, host_blocks, fixed)
         return True
 
-    def hand_over(self) -> Pairs:
-        """The (block, slot) pairs that the plan now made must copy. Nothing was written to these blocks since."""
+    def take_swap_out(self) -> Pairs:
+        """The (block, host_block) pairs that the plan now made must copy. Nothing was written to these blocks since."""
         pairs, self._outgoing = self._outgoing, []
         return pairs
 
     def free(self, request: Request) -> None:
-        """The request has been given blocks to be filled from the host: a later plan may write to its slots."""
-        if request.stowed is not None:
-            for slot in request.stowed.slots:
-                heapq.heappush(self._freed, slot)
-            request.stowed = None
+        """The request was swapped in. A later plan may write to its host blocks."""
+        if request.swapped_out is not None:
+            for host_block in request.swapped_out.host_blocks:
+                heapq.heappush(self._freed, host_block)
+            request.swapped_out = None
 
     def drop(self, request: Request) -> None:
-        """Nobody will ask for what the request has on the host, so what is not there yet need not go either."""
-        if request.stowed is not None and self._outgoing:
-            dropped = set(request.stowed.slots)
+        """The request will not be swapped in. Copies that have not been planned yet are dropped too."""
+        if request.swapped_out is not None and self._outgoing:
+            dropped = set(request.swapped_out.host_blocks)
             self._outgoing = [pair for pair in self._outgoing if pair[1] not in dropped]
         self.free(request)
 
     def reset(self) -> None:
-        """All slots are free."""
+        """All host blocks are free."""
         self._freed = list(range(self._num_touched))
         self._outgoing = []
 
-    def distrust(self, slots: set[int], requests: Iterable[Request]) -> None:
-        """What these slots hold is not known: who relies on one computes its tokens again."""
+    def invalidate(self, host_blocks: set[int], requests: Iterable[Request]) -> None:
+        """The contents of these host blocks are not known. Requests that have one of them are computed again."""
         for request in requests:
-            if request.stowed is not None and not slots.isdisjoint(request.stowed.slots):
+            if request.swapped_out is not None and not host_blocks.isdisjoint(request.swapped_out.host_blocks):
                 self.drop(request)
 
     def _send(self, block: int) -> int:
         if self._freed:
-            slot = heapq.heappop(self._freed)
+            host_block = heapq.heappop(self._freed)
         else:
-            slot = self._num_touched
+            host_block = self._num_touched
             self._num_touched += 1
-        self._outgoing.append((block, slot))
-        return slot
+        self._outgoing.append((block, host_block))
+        return host_block

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.core.plan import Plan
 from quire.core.request import Request
-from quire.engine.buffers import Buffer, Copies, Outbox, TableBuffer
+from quire.engine.buffers import Buffer, DirectUploader, TableBuffer, Uploader
 from quire.engine.sampling_state import SamplingState
 from quire.kernels.paging import Paging
 
@@ -63,25 +63,25 @@ class BufferShape:
 class BatchBuffers:
     """Room for the largest step there can be."""
 
-    def __init__(self, shape: BufferShape, outbox: Outbox | None = None) -> None:
+    def __init__(self, shape: BufferShape, uploader: Uploader | None = None) -> None:
         max_tokens, max_rows, block_size, device = shape.max_tokens, shape.max_rows, shape.block_size, shape.device
-        self.outbox = outbox if outbox is not None else Copies()
+        self.uploader = uploader if uploader is not None else DirectUploader()
         max_blocks = -(-shape.max_len // block_size)
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self.state = SamplingState(max_rows, shape.vocab_size, device, self.outbox)
+        self.state = SamplingState(max_rows, shape.vocab_size, device, self.uploader)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.last_token_entries = Buffer((max_rows,), torch.int32, device, self.outbox)
-        self.tokens = Buffer((max_tokens,), torch.int64, device, self.outbox)
-        self.positions = Buffer((max_tokens,), torch.int64, device, self.outbox)
-        self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.outbox)
-        self.seq_lens = Buffer((max_rows,), torch.int32, device, self.outbox)
-        self.tables = [TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in shape.windows]
-        self.slots = [Buffer((max_tokens,), torch.int64, device, self.outbox) for _ in shape.windows]
+        self.last_token_entries = Buffer((max_rows,), torch.int32, device, self.uploader)
+        self.tokens = Buffer((max_tokens,), torch.int64, device, self.uploader)
+        self.positions = Buffer((max_tokens,), torch.int64, device, self.uploader)
+        self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.uploader)
+        self.seq_lens = Buffer((max_rows,), torch.int32, device, self.uploader)
+        self.tables = [TableBuffer(max_rows, max_blocks, device, self.uploader) for _ in shape.windows]
+        self.slot_mapping = [Buffer((max_tokens,), torch.int64, device, self.uploader) for _ in shape.windows]
         self.fixed_tables = [
-            TableBuffer(max_rows, max_blocks, device, self.outbox) for _ in range(shape.num_fixed_groups)
+            TableBuffer(max_rows, max_blocks, device, self.uploader) for _ in range(shape.num_fixed_groups)
         ]
-        self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.outbox) if shape.num_fixed_groups else None
+        self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.uploader) if shape.num_fixed_groups else None
 
     def fill(self, plan: Plan) -> Batch:
         """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at."""
@@ -118,7 +118,7 @@ class BatchBuffers:
                     *(table.send(num_rows, max_blocks) for table in self.tables),
                     *(table.send(num_rows, self.max_blocks) for table in self.fixed_tables),
                 ],
-                [slots.send(num_tokens) for slots in self.slots],
+                [slots.send(num_tokens) for slots in self.slot_mapping],
                 self.block_size,
                 query_starts,
                 seq_lens,
@@ -129,7 +129,7 @@ class BatchBuffers:
         )
 
     def _has_sent(self) -> None:
-        self.outbox.send()
+        self.uploader.send()
         if self._sent is not None:
             self._sent.record()
 
@@ -137,10 +137,10 @@ class BatchBuffers:
         """What the last step was given must have left the host before it is overwritten."""
         if self._sent is not None:
             self._sent.synchronize()
-        self.outbox.clear()
+        self.uploader.clear()
 
     def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
-        for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slots)):
+        for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slot_mapping)):
             buffer.host[num_tokens:size] = value
         self.seq_lens.host[num_rows:rows] = 0
         if self.encoder_lens:
@@ -185,7 +185,7 @@ class BatchBuffers:
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
         """Where each token's k and v go: its block's first slot and its place in the block."""
-        size, slots = self.block_size, self.slots[group].host
+        size, slots = self.block_size, self.slot_mapping[group].host
         for row, request in enumerate(plan.requests):
             blocks = request.tables[group]
             self.tables[group].fill(row, blocks)

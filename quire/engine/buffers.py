@@ -12,7 +12,7 @@ MAX_VIEWS = 256  # of a buffer, one for each size of a step
 TABLE_UNIT = 16  # a table is so many entries wide, or a multiple: kernels are compiled for that
 
 
-class Outbox(Protocol):
+class Uploader(Protocol):
     """How buffers get to a device: each is put in, then all are sent, and cleared away when they have arrived."""
 
     def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None: ...
@@ -22,8 +22,8 @@ class Outbox(Protocol):
     def clear(self) -> None: ...
 
 
-class Copies:
-    """An Outbox that copies each buffer by itself, and at once."""
+class DirectUploader:
+    """An Uploader that copies each buffer by itself, and at once."""
 
     def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
         target[first:last].copy_(source[first:last], non_blocking=True)  # whole rows: others cannot be copied at once
@@ -38,15 +38,15 @@ class Copies:
 class Buffer:
     """A tensor on the device and a numpy array on the host; on the CPU they are the same memory."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, outbox: Outbox) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, uploader: Uploader) -> None:
         self._on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
         self._on_device = self._on_host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self._views: dict[tuple[int, ...], Tensor] = {}
-        self._outbox = outbox
+        self._outbox = uploader
         self.host = self._on_host.numpy()
 
     def send(self, size: int) -> Tensor:
-        """The leading part of the buffer, on the device once the outbox is sent."""
+        """The leading part of the buffer, on the device once the uploader is sent."""
         self.send_rows(0, size)
         return self.view(size)
 
@@ -67,9 +67,9 @@ class Buffer:
 class TableBuffer:
     """The block tables of a step's rows. A row that goes on from the last step only has its new blocks written."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, outbox: Outbox) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, uploader: Uploader) -> None:
         width = -(-max_blocks // TABLE_UNIT) * TABLE_UNIT
-        self.buffer = Buffer((max_rows, width), torch.int32, device, outbox)
+        self.buffer = Buffer((max_rows, width), torch.int32, device, uploader)
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
         self._changed: list[int] = []  # rows, since the last sending
 

@@ -63,7 +63,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerLocation:
     """One layer: what it declared, its group, its part of a block, and where that is."""
 
     spec: CacheSpec
@@ -78,7 +78,7 @@ class CacheLayout:
     """Where each layer's part of a block is. Groups that grow come first, then encoder groups, then state groups."""
 
     groups: tuple[Kind, ...]
-    layers: tuple[LayerPlace, ...]
+    layers: tuple[LayerLocation, ...]
     stacks: tuple[tuple[int, int], ...]  # of planes of equal size: how many, and bytes of a block in each
 
     @property
@@ -143,7 +143,7 @@ def lay_out(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLa
         groups = [(kind, group) for kind, layers in kinds.items() for group in pack(layers, sizes, size)]
         found, stacks = pack_blocks([layers for _, layers in groups], blocks, size)
     group_of = {layer: group for group, (_, layers) in enumerate(groups) for layer in layers}
-    places = tuple(LayerPlace(spec, group_of[n], blocks[n], *found[n]) for n, spec in enumerate(specs))
+    places = tuple(LayerLocation(spec, group_of[n], blocks[n], *found[n]) for n, spec in enumerate(specs))
     return CacheLayout(tuple(kind for kind, _ in groups), places, stacks)
 
 
@@ -259,10 +259,10 @@ def align(size: int) -> int:
 class CacheTensors:
     """What all blocks hold. Number 0 exists too: padded table entries point at it and nobody reads it."""
 
-    def __init__(self, layout: CacheLayout, size: CacheSize, device: torch.device, swap_slots: int = 0) -> None:
+    def __init__(self, layout: CacheLayout, size: CacheSize, device: torch.device, num_host_blocks: int = 0) -> None:
         self._parts = [zeros((count, size.num_blocks + 1, width), device) for count, width in layout.stacks]
         self.layers = [self._view_layer(place, size.block_size) for place in layout.layers]
-        self.host = HostBlocks(self._parts, swap_slots)
+        self.host = HostBlocks(self._parts, num_host_blocks)
 
     def swap_blocks(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks to the host, each (block, slot), and then from there, each (slot, block)."""
@@ -277,7 +277,7 @@ class CacheTensors:
             for part in self._parts:
                 part[:, target] = part[:, source]
 
-    def _view_layer(self, place: LayerPlace, block_size: int) -> LayerCache:
+    def _view_layer(self, place: LayerLocation, block_size: int) -> LayerCache:
         spec, block = place.spec, place.block
         k = v = self._view(place.k, block.k, block.dtype)
         if place.v is not None and block.v is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
+from quire.engine.mailbox import Mailbox
 from quire.engine.precompile import precompile
 from quire.errors import DeviceLost, EngineClosed, EngineError, QuireError
 from quire.kernels import isa
@@ -44,7 +45,7 @@ def start_engine(config: EngineConfig, path: Path, progress: Progress | None = N
     precompilation = precompile(config, path)
     try:
         is_first = "torch" not in sys.modules
-        from quire.engine.engine import build_engine
+        from quire.engine.build import build_engine
 
         if is_first:
             gc.freeze()
@@ -180,27 +181,6 @@ class Shared:
                 self._client.abort(request_id)
 
 
-class Mailbox:
-    """Where the engine's thread leaves a submission's updates, or why it was refused."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: asyncio.Queue[list[Update] | Exception] = asyncio.Queue()
-
-    def put(self, item: list[Update] | Exception) -> None:
-        """Called by the engine's thread; the reader's loop may be gone already."""
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:
-            return
-
-    async def get(self) -> list[Update]:
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class Threaded:
     """The engine in a thread of its own, for asyncio."""
 
@@ -258,7 +238,7 @@ class Threaded:
             if (work := self._work.get()) is not None:
                 work()  # which is refused
         for mailbox in set(self._mailboxes.values()):
-            mailbox.put(reason)
+            mailbox.fail(reason)
 
     def _serve(self, engine: Engine) -> None:
         can_prepare = True
@@ -281,7 +261,7 @@ class Threaded:
 
     def _accept(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
         if self._ended is not None:
-            mailbox.put(self._ended)
+            mailbox.fail(self._ended)
             return
         added: list[Request] = []
         try:
@@ -293,7 +273,7 @@ class Threaded:
             for request in added:
                 self._engine.abort(request.id)
                 del self._mailboxes[request.id]
-            mailbox.put(error)
+            mailbox.fail(error)
 
     def _leave(self, request_ids: Iterable[str], mailbox: Mailbox) -> None:
         """Nobody reads this mailbox any more. A request that was refused for its id leaves the other one alone."""

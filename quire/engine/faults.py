@@ -20,7 +20,7 @@ LESS_WORK = "lower kv_memory, max_tokens_per_step or max_requests"
 
 
 @contextmanager
-def told_clearly(what: str, remedy: str, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: str, device: torch.device) -> Iterator[None]:
     """Around what is done on a GPU at start: its failures, as errors that say what to do."""
     try:
         yield
@@ -37,7 +37,7 @@ def told_clearly(what: str, remedy: str, device: torch.device) -> Iterator[None]
 
 
 @contextmanager
-def kernels_tried(ops: Kernels) -> Iterator[None]:
+def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
     """Around a first step on a GPU: there Triton compiles our own kernels, for this GPU and these shapes."""
     if ops.fused is None:
         yield

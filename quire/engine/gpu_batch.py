@@ -27,7 +27,7 @@ SPARE_TILES = 64  # beside full ones: each row may have one that is not
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """What attention looks like: query heads for each key head, key heads, and how rows are cut for programs."""
 
     group: int
@@ -40,7 +40,7 @@ class Heads:
 class GpuBuffers(BatchBuffers):
     """Room for the largest step there can be, on the host and on the device."""
 
-    def __init__(self, shape: BufferShape, heads: Heads) -> None:
+    def __init__(self, shape: BufferShape, heads: AttentionShape) -> None:
         max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
         num_fixed = shape.num_fixed_groups + 1  # and the encoder's lengths
         delivery = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
@@ -87,7 +87,7 @@ class GpuBuffers(BatchBuffers):
 
     def _captured(self, size: int, rows: int, work: Work) -> Batch:
         tables = [table.buffer.view(rows, self.max_blocks) for table in (*self.tables, *self.fixed_tables)]
-        slots = [slots.view(size) for slots in self.slots]
+        slots = [slots.view(size) for slots in self.slot_mapping]
         starts, seq_lens = self.query_starts.view(rows + 1), self.seq_lens.view(rows)
         encoder_lens = self.encoder_lens.view(rows) if self.encoder_lens else None
         paging = Paging(
@@ -169,7 +169,7 @@ class GpuBuffers(BatchBuffers):
         self._send_samples(Samples(), rows)
         self.sample_indices.host[:rows] = 0
         self.sample_indices.send(rows)
-        for buffer in (self.tokens, self.positions, *self.slots):
+        for buffer in (self.tokens, self.positions, *self.slot_mapping):
             buffer.send(size)
         self.query_starts.send(rows + 1)
         self.seq_lens.send(rows)

@@ -20,7 +20,7 @@ from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, RunningStep, Scores, collect, scores_prompt, select_samples
-from quire.engine.sampler import BeamReport, Choice, Report
+from quire.engine.sampler import BeamTensors, Choice, LogprobsTensors
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
@@ -36,7 +36,7 @@ def arriving(x: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Landing:
+class HostOutputs:
     """Where a step's tokens arrive on the host, and the events of its begin and of their arrival."""
 
     tokens: Tensor
@@ -57,7 +57,7 @@ class GpuStep:
     plan: Plan
     samples: Samples
     hidden: Tensor  # [samples or more, hidden_size]
-    landing: Landing
+    outputs: HostOutputs
     scores: list[Scores] = field(default_factory=list)
     choice: Choice | None = None  # on its way to the host
 
@@ -69,7 +69,7 @@ class GpuStep:
         if self.choice is None:
             return False
         try:
-            return bool(self.landing.arrived.query())  # type: ignore[no-untyped-call]
+            return bool(self.outputs.arrived.query())  # type: ignore[no-untyped-call]
         except RuntimeError:  # an earlier kernel failed: `wait` says so
             return True
 
@@ -78,22 +78,24 @@ class GpuStep:
         if self.choice is not None:
             return
         choice = self.runner.sampler.choose(self.samples, self.hidden)
-        landing, count = self.landing, len(self.samples)
-        landing.tokens[:count].copy_(choice.tokens, non_blocking=True)
-        landing.largest[:count].copy_(choice.largest, non_blocking=True)
-        reported = None if choice.report is None else Report(*map(arriving, choice.report))
-        beams = None if choice.beams is None else BeamReport(*map(arriving, choice.beams))
-        self.scores = [Scores(row, targets, Report(*map(arriving, report))) for row, targets, report in self.scores]
-        landing.arrived.record()
+        outputs, count = self.outputs, len(self.samples)
+        outputs.tokens[:count].copy_(choice.tokens, non_blocking=True)
+        outputs.largest[:count].copy_(choice.largest, non_blocking=True)
+        reported = None if choice.report is None else LogprobsTensors(*map(arriving, choice.report))
+        beams = None if choice.beams is None else BeamTensors(*map(arriving, choice.beams))
+        self.scores = [
+            Scores(row, targets, LogprobsTensors(*map(arriving, report))) for row, targets, report in self.scores
+        ]
+        outputs.arrived.record()
         self.choice = Choice(
-            landing.tokens[:count], landing.largest[:count], choice.reported, reported, choice.searched, beams
+            outputs.tokens[:count], outputs.largest[:count], choice.reported, reported, choice.searched, beams
         )  # fmt: skip
 
     def wait(self) -> Sampled:
         self.runner.num_under_way -= 1
         assert self.choice is not None, "the plan before was not committed"
-        self.landing.arrived.synchronize()
-        return collect(self.plan, self.samples, self.choice, self.scores, self.landing.seconds)
+        self.outputs.arrived.synchronize()
+        return collect(self.plan, self.samples, self.choice, self.scores, self.outputs.seconds)
 
 
 class GpuRunner(ModelRunner):
@@ -110,8 +112,8 @@ class GpuRunner(ModelRunner):
         self.sampler = GpuSampler(model, buffers, ops)
         self.max_rows = buffers.max_rows
         self.num_under_way = 0  # plans that are launched and not taken in
-        self._landings = deque(
-            Landing(
+        self._outputs = deque(
+            HostOutputs(
                 torch.zeros(buffers.max_tokens, dtype=torch.int64, pin_memory=True),
                 torch.zeros(buffers.max_tokens, dtype=torch.float32, pin_memory=True),
                 torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
@@ -123,13 +125,13 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> RunningStep:
-        landing = self._landings[0]
-        self._landings.rotate(-1)
-        landing.begun.record()
+        outputs = self._outputs[0]
+        self._outputs.rotate(-1)
+        outputs.begun.record()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         is_decode = plan.num_tokens == len(plan) and all(plan.yields)
-        step = self._run_decode(plan, landing) if is_decode else self._run_mixed(plan, landing)
+        step = self._run_decode(plan, outputs) if is_decode else self._run_mixed(plan, outputs)
         if not self.num_under_way or not self.buffers.state.asked.needs_tokens:
             step.sample()
         self.num_under_way += 1
@@ -139,32 +141,32 @@ class GpuRunner(ModelRunner):
         super().reset()
         self.num_under_way = 0
 
-    def _run_decode(self, plan: Plan, landing: Landing) -> GpuStep:
+    def _run_decode(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
         """Rows of one token each."""
         key = self.graphs.find("decode", len(plan))
         assert key is not None, "the largest step of single tokens is captured when the engine is built"
         samples = self.buffers.fill_decode(plan, key.size)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), landing)
+        return GpuStep(self, plan, samples, self.graphs.replay(key), outputs)
 
-    def _run_mixed(self, plan: Plan, landing: Landing) -> GpuStep:
+    def _run_mixed(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
         """Chunks of prompts, drafts, and single tokens among them."""
         if any(scores_prompt(plan, row) for row in range(len(plan))):
-            return self._run_scored(plan, landing)
+            return self._run_scored(plan, outputs)
         rows = max(len(plan), sum(plan.yields))
         kind = "crowded" if rows > MIXED_ROWS else "mixed" if 1 in plan.counts else "prompts"
         key = self.graphs.find(kind, plan.num_tokens) if rows <= self.max_rows else None
         if key is not None and self.buffers.has_room(plan, key.size):
             samples = self.buffers.fill_mixed(plan, key.size, self._most_rows(kind))
-            return GpuStep(self, plan, samples, self.graphs.replay(key), landing)
+            return GpuStep(self, plan, samples, self.graphs.replay(key), outputs)
         batch, ends = self.buffers.fill_eager(plan)
-        return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), landing)
+        return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), outputs)
 
-    def _run_scored(self, plan: Plan, landing: Landing) -> GpuStep:
+    def _run_scored(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
         """A step that is asked about tokens of prompts: its last layer is computed for all tokens."""
         batch, _ = self.buffers.fill_eager(plan)
         hidden = self._forward(batch, len(plan))
         scores = self._score(plan, batch, hidden)
-        return GpuStep(self, plan, batch.samples, select_samples(hidden, batch.samples), landing, scores=scores)
+        return GpuStep(self, plan, batch.samples, select_samples(hidden, batch.samples), outputs, scores=scores)
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         if batch.last_token_entries is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.batch import Samples
 from quire.engine.gpu_batch import GpuBuffers
-from quire.engine.sampler import Choice, Report, Sampler
+from quire.engine.sampler import Choice, LogprobsTensors, Sampler
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.cuda.sampling.logprobs import logprobs
@@ -48,7 +48,7 @@ class GpuSampler(Sampler):
         self.ops.penalize(logits, logits.int(), index, logits[:, :3].contiguous())
         self.ops.apply_token_bitmask(logits, index[0, :1], hidden.new_zeros(1, bits, dtype=torch.uint8))
 
-    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
+    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
         return self._report(self.model.products(hidden), self._column(targets), [num_top] * len(targets))
 
     def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
@@ -85,8 +85,10 @@ class GpuSampler(Sampler):
             nums_top = [samples.requests[nth].params.logprobs or 0 for nth in reported]
             choice.report = self._report(products, choice.tokens[index], nums_top)
 
-    def _report(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> Report:
-        return Report(*logprobs(products, tokens, self._column(nums_top), max(nums_top), self.model.head.softcap))
+    def _report(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsTensors:
+        return LogprobsTensors(
+            *logprobs(products, tokens, self._column(nums_top), max(nums_top), self.model.head.softcap)
+        )
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         self._process_logits(samples, chosen, logits)

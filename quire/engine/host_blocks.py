@@ -1,8 +1,8 @@
 """Blocks in host memory: where those of preempted requests lie, and the way there and back. `cache.py` calls this.
 
-On a GPU blocks are gathered into one buffer there, and that is copied in as few and as large pieces as the slots allow,
+On a GPU blocks are gathered into one buffer there, and that is copied in as few pieces as the host blocks allow,
 to pinned memory and so without the host waiting; on the stream that computes, so that no step overtakes a copy. Memory
-is taken piece by piece as slots are first used.
+is taken piece by piece as host_blocks are first used.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HostBlocks:
-    """Slots for whole blocks. A block's parts, of every layer its keys and values, lie side by side in its slot."""
+    """Memory for whole blocks. Keys and values of all layers of a block lie side by side in its host block."""
 
-    def __init__(self, parts: Sequence[Tensor], num_slots: int) -> None:
+    def __init__(self, parts: Sequence[Tensor], num_host_blocks: int) -> None:
         """`parts` hold the cache: [layers, blocks, ...] each."""
         self._parts = as_words(parts)
         self._device, self._dtype = self._parts[0].device, self._parts[0].dtype
         self._width = sum(part.shape[0] * part.shape[2] for part in self._parts)  # words of a block
-        self.num_slots = num_slots
-        self.piece_slots = max(1, min(num_slots, PIECE_BYTES // (self._width * self._dtype.itemsize)))
+        self.num_host_blocks = num_host_blocks
+        self.piece_slots = max(1, min(num_host_blocks, PIECE_BYTES // (self._width * self._dtype.itemsize)))
         self._pieces: list[Tensor] = []
         self._staging: Tensor | None = None
 
     @torch.inference_mode()
     def save(self, pairs: Pairs) -> None:
-        """Copy each (block, slot). No slot may be named twice."""
-        for chunk in self._cut([(slot, block) for block, slot in pairs]):
+        """Copy each (block, host_block). No host_block may be named twice."""
+        for chunk in self._cut([(host_block, block) for block, host_block in pairs]):
             staging, blocks = self._stage(chunk)
             for part, staged in self._staged(staging):
                 torch.index_select(part, 1, blocks, out=staged)
             for first, last in self._runs(chunk):
-                self._slots(chunk[first][0], last - first).copy_(staging[first:last], non_blocking=True)
+                self._host_blocks(chunk[first][0], last - first).copy_(staging[first:last], non_blocking=True)
 
     @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
-        """Copy each (slot, block). No block may be named twice, unless all its slots hold the same."""
+        """Copy each (host_block, block). No block may be named twice, unless all its host_blocks hold the same."""
         for chunk in self._cut(pairs):
             staging, blocks = self._stage(chunk)
             for first, last in self._runs(chunk):
-                staging[first:last].copy_(self._slots(chunk[first][0], last - first), non_blocking=True)
+                staging[first:last].copy_(self._host_blocks(chunk[first][0], last - first), non_blocking=True)
             for part, staged in self._staged(staging):
                 part.index_copy_(1, blocks, staged)
 
     def _cut(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Pairs of (slot, block) by slot, so that neighbours are copied at once, and as many as are staged at once."""
+        """Pairs of (host block, block) sorted by host block, in portions that are staged at once."""
         ordered = sorted(pairs)
         for first in range(0, len(ordered), self.piece_slots):
             yield ordered[first : first + self.piece_slots]
 
     def _runs(self, chunk: Pairs) -> Iterator[tuple[int, int]]:
-        """Places in a chunk between which its slots lie side by side in one piece."""
+        """Places in a chunk between which its host_blocks lie side by side in one piece."""
         breaks = [
             place
             for place, ((before, _), (after, _)) in enumerate(pairwise(chunk), 1)
@@ -81,11 +81,11 @@ class HostBlocks:
             yield part, staging[:, begin:end].view(-1, part.shape[0], part.shape[2]).transpose(0, 1)
             begin = end
 
-    def _slots(self, first: int, count: int) -> Tensor:
+    def _host_blocks(self, first: int, count: int) -> Tensor:
         """Slots that lie in one piece, [count, width]; pieces up to theirs are made if they are not there yet."""
         index, place = divmod(first, self.piece_slots)
         while len(self._pieces) <= index:
-            size = min(self.piece_slots, self.num_slots - len(self._pieces) * self.piece_slots)
+            size = min(self.piece_slots, self.num_host_blocks - len(self._pieces) * self.piece_slots)
             self._pieces.append(torch.empty(size, self._width, dtype=self._dtype, pin_memory=self._is_pinned))
         return self._pieces[index][place : place + count]
 

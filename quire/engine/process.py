@@ -98,7 +98,7 @@ class EngineLoop:
         can_prepare = True
         while not link.closed:
             for message in link.receive(wait=not engine.has_work and not can_prepare):
-                self._obey(message)
+                self._handle(message)
             if engine.has_work and not link.closed:
                 self._step()
             can_prepare = engine.has_work or engine.idle()
@@ -110,7 +110,7 @@ class EngineLoop:
             self._report(updates, self._engine.step_s)
             self._reported = now
 
-    def _obey(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         match message:
             case Submit(orders):
                 self._submit(orders)

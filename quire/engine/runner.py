@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
-from quire.engine.sampler import Choice, Report, Sampler, tell, tell_beams
+from quire.engine.sampler import Choice, LogprobsTensors, Sampler, to_candidates, to_token_logprobs
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
@@ -79,7 +79,7 @@ class Scores(NamedTuple):
 
     row: int  # of the plan
     targets: Sequence[int]
-    report: Report
+    report: LogprobsTensors
 
 
 @dataclass(slots=True)
@@ -186,11 +186,11 @@ def collect(
     told: dict[int, TokenLogprobs] = {}
     if choice.report is not None:
         nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
-        theirs = tell(choice.report, [tokens[nth] for nth in choice.reported], nums_top)
+        theirs = to_token_logprobs(choice.report, [tokens[nth] for nth in choice.reported], nums_top)
         told = dict(zip(choice.reported, theirs, strict=True))
     if choice.beams is not None:
         beams = [samples.requests[nth] for nth in choice.searched]
-        for nth, candidates in zip(choice.searched, tell_beams(choice.beams, beams), strict=True):
+        for nth, candidates in zip(choice.searched, to_candidates(choice.beams, beams), strict=True):
             sampled.candidates[samples.rows[nth]] = candidates
     for nth, row in enumerate(samples.rows):
         if samples.requests[nth].finished or samples.requests[nth].beam is not None:
@@ -198,7 +198,7 @@ def collect(
         accept(plan, sampled, row, tokens[nth] if math.isfinite(largest[nth]) else None, told.get(nth))
     for row, targets, report in scores:
         num_top = plan.requests[row].params.prompt_logprobs or 0
-        sampled.prompt_logprobs.setdefault(row, []).extend(tell(report, targets, [num_top] * len(targets)))
+        sampled.prompt_logprobs.setdefault(row, []).extend(to_token_logprobs(report, targets, [num_top] * len(targets)))
     return sampled
 
 

@@ -60,10 +60,10 @@ class Sampler:
             self._count(samples, choice)
         return choice
 
-    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> Report:
+    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
         """Log probabilities of tokens that are there already, each after the position whose hidden state is given."""
         logprobs = torch.log_softmax(self.model.logits(hidden), -1)
-        return report(logprobs, self._column(targets), num_top)
+        return gather_logprobs(logprobs, self._column(targets), num_top)
 
     def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
         """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
@@ -91,7 +91,7 @@ class Sampler:
             self._choose_from_logits(samples, left, mine, choice)
         if reported:
             most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
-            choice.report = report(logprobs, choice.tokens[self._column(reported)], most)
+            choice.report = gather_logprobs(logprobs, choice.tokens[self._column(reported)], most)
 
     def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
         """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
@@ -102,7 +102,7 @@ class Sampler:
         index = self._column(chosen)
         choice.tokens[index], choice.largest[index] = tokens, largest
 
-    def _search(self, samples: Samples, searched: list[int], hidden: Tensor, products: Tensor | None) -> BeamReport:
+    def _search(self, samples: Samples, searched: list[int], hidden: Tensor, products: Tensor | None) -> BeamTensors:
         """What may follow each of the samples, which are of beams."""
         requests = [samples.requests[nth] for nth in searched]
         logits = self._logits(hidden, products, searched)
@@ -111,14 +111,14 @@ class Sampler:
             self._process_logits(samples, searched, logits)
             logprobs = raw.masked_fill(logits == -torch.inf, -torch.inf)
         most = min(max(map(num_candidates, requests)), logprobs.shape[1])
-        tokens = places_of(logprobs).topk(most, largest=False).values & 0xFFFFFFFF  # equals by id, whatever `most` is
+        tokens = sort_keys(logprobs).topk(most, largest=False).values & 0xFFFFFFFF  # equals by id, whatever `most` is
         values = logprobs.gather(1, tokens)
         most = max(request.params.logprobs or 0 for request in requests)
-        top = likeliest(raw, min(most, raw.shape[1]))
+        top = top_tokens(raw, min(most, raw.shape[1]))
         ranks = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(tokens)
         if most and raw is not logprobs:
             ranks = torch.stack([(raw > column[:, None]).sum(1) + 1 for column in values.unbind(1)], 1)
-        return BeamReport(tokens, values, ranks, top, raw.gather(1, top))
+        return BeamTensors(tokens, values, ranks, top, raw.gather(1, top))
 
     def _logits(self, hidden: Tensor, products: Tensor | None, chosen: list[int]) -> Tensor:
         """Logits of some samples, [chosen, vocab] float32, in memory of their own."""
@@ -172,13 +172,13 @@ class Choice:
     tokens: Tensor  # [n] int64
     largest: Tensor  # [n] float32: the largest logit; if it is not finite, no token is left
     reported: list[int] = field(default_factory=list)  # samples whose log probabilities were asked for
-    report: Report | None = None
+    report: LogprobsTensors | None = None
     searched: list[int] = field(default_factory=list)  # samples of beams, for which no token is chosen
-    beams: BeamReport | None = None
+    beams: BeamTensors | None = None
     products: Tensor | None = None  # [n, vocab], of the head, if they were computed for all samples
 
 
-class BeamReport(NamedTuple):
+class BeamTensors(NamedTuple):
     """The likeliest tokens of some beams; all on the logits' device."""
 
     tokens: Tensor  # [n, candidates] int64: those that may come next, likeliest first
@@ -188,7 +188,7 @@ class BeamReport(NamedTuple):
     top_values: Tensor  # [n, most] float32
 
 
-class Report(NamedTuple):
+class LogprobsTensors(NamedTuple):
     """Log probabilities of a row's token and of the likeliest ones, for some rows; all on the logits' device."""
 
     own: Tensor  # [n] float32
@@ -197,25 +197,25 @@ class Report(NamedTuple):
     values: Tensor  # [n, most] float32
 
 
-def report(logprobs: Tensor, tokens: Tensor, num_top: int) -> Report:
+def gather_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobsTensors:
     """logprobs [n, vocab], tokens [n]. What is said of a row does not depend on the others."""
     own = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > own).sum(1) + 1
-    top = likeliest(logprobs, min(num_top, logprobs.shape[1]))
-    return Report(own[:, 0], ranks, top, logprobs.gather(1, top))
+    top = top_tokens(logprobs, min(num_top, logprobs.shape[1]))
+    return LogprobsTensors(own[:, 0], ranks, top, logprobs.gather(1, top))
 
 
-def likeliest(logprobs: Tensor, count: int) -> Tensor:
+def top_tokens(logprobs: Tensor, count: int) -> Tensor:
     """logprobs [n, vocab] -> the likeliest tokens of each row, [n, count].
 
     On a GPU the order of equals would depend on the number of rows, so there they are told apart by their ids.
     """
     if not logprobs.is_cuda or not count:
         return logprobs.topk(count).indices
-    return places_of(logprobs).topk(count, largest=False).values & 0xFFFFFFFF
+    return sort_keys(logprobs).topk(count, largest=False).values & 0xFFFFFFFF
 
 
-def places_of(logprobs: Tensor) -> Tensor:
+def sort_keys(logprobs: Tensor) -> Tensor:
     """logprobs [n, vocab] -> numbers with ids in their lower halves that rise from the likeliest token on, of equals
     from the lowest id: a logarithm of a probability is not above zero, so its bits without the sign rise as it falls.
     """
@@ -223,7 +223,7 @@ def places_of(logprobs: Tensor) -> Tensor:
     return order | torch.arange(logprobs.shape[1], device=logprobs.device)
 
 
-def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
+def to_token_logprobs(reported: LogprobsTensors, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
     """A report that is on the host, for rows that asked for so many of the likeliest tokens."""
     own, ranks, top, values = (part.tolist() for part in reported)
     return [
@@ -235,7 +235,7 @@ def tell(reported: Report, tokens: Sequence[int], nums_top: Sequence[int]) -> li
     ]
 
 
-def tell_beams(reported: BeamReport, requests: Sequence[Request]) -> list[Candidates]:
+def to_candidates(reported: BeamTensors, requests: Sequence[Request]) -> list[Candidates]:
     """The same for beams: what may follow each of them."""
     tokens, values, ranks, top, top_values = (part.tolist() for part in reported)
     found: list[Candidates] = []

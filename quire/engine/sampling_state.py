@@ -16,14 +16,14 @@ from torch import Tensor
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
-from quire.engine.buffers import Buffer, Outbox
+from quire.engine.buffers import Buffer, Uploader
 from quire.engine.logits_processors import LogitsProcessor, TokenCounts
 
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
 PLANS = 2  # that may be under way: their requests keep their entries
 
 
-class Asked(NamedTuple):
+class SamplingNeeds(NamedTuple):
     """What some request of a plan asks for: whether a step has to look for it."""
 
     draws: bool = False  # from logits as they are
@@ -38,17 +38,17 @@ class SamplingState:
     """Entries of the requests in the last two plans. A request that is in neither loses its entry. When it is planned
     again, it gets a new one."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, outbox: Outbox) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, uploader: Uploader) -> None:
         self.size = PLANS * max_rows
         self.unused = self.size  # the entry of rows that only fill a step up
         self._device = device
-        self._seeds = Buffer((self.size + 1,), torch.int64, device, outbox)
-        self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, outbox)
+        self._seeds = Buffer((self.size + 1,), torch.int64, device, uploader)
+        self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, uploader)
         self.counts = TokenCounts(vocab_size, device)
         self.processors: dict[Request, LogitsProcessor] = {}
         self._indices: dict[Request, int] = {}
         self._free = list(reversed(range(self.size)))
-        self.asked = Asked()  # by the last plan
+        self.asked = SamplingNeeds()  # by the last plan
         self._requests: list[Request] = []  # of the last plan
         self._rows: list[int] = []  # its entries
 
@@ -63,7 +63,7 @@ class SamplingState:
         return self._settings.view(self.size + 1)
 
     def assign(self, plan: Plan) -> list[int]:
-        """The entry of each row. New requests get one, and their seeds and settings are put into the outbox."""
+        """The entry of each row. New requests get one, and their seeds and settings are put into the uploader."""
         if plan.requests != self._requests:
             self._release_others(plan)
             new = [self._take(request) for request in plan.requests if request not in self._indices]
@@ -105,9 +105,9 @@ class SamplingState:
                 processor.release()
 
 
-def find_asked(requests: Sequence[Request]) -> Asked:
+def find_asked(requests: Sequence[Request]) -> SamplingNeeds:
     params = [request.params for request in requests]
-    return Asked(
+    return SamplingNeeds(
         draws=any(not request.params.greedy and not request.processes_logits for request in requests),
         top_k=any(each.top_k for each in params),
         top_p=any(each.top_p < 1.0 for each in params),

@@ -32,6 +32,7 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.core.plan import Detail, Update
 from quire.core.request import Finish, Request
+from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
     Abort,
     Adding,
@@ -65,39 +66,8 @@ OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHU
 log = logging.getLogger("quire.supervisor")
 
 
-class Mailbox:
-    """Where updates wait for the coroutine that reads them: what it has not fetched yet comes in one piece."""
-
-    def __init__(self) -> None:
-        self._updates: list[Update] = []
-        self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, update: Update) -> None:
-        self._updates.append(update)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._wake()
-
-    async def get(self) -> list[Update]:
-        """What has arrived, or the error once there is nothing else."""
-        if not self._updates and self._error is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if not self._updates and self._error is not None:
-            raise self._error
-        updates, self._updates = self._updates, []
-        return updates
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """A request on its way: what has arrived of its answer, and how often the engine died under it."""
 
     request: Request
@@ -126,11 +96,11 @@ class Supervised:
         self._path = path
         self._stall_s = stall_s
         self._watch = watch or Watch()
-        self._flights: dict[str, Flight] = {}  # by their ids on the wire
-        self._open: dict[str, Flight] = {}  # the same, by the requests' own
+        self._flights: dict[str, InFlight] = {}  # by their ids on the wire
+        self._open: dict[str, InFlight] = {}  # the same, by the requests' own
         self._numbers = itertools.count()
-        self._suspects: list[Flight] = []  # not given to the engine yet
-        self._trial: Flight | None = None  # the one suspect that was
+        self._suspects: list[InFlight] = []  # not given to the engine yet
+        self._trial: InFlight | None = None  # the one suspect that was
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
         self._heard_s = 0.0
@@ -155,7 +125,7 @@ class Supervised:
         for request in requests:
             if request.id in self._open:
                 raise errors.InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
-        flights = [Flight(request, mailbox, str(next(self._numbers))) for request in requests]
+        flights = [InFlight(request, mailbox, str(next(self._numbers))) for request in requests]
         for flight in flights:
             self._flights[flight.wire_id] = self._open[flight.request.id] = flight
         unfinished_ids = {request.id for request in requests}
@@ -231,7 +201,7 @@ class Supervised:
                 return
             log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
             self._watch.restarted(reason)
-            self._lay_blame(weight)
+            self._blame(weight)
             await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * (2**num_failed - 1)))
 
     def _give_up(self, what: str) -> None:
@@ -302,7 +272,7 @@ class Supervised:
         if self._writer is not None:
             self._writer.write(encode(message))
 
-    def _send_orders(self, flights: Iterable[Flight]) -> None:
+    def _send_orders(self, flights: Iterable[InFlight]) -> None:
         if self._writer is None:
             return
         group = list(flights)
@@ -310,7 +280,7 @@ class Supervised:
         for flight in group:
             flight.sent = True
 
-    def _order(self, flight: Flight) -> Order:
+    def _order(self, flight: InFlight) -> Order:
         leader = self._open.get(flight.request.leader.id) if flight.request.leader else None
         leader_id = leader.wire_id if leader else None
         return Order.of(flight.request, flight.wire_id, leader_id, flight.output, flight.num_scored)
@@ -331,19 +301,19 @@ class Supervised:
             case Refused(ids, error, text):
                 self._refuse(ids, make_error(error, text))
             case Ready():
-                self._welcome(message)
+                self._on_ready(message)
             case Unusable(error, text):
                 log.error("the engine could not load the model: %s", text)
                 if not self._first.done():
                     self._first.set_exception(make_error(error, text))
 
-    def _welcome(self, ready: Ready) -> None:
+    def _on_ready(self, ready: Ready) -> None:
         """A new engine is there: give it everything that is in flight. Suspects come one by one, and last."""
         self._writer = self._channel
         if not self._first.done():
             self._first.set_result(ready)
         held = set(map(id, self._suspects))
-        together: dict[int, list[Flight]] = {}
+        together: dict[int, list[InFlight]] = {}
         for flight in self._flights.values():
             if id(flight) not in held:
                 together.setdefault(id(flight.mailbox), []).append(flight)
@@ -365,7 +335,7 @@ class Supervised:
             if flight is self._trial:
                 self._try_next()
         update.id = flight.request.id
-        flight.mailbox.put(update)
+        flight.mailbox.put([update])
 
     def _refuse(self, ids: Sequence[str], error: QuireError) -> None:
         for wire_id in ids:
@@ -373,7 +343,7 @@ class Supervised:
                 self._forget(flight)
                 flight.mailbox.fail(error)
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: InFlight) -> None:
         """It has ended, one way or another; if it was a suspect, the next one has its turn."""
         del self._flights[flight.wire_id], self._open[flight.request.id]
         if flight in self._suspects:
@@ -381,9 +351,9 @@ class Supervised:
         if flight is self._trial:
             self._try_next()
 
-    def _end(self, flight: Flight, finish: Finish, message: str) -> None:
+    def _end(self, flight: InFlight, finish: Finish, message: str) -> None:
         self._forget(flight)
-        flight.mailbox.put(Update(flight.request.id, [], finish, Detail(message=message)))
+        flight.mailbox.put([Update(flight.request.id, [], finish, Detail(message=message))])
 
     def _fail_all(self, error: QuireError) -> None:
         flights, self._flights, self._open = list(self._flights.values()), {}, {}
@@ -398,7 +368,7 @@ class Supervised:
         code = self._process.returncode if self._process else None
         return not self._was_stopped and code is not None and -code in OUTSIDE
 
-    def _lay_blame(self, weight: float) -> None:
+    def _blame(self, weight: float) -> None:
         """The engine has died. If the suspect on trial is among those it may have died of, it was that one."""
         trial, self._trial = self._trial, None
         accused = self._find_accused()
@@ -418,7 +388,7 @@ class Supervised:
             elif flight.strikes >= STRIKES and flight not in self._suspects:
                 self._suspects.append(flight)
 
-    def _find_accused(self) -> list[Flight]:
+    def _find_accused(self) -> list[InFlight]:
         """Whose work the engine may have died of: the best that is known."""
         flights = self._flights
         adding = [flights[wire_id] for wire_id in self._adding if wire_id in flights]

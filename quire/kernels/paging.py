@@ -24,7 +24,7 @@ class Paging:
     query_starts: Tensor  # [rows + 1] int32
     seq_lens: Tensor  # [rows] int32
     block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries behind a window are 0 and never read
-    slots: list[Tensor]  # per group that grows: [tokens] int64, block * block_size + offset: where k and v go
+    slot_mapping: list[Tensor]  # per group that grows: [tokens] int64, block * block_size + offset: where k and v go
     block_size: int
     host_query_starts: list[int]
     host_seq_lens: list[int]
@@ -57,7 +57,7 @@ class Ends:
     """The last tokens of a step's rows, when nothing else of the step is wanted: its last layer computes no others."""
 
     tokens: Tensor  # [rows] int64: where in the step they are
-    paging: Paging  # without slots: their keys and values are stored with the others'
+    paging: Paging  # without a slot mapping: their keys and values are stored with the others'
 
 
 @dataclass(slots=True)
@@ -70,5 +70,5 @@ class LayerCache:
 
     k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may lay a block out its own way
     v: Tensor  # the same; of a latent (MLA) the first columns of `k`, and of a state all of it
-    group: int  # which of Paging.block_tables and Paging.slots is this layer's
+    group: int  # which of Paging.block_tables and Paging.slot_mapping is this layer's
     block_size: int

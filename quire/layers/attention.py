@@ -78,7 +78,7 @@ class Attention:
             table, interleaved = self.rotary.table, self.rotary.interleaved
             out = self.ops.fused.rope_attention(q, k, v, positions, table, interleaved, cache, paging, **options)
             return self.output(out.flatten(1))
-        q, k = self._rope_and_store(q, k, v, positions, paging.slots[cache.group], cache)
+        q, k = self._rope_and_store(q, k, v, positions, paging.slot_mapping[cache.group], cache)
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
         out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes)

@@ -119,14 +119,6 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
     return replace(config, max_len=max_len or config.max_len)
 
 
-def read_config(path: Path) -> ModelConfig:
-    """What a file or a directory says of its model; a directory needs no weights for that."""
-    if path.is_dir():
-        return read_directory_config(path)
-    with GGUFFile(path) as file:
-        return read_gguf_config(file)
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
     if path.is_dir():

@@ -43,11 +43,11 @@ def check_blocks(scheduler: Scheduler, holders: list[Request]) -> None:
 def check_host(scheduler: Scheduler, live: list[Request]) -> None:
     """A slot is free or somebody's who waits; what is to go out goes to somebody's."""
     swap = scheduler.swap
-    stowed = [request for request in live if request.stowed is not None]
-    assert all(request.state is State.WAITING for request in stowed)
-    used = [slot for request in stowed if request.stowed for slot in request.stowed.slots]
-    free = [*swap._freed, *range(swap._num_touched, swap.num_slots)]
-    assert sorted([*used, *free]) == list(range(swap.num_slots))
+    swapped_out = [request for request in live if request.swapped_out is not None]
+    assert all(request.state is State.WAITING for request in swapped_out)
+    used = [slot for request in swapped_out if request.swapped_out for slot in request.swapped_out.host_blocks]
+    free = [*swap._freed, *range(swap._num_touched, swap.num_host_blocks)]
+    assert sorted([*used, *free]) == list(range(swap.num_host_blocks))
     assert len(free) == swap.num_free
     assert {slot for _, slot in swap._outgoing} <= set(used)
 

@@ -115,9 +115,11 @@ def test_who_shares_what_a_failed_plan_was_to_fill_ends_with_it() -> None:
 
 
 @pytest.mark.parametrize("groups", [(2, 0), (0, 2), (1, 1)])
-@pytest.mark.parametrize("swap_slots", [0, 30])
-def test_a_preempted_request_has_them_filled_again_or_brought_back(groups: tuple[int, int], swap_slots: int) -> None:
-    scheduler = scheduler_of(*groups, swap_slots=swap_slots, costs=SwapCosts(0.0, 1.0), prefix_cache=False)
+@pytest.mark.parametrize("num_host_blocks", [0, 30])
+def test_a_preempted_request_has_them_filled_again_or_brought_back(
+    groups: tuple[int, int], num_host_blocks: int
+) -> None:
+    scheduler = scheduler_of(*groups, num_host_blocks=num_host_blocks, costs=SwapCosts(0.0, 1.0), prefix_cache=False)
     request = request_of("a", [1, 2, 3, 4, 5], 9 if groups[0] else 0, max_tokens=6)
     scheduler.add(request)
     step(scheduler)
@@ -127,7 +129,7 @@ def test_a_preempted_request_has_them_filled_again_or_brought_back(groups: tuple
     plan = step(scheduler)
     after = [block for table in (*request.tables, *request.fixed_tables) for block in table]
     assert len(after) == len(before)
-    if swap_slots:
+    if num_host_blocks:
         slots = {slot: block for block, slot in plan.swap_out}
         assert {slots[slot]: block for slot, block in plan.swap_in} == dict(zip(before, after, strict=True))
         assert (plan.encodes, plan.starts) == ([], [5])
@@ -139,11 +141,11 @@ def test_a_preempted_request_has_them_filled_again_or_brought_back(groups: tuple
 def test_what_the_encoder_read_counts_when_copies_are_weighed() -> None:
     costs = SwapCosts(copy_s=1.0, compute_s=0.3)  # six blocks, or 5 tokens without the encoder's 16
     for num_encoder, swaps in ((0, False), (16, True)):
-        scheduler = scheduler_of(swap_slots=30, costs=costs)
+        scheduler = scheduler_of(num_host_blocks=30, costs=costs)
         scheduler.add(request := request_of("a", [1, 2, 3, 4, 5], num_encoder, max_tokens=6))
         step(scheduler)
         scheduler._preempt(request)
-        assert (request.stowed is not None) == swaps
+        assert (request.swapped_out is not None) == swaps
 
 
 def test_states_are_neither_looked_up_nor_forked_nor_drafted() -> None:

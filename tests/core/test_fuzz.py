@@ -52,12 +52,12 @@ class World:
             self.block_size,
             max_requests + spare,
             max_requests,
-            Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_places=rng.choice([1, 5, 50])),
+            Policy(self._batching(), rng.choice(["fcfs", "priority"]), priority_positions=rng.choice([1, 5, 50])),
             windows=self.windows,
             num_encoder_groups=self.num_encoder_groups,
             num_state_groups=self.num_state_groups,
             prefix_cache=rng.random() < 0.8,
-            swap_slots=rng.choice([0, rng.randint(1, 20), 1000]),
+            num_host_blocks=rng.choice([0, rng.randint(1, 20), 1000]),
             costs=SwapCosts(rng.choice([None, 0.0, 1.0, 1.0]), rng.choice([None, 0.3, 1.0, 1.0])),
         )
         if rng.random() < 0.4:
@@ -230,7 +230,7 @@ class World:
     def judge(self) -> None:
         assert set(self.final) == set(self.everyone), "somebody never heard the end"
         assert self.scheduler.kv.pool.num_free == self.num_blocks
-        assert self.scheduler.swap.num_free == self.scheduler.swap.num_slots
+        assert self.scheduler.swap.num_free == self.scheduler.swap.num_host_blocks
         for request in self.everyone.values():
             if request.params.use_beam_search:
                 self._judge_search(request)

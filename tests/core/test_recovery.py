@@ -50,7 +50,7 @@ PLACES = {
     ],
     "pool": ["take", "revive", "release"],
     "tree": ["insert", "prune", "forget", "lookup"],
-    "swap": ["stow", "drop", "free", "hand_over"],
+    "swap": ["swap_out", "drop", "free", "take_swap_out"],
 }
 
 

@@ -264,7 +264,7 @@ def test_batching_policies_give_the_same_answers() -> None:
 
 
 def test_priority_goes_first_but_nobody_waits_for_ever() -> None:
-    scheduler = make(max_requests=1, policy=Policy(order="priority", priority_places=10))
+    scheduler = make(max_requests=1, policy=Policy(order="priority", priority_positions=10))
     scheduler.add(ask("low", 4, max_tokens=1, priority=1))
     scheduler.add(ask("high", 4, max_tokens=1, priority=0))
     assert set(step(scheduler)) == {"high"}

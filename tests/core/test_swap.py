@@ -23,12 +23,12 @@ def make(
     num_blocks: int = 64,
     *,
     max_tokens: int = 32,
-    swap_slots: int = 64,
+    num_host_blocks: int = 64,
     costs: tuple[float | None, float | None] = ALWAYS,
     **options,
 ) -> Scheduler:
     options = {"prefix_cache": False, **options}
-    return Scheduler(num_blocks, 4, max_tokens, 8, swap_slots=swap_slots, costs=SwapCosts(*costs), **options)
+    return Scheduler(num_blocks, 4, max_tokens, 8, num_host_blocks=num_host_blocks, costs=SwapCosts(*costs), **options)
 
 
 def ask(name: str, num_prompt: int, max_tokens: int = 12, first: int = 100, **options) -> Request:
@@ -60,16 +60,16 @@ def test_blocks_go_out_with_the_plan_that_uses_them_and_come_back_to_go_on() -> 
     while not second.num_preemptions:
         blocks, num_computed = second.tables[0], second.num_computed
         plan = step(scheduler)
-    stowed = second.stowed
-    assert stowed is not None
-    assert plan.swap_out == list(zip(blocks, stowed.tables[0], strict=True))
+    swapped_out = second.swapped_out
+    assert swapped_out is not None
+    assert plan.swap_out == list(zip(blocks, swapped_out.tables[0], strict=True))
     assert set(scheduler.requests["first"].tables[0]) & set(blocks), "room was made"
     while second.state is State.WAITING:
         plan = step(scheduler)
-    assert [slot for slot, _ in plan.swap_in] == stowed.tables[0]
+    assert [slot for slot, _ in plan.swap_in] == swapped_out.tables[0]
     assert [block for _, block in plan.swap_in] == second.tables[0][: len(blocks)]
     assert plan.starts[plan.requests.index(second)] == num_computed
-    assert (second.stowed, scheduler.swap.num_free) == (None, 64)
+    assert (second.swapped_out, scheduler.swap.num_free) == (None, 64)
     while scheduler.has_work:
         step(scheduler)
     assert second.num_output == 12
@@ -79,7 +79,7 @@ def test_blocks_go_out_with_the_plan_that_uses_them_and_come_back_to_go_on() -> 
 
 
 @pytest.mark.parametrize(
-    ("costs", "swap_slots", "swaps"),
+    ("costs", "num_host_blocks", "swaps"),
     [
         (ALWAYS, 64, True),
         (ALWAYS, 2, True),
@@ -90,13 +90,13 @@ def test_blocks_go_out_with_the_plan_that_uses_them_and_come_back_to_go_on() -> 
         ((0.0, None), 64, False),
     ],
 )
-def test_the_cheaper_way_is_taken_if_it_is_known_and_fits(costs, swap_slots: int, swaps: bool) -> None:
-    scheduler = make(swap_slots=swap_slots, costs=costs)
+def test_the_cheaper_way_is_taken_if_it_is_known_and_fits(costs, num_host_blocks: int, swaps: bool) -> None:
+    scheduler = make(num_host_blocks=num_host_blocks, costs=costs)
     request = ask("a", 8)
     scheduler.add(request)
     step(scheduler)
     scheduler._preempt(request)
-    assert (request.stowed is not None) == bool(scheduler.counters.swaps) == swaps
+    assert (request.swapped_out is not None) == bool(scheduler.counters.swaps) == swaps
     assert len(step(scheduler).swap_out) == (2 if swaps else 0)
 
 
@@ -112,7 +112,7 @@ def test_with_a_plan_in_flight_blocks_go_out_with_the_plan_after_it() -> None:
     assert second.state is State.LEAVING
     blocks = list(second.tables[0])
     scheduler.commit(in_flight, answer(in_flight))
-    assert second.stowed is not None
+    assert second.swapped_out is not None
     assert [block for block, _ in plan_of(scheduler).swap_out] == blocks
 
 
@@ -169,7 +169,7 @@ def test_a_plan_that_was_not_begun_takes_its_copies_to_the_host_with_it() -> Non
     assert plan.swap_out
     (update,) = scheduler.fail(plan, "broken")
     assert (update.id, update.finish) == ("first", Finish.ERROR)
-    assert (second.stowed, scheduler.swap.num_free) == (None, 64)
+    assert (second.swapped_out, scheduler.swap.num_free) == (None, 64)
     plan = step(scheduler)
     assert (plan.starts, plan.swap_in) == ([0], [])
 
@@ -184,10 +184,10 @@ def test_a_sample_that_can_share_its_leaders_blocks_again_needs_no_copy() -> Non
     plan = plan_of(scheduler)
     scheduler.commit(plan, Sampled([[7], []]))  # the fork's token could not be used yet
     scheduler._preempt(fork)
-    assert fork.stowed is not None
+    assert fork.swapped_out is not None
     plan = step(scheduler)
     assert fork in plan.requests
-    assert (plan.swap_in, fork.stowed, scheduler.swap.num_free) == ([], None, 64)
+    assert (plan.swap_in, fork.swapped_out, scheduler.swap.num_free) == ([], None, 64)
 
 
 def test_blocks_that_are_still_in_the_tree_are_shared_and_the_rest_is_copied() -> None:
@@ -227,7 +227,7 @@ def test_nobody_comes_back_in_a_plan_that_copies_blocks() -> None:
         scheduler.add(request)
     step(scheduler)
     scheduler._preempt(away)
-    assert away.stowed is not None
+    assert away.swapped_out is not None
     away.rank = (1 << 40, 0)  # behind the forks, which copy the leader's last block
     scheduler._waiting = sorted(((request.rank, request) for _, request in scheduler._waiting), key=itemgetter(0))
     plan = step(scheduler)
@@ -242,8 +242,8 @@ def test_blocks_behind_the_window_stay_away() -> None:
     scheduler.add(request)
     step(scheduler)
     scheduler._preempt(request)
-    assert request.stowed is not None
-    near, whole = request.stowed.tables
+    assert request.swapped_out is not None
+    near, whole = request.swapped_out.tables
     assert [slot is None for slot in near] == [True] * 6 + [False] * 2
     assert None not in whole
     plan = step(scheduler)
@@ -277,6 +277,6 @@ def test_refused_drafts_do_not_go_to_the_host() -> None:
     scheduler.commit(plan, Sampled([[9]]))
     assert len(request.tables[0]) == 3
     scheduler._preempt(request)
-    assert request.stowed is not None
-    assert (request.stowed.num_computed, len(request.stowed.slots)) == (8, 2)
+    assert request.swapped_out is not None
+    assert (request.swapped_out.num_computed, len(request.swapped_out.host_blocks)) == (8, 2)
     assert step(scheduler).starts == [8]

@@ -43,7 +43,8 @@ def on_gpu(paging: Paging) -> Paging:
 
     return Paging(
         move(paging.query_starts), move(paging.seq_lens), [move(table) for table in paging.block_tables],
-        [move(slots) for slots in paging.slots], paging.block_size, paging.host_query_starts, paging.host_seq_lens,
+        [move(slots) for slots in paging.slot_mapping], paging.block_size, paging.host_query_starts,
+        paging.host_seq_lens,
         None if paging.ancestors is None else move(paging.ancestors),
     )  # fmt: skip
 
@@ -72,7 +73,7 @@ def check(
         is_tree = trees and max(count for _, count in rows) < 64
         paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if is_tree else None))
         q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
-        reference.store_kv(k.cpu(), v.cpu(), plain, paging.slots[0].cpu())
+        reference.store_kv(k.cpu(), v.cpu(), plain, paging.slot_mapping[0].cpu())
         own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
         own = LayerCache(poison(own.k.contiguous()), poison(own.v.contiguous()), 0, block_size)
         if packed:
@@ -211,11 +212,11 @@ def test_new_tokens_are_turned_and_stored_on_the_way(
     whole = LayerCache(plain.k.to(DEVICE), plain.v.to(DEVICE), 0, 16)
     own = LayerCache(whole.k.transpose(1, 2).contiguous(), whole.v.transpose(1, 2).contiguous(), 0, 16)
     turned_q, turned_k = reference.rope(q, k, positions, angles, interleaved)
-    reference.store_kv(turned_k, v, whole, paging.slots[0])
+    reference.store_kv(turned_k, v, whole, paging.slot_mapping[0])
     expected = reference.attention(turned_q, whole, paging, scale=dim**-0.5, window=window)
     got = ops.fused.rope_attention(q, k, v, positions, angles, interleaved, own, paging, scale=dim**-0.5, window=window)
     assert_near(got, expected, dtype)
-    block, offset = paging.slots[0] // 16, paging.slots[0] % 16
+    block, offset = paging.slot_mapping[0] // 16, paging.slot_mapping[0] % 16
     assert_near(own.k[block, :, offset], whole.k[block, offset], dtype)
     assert torch.equal(own.v[block, :, offset], whole.v[block, offset])
 

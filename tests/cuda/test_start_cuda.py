@@ -74,8 +74,8 @@ def forget_kernels() -> None:
 
 def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
     taken: list[int] = []
-    measure = assembler.Trial.measure
-    monkeypatch.setattr(assembler.Trial, "measure", lambda *given: taken.append(measure(*given)) or taken[0])
+    measure = assembler.ProfileRun.measure
+    monkeypatch.setattr(assembler.ProfileRun, "measure", lambda *given: taken.append(measure(*given)) or taken[0])
     free_before = torch.cuda.mem_get_info()[0]
     client = start(tmp_path, max_requests=1024, block_size=256)
     cache = client.info.cache

@@ -31,9 +31,9 @@ BLOCK = BlockShape((2, 16, 64), (2, 16, 64), torch.bfloat16)
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
 
 
-def make_cache(swap_slots: int) -> CacheTensors:
+def make_cache(num_host_blocks: int) -> CacheTensors:
     return CacheTensors(
-        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), DEVICE, swap_slots
+        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), DEVICE, num_host_blocks
     )
 
 
@@ -134,7 +134,7 @@ def test_the_same_answers_as_with_a_large_cache(model: Path, greedy: bool, prefi
     scheduler.swap.costs.copy_s = 0.0
     assert answer(client, draw_requests(40, greedy=greedy)) == expected
     assert scheduler.counters.swaps > 5
-    assert scheduler.swap.num_free == scheduler.swap.num_slots
+    assert scheduler.swap.num_free == scheduler.swap.num_host_blocks
     assert scheduler.kv.pool.num_free == 80
 
 
@@ -149,5 +149,5 @@ def test_aborts_leave_nothing_on_the_host(model: Path) -> None:
         if scheduler.requests and rng.random() < 0.1:
             client.abort(rng.choice(list(scheduler.requests)))
     assert scheduler.counters.swaps > 0
-    assert scheduler.swap.num_free == scheduler.swap.num_slots
+    assert scheduler.swap.num_free == scheduler.swap.num_host_blocks
     assert scheduler.kv.pool.num_free == 80

@@ -8,14 +8,14 @@ import torch
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.buffers import Buffer, Copies, TableBuffer
+from quire.engine.buffers import Buffer, DirectUploader, TableBuffer
 
 pytestmark = pytest.mark.cpu
 
 NOWHERE = torch.device("meta")
 
 
-class Noted(Copies):
+class Noted(DirectUploader):
     """Notes what is put in."""
 
     def __init__(self) -> None:
@@ -30,32 +30,32 @@ class Noted(Copies):
 
 
 def test_a_table_sends_rows_that_changed_as_wide_as_they_are():
-    outbox = Noted()
-    tables = TableBuffer(8, 100, NOWHERE, outbox)
+    uploader = Noted()
+    tables = TableBuffer(8, 100, NOWHERE, uploader)
     for row in range(6):
         tables.fill(row, [*range(1, 4 + row)])
     tables.send(6, 100)
-    assert outbox.take() == [(0, 6, 8)]
+    assert uploader.take() == [(0, 6, 8)]
     tables.fill(2, [*range(1, 6)])
     tables.send(6, 100)
-    assert outbox.take() == []  # nothing has changed
+    assert uploader.take() == []  # nothing has changed
     tables.fill(2, [*range(1, 8)])
     tables.fill(4, [5, 6])
     tables.send(6, 100)
-    assert outbox.take() == [(2, 5, 7)]
+    assert uploader.take() == [(2, 5, 7)]
     assert tables.buffer.host[2, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert tables.buffer.host[4, :2].tolist() == [5, 6]
 
 
 def test_a_buffer_on_the_host_is_never_sent():
-    outbox = Noted()
-    buffer = Buffer((9,), torch.int32, torch.device("cpu"), outbox)
+    uploader = Noted()
+    buffer = Buffer((9,), torch.int32, torch.device("cpu"), uploader)
     buffer.host[:3] = 1, 2, 3
     assert buffer.send(3).tolist() == [1, 2, 3]
-    assert outbox.take() == []
-    far = Buffer((9,), torch.int32, NOWHERE, outbox)
+    assert uploader.take() == []
+    far = Buffer((9,), torch.int32, NOWHERE, uploader)
     assert far.send(4).shape == (4,)
-    assert outbox.take() == [(0, 4, None)]
+    assert uploader.take() == [(0, 4, None)]
 
 
 def test_blocks_of_the_encoder_and_of_states_come_after_those_that_grow():
@@ -71,4 +71,4 @@ def test_blocks_of_the_encoder_and_of_states_come_after_those_that_grow():
     ]  # fmt: skip
     assert paging.encoder_lens is not None
     assert paging.encoder_lens.tolist() == [7, 0]
-    assert len(paging.slots) == 2
+    assert len(paging.slot_mapping) == 2

@@ -224,7 +224,7 @@ def neighbours() -> list[Request]:
         {"max_tokens": 9, "max_requests": 7},
         {"num_blocks": 40, "max_tokens": 24, "max_requests": 12},
         {"num_blocks": 40, "max_tokens": 24, "max_requests": 12, "prefix_cache": False},
-        {"num_blocks": 40, "max_tokens": 24, "max_requests": 12, "prefix_cache": False, "swap_slots": 100},
+        {"num_blocks": 40, "max_tokens": 24, "max_requests": 12, "prefix_cache": False, "num_host_blocks": 100},
     ],
     ids=["roomy", "chunks", "tiny cache", "no prefix cache", "swap"],
 )
@@ -242,18 +242,20 @@ def test_searches_and_neighbours_do_not_disturb_each_other(family: str, more: di
     assert [request.tokens[request.num_prompt :] for request in beside] == alone
 
 
-@pytest.mark.parametrize("swap_slots", [0, 200])
+@pytest.mark.parametrize("num_host_blocks", [0, 200])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_at_random_moments(family: str, swap_slots: int) -> None:
+def test_preempted_at_random_moments(family: str, num_host_blocks: int) -> None:
     for seed in range(3):
         requests, expected = searches(family)
-        engine = engine_of(family, prefix_cache=not swap_slots, swap_slots=swap_slots, max_requests=12, max_tokens=24)
+        engine = engine_of(
+            family, prefix_cache=not num_host_blocks, num_host_blocks=num_host_blocks, max_requests=12, max_tokens=24
+        )
         found = run(engine, [*requests, *neighbours()], seed=seed)
         for name, beams in expected.items():
             assert_same(answers(found[name]), beams)
         assert engine.scheduler.counters.preemptions > 3
-        assert engine.scheduler.swap.num_free == swap_slots
-        assert bool(engine.scheduler.counters.swaps) == bool(swap_slots)
+        assert engine.scheduler.swap.num_free == num_host_blocks
+        assert bool(engine.scheduler.counters.swaps) == bool(num_host_blocks)
 
 
 def test_after_an_interruption_the_search_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from quire.core.request import Finish, Request
 from quire.engine import process
 from quire.engine.client import Threaded
 from quire.engine.engine import Engine
-from quire.engine.faults import is_out_of_memory, kernels_tried, told_clearly
+from quire.engine.faults import explain_kernel_errors, explain_out_of_memory, is_out_of_memory
 from quire.engine.messages import Adding, Order, Refused
 from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
@@ -66,20 +66,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 )
 def test_too_little_memory_says_how_much_there_is(gpu, error) -> None:
     expected = r"^The GPU's memory is too small for the cache; 2\.00 GiB of its 80\.00 GiB are free\. Ask for less\.$"
-    with pytest.raises(NotEnoughMemory, match=expected), told_clearly("the cache", "Ask for less.", CUDA):
+    with pytest.raises(NotEnoughMemory, match=expected), explain_out_of_memory("the cache", "Ask for less.", CUDA):
         raise error
 
 
 def test_other_failures_at_start_stay_what_they_are(gpu) -> None:
-    with pytest.raises(RuntimeError, match=r"^sizes differ$"), told_clearly("it", "Do.", CUDA):
+    with pytest.raises(RuntimeError, match=r"^sizes differ$"), explain_out_of_memory("it", "Do.", CUDA):
         raise RuntimeError("sizes differ")
-    with pytest.raises(torch.OutOfMemoryError), told_clearly("it", "Do.", CPU):
+    with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory("it", "Do.", CPU):
         raise torch.OutOfMemoryError("no GPU is meant here")
 
 
 def test_a_gpu_lost_at_start_is_said(gpu) -> None:
     gpu.lost = True
-    with pytest.raises(DeviceLost, match=f"^The GPU failed: {LOST}\\. "), told_clearly("it", "Do.", CUDA):
+    with pytest.raises(DeviceLost, match=f"^The GPU failed: {LOST}\\. "), explain_out_of_memory("it", "Do.", CUDA):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
 
@@ -94,11 +94,11 @@ def test_kernels_that_cannot_be_built_are_told_with_the_way_out(gpu, monkeypatch
     monkeypatch.setitem(sys.modules, "triton", triton)
     ops = replace(select(CPU), device=CUDA, fused=lambda: None)
     expected = r"cannot run this model on this GPU: out of shared memory\. Set kernels to 'torch', .* another dtype"
-    with pytest.raises(UnsupportedModel, match=expected), kernels_tried(ops):
+    with pytest.raises(UnsupportedModel, match=expected), explain_kernel_errors(ops):
         raise kind("at 3:4:\nout of shared memory")
-    with pytest.raises(torch.OutOfMemoryError), kernels_tried(ops):
+    with pytest.raises(torch.OutOfMemoryError), explain_kernel_errors(ops):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    with pytest.raises(kind), kernels_tried(replace(ops, fused=None)):
+    with pytest.raises(kind), explain_kernel_errors(replace(ops, fused=None)):
         raise kind("torch's ops are not Triton's")
 
 

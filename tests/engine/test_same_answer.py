@@ -96,7 +96,7 @@ def test_preempted_at_random_moments(family: str) -> None:
 def test_preempted_and_kept_on_the_host(family: str) -> None:
     requests = questions(sampled=True)
     expected = alone(family, requests)
-    options = {"max_tokens": 24, "max_requests": 16, "prefix_cache": False, "swap_slots": 1000}
+    options = {"max_tokens": 24, "max_requests": 16, "prefix_cache": False, "num_host_blocks": 1000}
     engine = TinyEngine(FAMILIES[family], model=MODELS[family], **options)
     assert engine.answer_preempted(requests, seed=4) == expected
     assert engine.scheduler.counters.swaps > 5
@@ -184,7 +184,7 @@ def test_groups_that_do_not_grow_beside_those_that_do(family: str) -> None:
     requests = questions(sampled=True)
     for request in requests:
         request.encoder_tokens = range(len(request.prompt))
-    engine = TinyEngine(config, model=model, more_specs=more, num_blocks=200, max_requests=16, swap_slots=60)
+    engine = TinyEngine(config, model=model, more_specs=more, num_blocks=200, max_requests=16, num_host_blocks=60)
     assert engine.answer_preempted(requests, seed=3) == expected
     assert engine.scheduler.counters.swaps
     assert engine.scheduler.kv.pool.num_free == 200
@@ -196,7 +196,7 @@ def test_layers_of_others_in_the_same_blocks(family: str) -> None:
     config, model = FAMILIES[family], MODELS[family]
     more = draft_specs(config)
     expected = TinyEngine(config, model=model).answer(questions(sampled=True))
-    engine = TinyEngine(config, model=model, more_specs=more, num_blocks=100, max_requests=16, swap_slots=20)
+    engine = TinyEngine(config, model=model, more_specs=more, num_blocks=100, max_requests=16, num_host_blocks=20)
     assert all(layer.k.is_contiguous() == (family != "gemma3") for layer in engine.runner.cache.layers)
     assert engine.answer_preempted(questions(sampled=True), seed=3) == expected
     assert engine.scheduler.counters.swaps

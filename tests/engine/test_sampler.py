@@ -12,7 +12,7 @@ import torch
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.logits_processors import banned_words
-from quire.engine.sampler import places_of
+from quire.engine.sampler import sort_keys
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import select
 from quire.kernels.sampling import gumbel, keep, keep_mass
@@ -274,4 +274,4 @@ def test_places_rise_from_the_likeliest_and_of_equals_from_the_lowest_id():
     logprobs[3] = -torch.inf
     logprobs[3, 9] = 0.0
     order = logprobs.sort(descending=True, stable=True).indices
-    assert torch.equal(places_of(logprobs).sort().values & 0xFFFFFFFF, order)
+    assert torch.equal(sort_keys(logprobs).sort().values & 0xFFFFFFFF, order)

@@ -20,10 +20,10 @@ from quire.engine.backend import (
     choose_step_tokens,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
+from quire.engine.build import choose_batching
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
-from quire.engine.engine import choose_batching
 from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, Room, check_weights, find_room
-from quire.engine.trial import Trial, largest_plan, read_libraries, run_step
+from quire.engine.profile_run import ProfileRun, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from quire.layers.attention import Attention
@@ -203,7 +203,7 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    trial = Trial(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
+    trial = ProfileRun(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
     assert trial.measure(read_libraries(CPU, torch.float32)) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
@@ -217,7 +217,7 @@ def test_kernels_are_tried_on_a_token_before_the_largest_step(gpu, monkeypatch) 
     )
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    trial = Trial(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
+    trial = ProfileRun(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
     trial.measure(read_libraries(CPU, torch.float32))
     assert seen == [(9, 1), (9, 1), (None, 1), (9, 40), (9, 40), (None, 40)]
 

@@ -12,7 +12,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
-from quire.engine.supervisor import Flight, Mailbox, Supervised, Watch
+from quire.engine.mailbox import Mailbox
+from quire.engine.supervisor import InFlight, Supervised, Watch
 from quire.errors import EngineClosed, EngineError, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
@@ -144,7 +145,7 @@ def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_m
 def test_a_suspect_that_is_refused_lets_the_next_one_have_its_turn(default_model):
     async def scenario(client, restarts):
         first, second = requests(2, 6)
-        flights = [Flight(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
+        flights = [InFlight(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
         for flight in flights:
             client._flights[flight.wire_id] = client._open[flight.request.id] = flight
         client._suspects = [flights[1]]

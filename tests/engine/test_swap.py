@@ -61,7 +61,7 @@ def fill(cache: CacheTensors) -> list[torch.Tensor]:
 def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, rng = LAYOUTS[name], random.Random(2)
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * layout.block_bytes)
-    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), CPU, swap_slots=20)
+    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), CPU, num_host_blocks=20)
     assert cache.host.piece_slots == min(piece_blocks, 20)
     before = fill(cache)
     blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
@@ -211,13 +211,13 @@ def test_an_engine_swaps_once_it_has_measured_that_it_pays(tmp_path: Path) -> No
     assert answer(client) == expected
     assert costs.compute_s is not None
     assert counters.swaps == counters.preemptions > 0
-    assert client.engine.scheduler.swap.num_free == client.engine.scheduler.swap.num_slots > 0
+    assert client.engine.scheduler.swap.num_free == client.engine.scheduler.swap.num_host_blocks > 0
 
 
 def test_a_cpu_does_not_swap_unless_asked_to(tmp_path: Path) -> None:
     client = start(tmp_path, num_blocks=60)
     answer(client)
-    assert client.engine.scheduler.swap.num_slots == client.engine.scheduler.counters.swaps == 0
+    assert client.engine.scheduler.swap.num_host_blocks == client.engine.scheduler.counters.swaps == 0
     assert client.engine.scheduler.counters.preemptions > 0
 
 

@@ -45,7 +45,7 @@ def check_attention(dim: int, window: int | None, contexts: list[int], slopes: t
     reference.store_kv(k, v, plain, paged.step(list(enumerate(contexts))).slots[0])
     paging = paged.step([(row, 1) for row in range(len(contexts))])
     k, v = (torch.randn(len(contexts), 1, dim).half() for _ in "kv")
-    reference.store_kv(k, v, plain, paging.slots[0])
+    reference.store_kv(k, v, plain, paging.slot_mapping[0])
     q = torch.randn(len(contexts), 2, dim).half()
     expected = reference.attention(q, plain, paging, scale=dim**-0.5, window=window, slopes=slopes)
     both = torch.stack((plain.k.transpose(1, 2), plain.v.transpose(1, 2)), dim=1)  # a block may hold keys and values

@@ -47,7 +47,7 @@ class Rows:
         self.q, k, v = self.draw(tokens, heads), self.draw(tokens, kv_heads), self.draw(tokens, kv_heads)
         self.paging = self.cache.step(rows, ancestors)
         layer = self.cache.layers[0]
-        ops.store_kv(k, v, layer, self.paging.slots[0])
+        ops.store_kv(k, v, layer, self.paging.slot_mapping[0])
         for store, new in ((self.k, k), (self.v, v)):
             for (sequence, _), part in zip(rows, new.split([count for _, count in rows]), strict=True):
                 store[sequence] = torch.cat((store[sequence], part)) if sequence in store else part
@@ -144,7 +144,7 @@ def test_keys_of_another_dtype() -> None:
     q = torch.randn(3, 4, 8)
     paging = rows.cache.step([(0, 1), (1, 2)])
     layer = rows.cache.layers[0]
-    cpu.store_kv(torch.randn(3, 2, 8), torch.randn(3, 2, 8), layer, paging.slots[0])
+    cpu.store_kv(torch.randn(3, 2, 8), torch.randn(3, 2, 8), layer, paging.slot_mapping[0])
     out = cpu.attention(q, layer, paging, scale=SCALE)
     torch.testing.assert_close(out, reference.attention(q, layer, paging, scale=SCALE), atol=1e-5, rtol=0)
 
@@ -167,7 +167,7 @@ def row_alone(paging: reference.Paging, row: int) -> reference.Paging:
         query_starts=torch.tensor([0, stop - start]),
         seq_lens=paging.seq_lens[row : row + 1],
         block_tables=[table[row : row + 1] for table in paging.block_tables],
-        slots=[slots[start:stop] for slots in paging.slots],
+        slot_mapping=[slots[start:stop] for slots in paging.slot_mapping],
         block_size=paging.block_size,
         host_query_starts=[0, stop - start],
         host_seq_lens=paging.host_seq_lens[row : row + 1],

@@ -16,8 +16,8 @@ from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine import gpu_batch
 from quire.engine.batch import BufferShape
-from quire.engine.buffers import Copies
-from quire.engine.gpu_batch import GpuBuffers, Heads
+from quire.engine.buffers import DirectUploader
+from quire.engine.gpu_batch import AttentionShape, GpuBuffers
 from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.split_kv import NOBODY, UNIT, max_partials, room_for_splits, split_contexts
 
@@ -68,9 +68,9 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
 
 
 def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
-    monkeypatch.setattr(gpu_batch, "Upload", lambda most: Copies())
+    monkeypatch.setattr(gpu_batch, "Upload", lambda most: DirectUploader())
     shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, torch.device("cpu"))
-    return GpuBuffers(shape, Heads(4, kv_heads, None, uses_items=True, exact=exact))
+    return GpuBuffers(shape, AttentionShape(4, kv_heads, None, uses_items=True, exact=exact))
 
 
 def make_plan(counts: list[int], length: int) -> Plan:

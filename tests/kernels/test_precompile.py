@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from quire.config import EngineConfig
 from quire.engine import precompile as parent
-from quire.engine.engine import build_engine
+from quire.engine.build import build_engine
 from quire.kernels.cuda.launch.precompile import Model, share
 from quire.weights.config import config_from_json
 

@@ -51,7 +51,7 @@ class PagedCache:
             query_starts=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             block_tables=[self._table(group, rows) for group in range(len(self.windows))],
-            slots=[torch.tensor([slot for row in group for slot in row], dtype=torch.int64) for group in slots],
+            slot_mapping=[torch.tensor([slot for row in group for slot in row], dtype=torch.int64) for group in slots],
             block_size=self.block_size,
             host_query_starts=starts,
             host_seq_lens=lengths,

@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.core.plan import Plan, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
-from quire.engine.buffers import Copies
-from quire.engine.sampler import Sampler, tell
+from quire.engine.buffers import DirectUploader
+from quire.engine.sampler import Sampler, to_token_logprobs
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
 
@@ -31,7 +31,7 @@ class NoModel:
 
 def make_sampler(vocab_size: int, max_rows: int, ops: Kernels) -> Sampler:
     model: Any = NoModel()
-    return Sampler(model, SamplingState(max_rows, vocab_size, ops.device, Copies()), ops)
+    return Sampler(model, SamplingState(max_rows, vocab_size, ops.device, DirectUploader()), ops)
 
 
 def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
@@ -61,7 +61,9 @@ def sample(
     if choice.report is not None:
         nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
         for nth, each in zip(
-            choice.reported, tell(choice.report, [tokens[nth] for nth in choice.reported], nums_top), strict=True
+            choice.reported,
+            to_token_logprobs(choice.report, [tokens[nth] for nth in choice.reported], nums_top),
+            strict=True,
         ):
             told[nth] = each
     kept = map(math.isfinite, choice.largest.tolist())

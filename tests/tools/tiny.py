@@ -69,10 +69,10 @@ class TinyEngine:
         prefix_cache: bool = True,
         ops: Kernels | None = None,
         kv_dtype: str = "float32",
-        swap_slots: int = 0,
+        num_host_blocks: int = 0,
         more_specs: Sequence[CacheSpec] = (),
     ) -> None:
-        """With `swap_slots`, whoever has to make room goes to the host, as far as that has room.
+        """With `num_host_blocks`, whoever has to make room goes to the host, as far as that has room.
 
         `more_specs` are kept in the same blocks, for a draft model that is not there.
         """
@@ -89,11 +89,11 @@ class TinyEngine:
             num_encoder_groups=layout.num_encoder_groups,
             num_state_groups=layout.num_state_groups,
             prefix_cache=prefix_cache,
-            swap_slots=swap_slots,
+            num_host_blocks=num_host_blocks,
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, CPU, swap_slots)
+        cache = CacheTensors(layout, size, CPU, num_host_blocks)
         vocab_size = config.vocab_size
         shape = BufferShape(
             max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, CPU,

@@ -47,7 +47,7 @@ def logits(model, config, tokens=TOKENS):
         query_starts=torch.tensor([0, n], dtype=torch.int32),
         seq_lens=torch.tensor([n], dtype=torch.int32),
         block_tables=[torch.zeros(1, 1, dtype=torch.int32)],
-        slots=[torch.arange(n)],
+        slot_mapping=[torch.arange(n)],
         block_size=16,
         host_query_starts=[0, n],
         host_seq_lens=[n],

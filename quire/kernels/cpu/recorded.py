@@ -28,7 +28,7 @@ class StepTokens:
 class StepPaging:
     """Stands in for a Paging while a model is recorded: ops name their group, and find its tables when they run."""
 
-    slots: Sequence[int]
+    slot_mapping: Sequence[int]
 
 
 class RecordedModel:

@@ -259,7 +259,7 @@ def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Pagi
         return (num_tokens, 0, at, turned, 0, 0, [], 0, 0)
     groups = [
         (table.data_ptr(), table.stride(0), 0 if slots is None else slots.data_ptr())
-        for table, slots in zip_longest(paging.block_tables, paging.slots)  # groups that do not grow have no slots
+        for table, slots in zip_longest(paging.block_tables, paging.slot_mapping)  # fixed groups have no slots
     ]
     mask = paging.ancestors
     return (

@@ -145,13 +145,13 @@ def completion_logprobs(
 def top_logprobs(position: PositionLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
     """Log probabilities by token name. Of several tokens with the same name, all but the first are named by id."""
     top: dict[str, float] = {}
-    for token_id, one in likeliest(position, num_top).items() if num_top else ():
+    for token_id, one in top_tokens(position, num_top).items() if num_top else ():
         name = token_name(token_id, tokenizer)
         top[name if name not in top else f"token_id:{token_id}"] = one.logprob
     return top
 
 
-def likeliest(position: PositionLogprobs, num_top: int) -> PositionLogprobs:
+def top_tokens(position: PositionLogprobs, num_top: int) -> PositionLogprobs:
     """The chosen token and the `num_top` likeliest ones."""
     chosen, *_ = position
     return {token_id: one for token_id, one in position.items() if token_id == chosen or one.rank <= num_top}
@@ -186,6 +186,8 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> list[Any] | None:
     if output.prompt_logprobs is None:
         return None
     return [
-        None if position is None else {str(token): one._asdict() for token, one in likeliest(position, num_top).items()}
+        None
+        if position is None
+        else {str(token): one._asdict() for token, one in top_tokens(position, num_top).items()}
         for position in output.prompt_logprobs
     ]

@@ -57,10 +57,10 @@ class Pair:
         q, k, v = self.draw(tokens, self.heads), self.draw(tokens, self.kv_heads), self.draw(tokens, self.kv_heads)
         options = {"scale": self.head_dim**-0.5, "window": self.window, **options}
         paging = self.own.step(step, ancestors)
-        self.ops.store_kv(k, v, self.own.layers[0], paging.slots[0])
+        self.ops.store_kv(k, v, self.own.layers[0], paging.slot_mapping[0])
         out = self.ops.attention(q, self.own.layers[0], paging, **options)
         paging = self.plain.step(step, ancestors)
-        reference.store_kv(kept(k, self.kind), kept(v, self.kind), self.plain.layers[0], paging.slots[0])
+        reference.store_kv(kept(k, self.kind), kept(v, self.kind), self.plain.layers[0], paging.slot_mapping[0])
         expected = reference.attention(q, self.plain.layers[0], paging, **options)
         torch.testing.assert_close(out, expected, atol=3e-6, rtol=3e-6)
 
@@ -189,8 +189,8 @@ def test_scores_far_apart(name: str, kind: str) -> None:
     for at, sign in ((0, 1.0), (1, -1.0)):
         paging, plain = pair.own.step([(0, 1)]), pair.plain.step([(0, 1)])
         v, q = draw(1, 2, 16, seed=at), draw(1, 4, 16, seed=7)
-        pair.ops.store_kv(sign * k, v, pair.own.layers[0], paging.slots[0])
-        reference.store_kv(kept(sign * k, kind), kept(v, kind), pair.plain.layers[0], plain.slots[0])
+        pair.ops.store_kv(sign * k, v, pair.own.layers[0], paging.slot_mapping[0])
+        reference.store_kv(kept(sign * k, kind), kept(v, kind), pair.plain.layers[0], plain.slot_mapping[0])
         out = pair.ops.attention(q, pair.own.layers[0], paging, scale=1.0)
         expected = reference.attention(q, pair.plain.layers[0], plain, scale=1.0)
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
@@ -208,7 +208,7 @@ def run_steps(
         paging = cache.step(step)
         own = {sequence: cache.lengths[sequence] - count for sequence, count in step}
         q, k, v = (torch.cat([tokens(sequence, n, own[sequence])[i] for sequence, n in step]) for i in range(3))
-        ops.store_kv(k[:, :2], v[:, :2], cache.layers[0], paging.slots[0])
+        ops.store_kv(k[:, :2], v[:, :2], cache.layers[0], paging.slot_mapping[0])
         out = ops.attention(q[:, :heads].contiguous(), cache.layers[0], paging, scale=0.2, **options)
         for (sequence, _), part in zip(step, out.split([count for _, count in step]), strict=True):
             found += [part] if sequence == 0 else []
@@ -290,11 +290,11 @@ def test_what_is_not_a_number_stays_in_its_row(name: str, kind: str) -> None:
     cache = NativePagedCache(ops, kind, kv_heads=2, head_dim=16, block_size=16)
     paging = cache.step([(0, 20), (1, 20)])
     k, v, q = draw(40, 2, 16), draw(40, 2, 16, seed=1), draw(40, 4, 16, seed=2)
-    ops.store_kv(k, v, cache.layers[0], paging.slots[0])
+    ops.store_kv(k, v, cache.layers[0], paging.slot_mapping[0])
     expected = ops.attention(q, cache.layers[0], paging, scale=0.25)
     q[10] = float("nan")
     k[5] = v[5] = float("nan")
-    ops.store_kv(k, v, cache.layers[0], paging.slots[0])
+    ops.store_kv(k, v, cache.layers[0], paging.slot_mapping[0])
     out = ops.attention(q, cache.layers[0], paging, scale=0.25)
     assert out[5:20].isnan().all()
     assert torch.equal(out[20:], expected[20:])

@@ -28,7 +28,9 @@ def test_layers_of_others_in_the_same_blocks(kind: str) -> None:
     model = native_model(config, ops)
     expected = TinyEngine(config, model=model, ops=ops, kv_dtype=kind).answer(questions())
     more = [KVCacheSpec(1, 48), KVCacheSpec(1, 16, is_cross=True), StateSpec((3, 5), "float32")]
-    engine = TinyEngine(config, model=model, ops=ops, kv_dtype=kind, more_specs=more, num_blocks=120, swap_slots=60)
+    engine = TinyEngine(
+        config, model=model, ops=ops, kv_dtype=kind, more_specs=more, num_blocks=120, num_host_blocks=60
+    )
     assert not any(layer.k.is_contiguous() for layer in engine.runner.cache.layers)
     assert engine.answer_preempted(questions(), seed=3) == expected
     assert engine.scheduler.counters.swaps
@@ -91,7 +93,7 @@ def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> Non
     assert crowded.scheduler.counters.preemptions > 2
     scores[-1].check(alone)
     scores.append(Scores())
-    swapping = own.engine(max_tokens=24, max_requests=16, swap_slots=1000, prefix_cache=False)
+    swapping = own.engine(max_tokens=24, max_requests=16, num_host_blocks=1000, prefix_cache=False)
     assert swapping.answer_preempted(questions(), seed=4) == expected
     assert swapping.scheduler.counters.swaps > 2
     scores[-1].check(alone)

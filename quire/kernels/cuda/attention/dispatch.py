@@ -191,5 +191,5 @@ def rope_attention(
         scoring, new = Scoring(scale, window, None, softcap), New(k, v, angles, interleaved)
         decode_attention(q, cache, paging, splits, out, scoring, new=new)
         return out
-    rope_store(q, k, v, positions, angles, interleaved, cache, paging.slots[cache.group])
+    rope_store(q, k, v, positions, angles, interleaved, cache, paging.slot_mapping[cache.group])
     return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, exact=exact)

@@ -1,7 +1,6 @@
 """The largest step there can be, computed once before the cache is made: what it takes of a GPU is measured.
 
-A GPU that cannot run one of the kernels is found out by that, at start and not by a request. `engine.py` has a Trial
-measured; a CPU is never asked.
+It also shows at start, and not at a request, whether the GPU can run all kernels. `build.py` calls this for a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, BufferShape
 from quire.engine.cache import CacheLayout, CacheTensors
-from quire.engine.faults import kernels_tried, told_clearly
+from quire.engine.faults import explain_kernel_errors, explain_out_of_memory
 from quire.engine.memory import CacheSize
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
@@ -25,7 +24,7 @@ ONLY_BLOCK = 1  # all tokens of the trial are written to it, over each other: no
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ProfileRun:
     """A model that has no cache yet, and how large its steps will be."""
 
     model: Decoder
@@ -44,7 +43,7 @@ class Trial:
         what = f"a step of {self.max_tokens:,} tokens for {self.max_requests:,} requests beside the weights"
         remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
         device = self.ops.device
-        with told_clearly(what, remedy, device), kernels_tried(self.ops):
+        with explain_out_of_memory(what, remedy, device), explain_kernel_errors(self.ops):
             libraries.join()
             self._run(1, 1)
             torch.cuda.empty_cache()

@@ -1,0 +1,193 @@
+"""FairQueue an EngineConfig into an engine. No other module reads the configuration, beside the entry points.
+
+Weights are loaded, the largest step is measured on a GPU, the cache gets what memory is left, and runner and scheduler
+are made to fit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig
+from quire.core.kv_cache import fixed_blocks
+from quire.core.pace import Pace
+from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
+from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
+from quire.engine.backend import (
+    choose_device,
+    choose_dtype,
+    choose_itl_target,
+    choose_kv_dtype,
+    choose_max_requests,
+    choose_ops,
+    choose_quantize,
+    choose_step_tokens,
+    describe_ops,
+)
+from quire.engine.batch import BatchBuffers, BufferShape
+from quire.engine.cache import CacheTensors, lay_out, shape_blocks
+from quire.engine.costs import time_copies
+from quire.engine.engine import Engine, EngineInfo
+from quire.engine.faults import LESS_WORK, explain_out_of_memory
+from quire.engine.memory import GRAPH_BYTES, SMALLER_WEIGHTS, check_weights, describe, find_room, size_cache, size_swap
+from quire.engine.precompile import Precompilation
+from quire.engine.profile_run import ProfileRun, read_libraries
+from quire.engine.runner import ModelRunner, Runner
+from quire.kernels import Kernels
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.weights.config import read_config
+from quire.weights.loader import (
+    LoadedModel,
+    build_model,
+    build_random_model,
+    count_weights,
+    opened,
+    shorten,
+    survey,
+    weight_bytes,
+)
+
+BATCH_WAIT_S = 0.05  # of dynamic batching, and
+WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # of batching by ratio, unless others are given
+
+
+def build_engine(
+    config: EngineConfig,
+    path: Path,
+    progress: Callable[[int, int], None] | None = None,
+    precompilation: Precompilation | None = None,
+) -> Engine:
+    """Load the model at `path` and put an engine around it."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    libraries = read_libraries(device, dtype) if device.type == "cuda" else None
+    with explain_out_of_memory("the weights", SMALLER_WEIGHTS, device):
+        loaded, ops = load(config, path, dtype, device, progress)
+    model = loaded.config
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
+    max_requests = choose_max_requests(config, device)
+    step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
+    specs = loaded.model.cache_specs()
+    layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
+    if precompilation is not None:
+        if ops.fused is None:
+            precompilation.cancel()  # these ops need none of it
+        else:
+            precompilation.wait()
+    step_bytes = 0  # a CPU has nothing set aside for steps
+    if libraries is not None:
+        trial = ProfileRun(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
+        step_bytes = trial.measure(libraries)
+    room = find_room(device, step_bytes)
+    size = size_cache(
+        block_bytes=layout.block_bytes,
+        block_size=config.block_size,
+        windows=layout.windows,
+        num_fixed=fixed_blocks(model.max_len, config.block_size, layout.num_encoder_groups, layout.num_state_groups),
+        max_tokens_per_step=step_tokens,
+        num_blocks=config.num_blocks,
+        kv_memory=config.kv_memory,
+        max_len=model.max_len,
+        max_len_wanted=config.max_len,
+        max_requests=max_requests,
+        room=room,
+    )
+    computes = describe_ops(ops, dtype)
+    kv_dtypes = " and ".join(dict.fromkeys(spec.dtype or kv_dtype for spec in specs))
+    summary = describe(
+        config.model, model.family, computes, loaded.weight_bytes, room.kept, size, kv_dtypes, max_requests
+    )  # fmt: skip
+    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
+    num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
+    with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
+        cache = CacheTensors(layout, size, device, num_host_blocks)
+        shape = BufferShape(
+            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device,
+            layout.num_fixed_groups,
+        )  # fmt: skip
+        decoder = ops.record(loaded.model, cache.layers, step_tokens)
+        runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
+        runner.prepare()
+        costs = SwapCosts(copy_s=time_copies(cache, device) if num_host_blocks else None)
+    scheduler = Scheduler(
+        size.num_blocks,
+        size.block_size,
+        step_tokens,
+        max_requests,
+        Policy(choose_batching(config, max_requests), config.order),
+        windows=layout.windows,
+        num_encoder_groups=layout.num_encoder_groups,
+        num_state_groups=layout.num_state_groups,
+        prefix_cache=config.prefix_cache,
+        num_host_blocks=num_host_blocks,
+        costs=costs,
+        pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
+    )
+    return Engine(scheduler, runner, info)
+
+
+def load(
+    config: EngineConfig,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[LoadedModel, Kernels]:
+    """The model, and the ops that it is made of."""
+    if config.weights == "random":
+        model = shorten(read_config(path), config.max_len, path)
+        ops = choose_ops(config, model, dtype, device)
+        check_weights(count_weights(model, ops) * dtype.itemsize, device)
+        rounding = None if config.quantize == "none" else config.quantize
+        return build_random_model(model, dtype=dtype, device=device, ops=ops, quantize=rounding), ops
+    with opened(path) as (described, checkpoint):
+        model = shorten(described, config.max_len, path)
+        ops = choose_ops(config, model, dtype, device)
+        stored = survey(model, checkpoint, ops)
+        quantize = choose_quantize(config.quantize, stored)
+        check_weights(weight_bytes(stored, dtype), device)
+        return build_model(
+            model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
+        ), ops
+
+
+def build_runner(
+    decoder: Decoder,
+    cache: CacheTensors,
+    ops: Kernels,
+    shape: BufferShape,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    graph_bytes: int,
+) -> Runner:
+    if ops.fused is None:
+        return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
+    from quire.engine.gpu_batch import AttentionShape, GpuBuffers  # these load Triton
+    from quire.engine.gpu_runner import GpuRunner
+    from quire.kernels.cuda.attention import varlen_items
+    from quire.kernels.cuda.attention.scoring import Scoring
+
+    scoring = Scoring(model.scale, None, None, model.attention_softcap)
+    uses_items = not ops.exact and varlen_items.suits(dtype, cache.layers[0], scoring)
+    group = model.num_heads // model.num_kv_heads
+    heads = AttentionShape(group, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
+    return GpuRunner(decoder, cache, GpuBuffers(shape, heads), ops, graph_bytes)
+
+
+def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
+    size = config.batch_size or max_requests
+    if config.batching == "static":
+        return Static(size)
+    if config.batching == "dynamic":
+        return Dynamic(size, BATCH_WAIT_S if config.batch_wait is None else config.batch_wait)
+    if config.batching == "ratio":
+        ratio, tokens = config.waiting_served_ratio, config.max_waiting_tokens
+        return WaitingRatio(
+            WAITING_SERVED_RATIO if ratio is None else ratio, MAX_WAITING_TOKENS if tokens is None else tokens
+        )  # fmt: skip
+    return Continuous()
