@@ -281,6 +281,18 @@ void sample(const std::string& isa, int threads, View logits, int64_t rows, int6
   run_team(threads, sample_on_team, &sampling);
 }
 
+void penalize(View logits, View counts, int64_t size, View index, int64_t num_more, Address penalties, int64_t count,
+              int32_t in_prompt) {
+  ReleasedGil released;
+  for (int64_t nth = 0; nth < count; nth++) {
+    const auto* line = reinterpret_cast<const int64_t*>(index.first) + nth * index.second;
+    const auto* its = reinterpret_cast<const float*>(penalties) + 3 * nth;
+    penalize_row({floats(logits) + line[0] * logits.second,
+                  reinterpret_cast<const int32_t*>(counts.first) + line[1] * counts.second, size, line + 2, num_more,
+                  its[0], its[1], its[2], in_prompt});
+  }
+}
+
 std::vector<std::string> built() {
   std::vector<std::string> names;
   for (const char* name : {"avx2", "avxvnni", "avx512", "amx"}) {
@@ -317,6 +329,8 @@ void bind_program(nb::module_& module) {
              "y"_a);
   module.def("sample", sample, "isa"_a, "threads"_a, "logits"_a, "rows"_a, "size"_a, "settings"_a, "seeds"_a,
              "positions"_a, "tokens"_a, "largest"_a);
+  module.def("penalize", penalize, "logits"_a, "counts"_a, "size"_a, "index"_a, "num_more"_a, "penalties"_a, "count"_a,
+             "in_prompt"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

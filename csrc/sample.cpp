@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "philox.h"
 
@@ -93,6 +94,13 @@ int64_t keep(const SampleCall& call, const float* logits, float largest, float l
   return keep_mass(wanted, largest, mass, candidates, count);
 }
 
+inline float penalized(const PenaltyCall& call, float value, int32_t count) {
+  const float repeated = value > 0.0f ? value / call.repetition : value * call.repetition;
+  const int32_t in_answer = count & (call.in_prompt - 1);
+  const float taken = call.frequency * static_cast<float>(in_answer) + (in_answer > 0 ? call.presence : 0.0f);
+  return (count > 0 ? repeated : value) - taken;
+}
+
 }  // namespace
 
 uint32_t token_word(const Noise& noise, int64_t id) {
@@ -154,6 +162,22 @@ void sample_row(const SampleCall& call, int64_t row, Candidate* candidates) {
     if (score > winner.score || (score == winner.score && each.id < winner.id)) winner = {score, each.id};
   }
   call.tokens[row] = winner.id;
+}
+
+void penalize_row(const PenaltyCall& call) {
+  struct Drafted {
+    int64_t token;
+    float value;
+  };
+  std::vector<Drafted> drafted;  // computed before the logits change
+  for (int64_t nth = 0; nth < call.num_more; nth++) {
+    const int64_t token = call.more[nth];
+    if (token < 0) continue;
+    const auto more = static_cast<int32_t>(std::count(call.more, call.more + call.num_more, token));
+    drafted.push_back({token, penalized(call, call.logits[token], call.counts[token] + more)});
+  }
+  for (int64_t id = 0; id < call.size; id++) call.logits[id] = penalized(call, call.logits[id], call.counts[id]);
+  for (const Drafted& each : drafted) call.logits[each.token] = each.value;
 }
 
 }  // namespace quire

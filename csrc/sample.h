@@ -57,6 +57,19 @@ struct SampleCall {
 void sample_row(const SampleCall& call, int64_t row, Candidate* candidates);
 bool needs_candidates(const SampleCall& call, int64_t row);
 
+// One row of logits and what its request has said. The rule is that of quire/kernels/reference.py `penalize`.
+struct PenaltyCall {
+  float* logits;
+  const int32_t* counts;
+  int64_t size;
+  const int64_t* more;  // tokens that are counted once more; -1 is none
+  int64_t num_more;
+  float repetition, frequency, presence;
+  int32_t in_prompt;
+};
+
+void penalize_row(const PenaltyCall& call);
+
 // The word of an id: see quire/kernels/philox.py.
 uint32_t token_word(const Noise& noise, int64_t id);
 float gumbel_score(float scaled, uint32_t word);

@@ -20,7 +20,7 @@ from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value
 from quire.kernels.cpu.tape_ops import Blocks, Recorded
 from quire.kernels.paging import LayerCache, Paging
-from quire.kernels.sampling import NUM_SETTINGS
+from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
 PARTIALS = 1 << 18  # floats for the parts of contexts that several threads work on: 1 MiB
 CACHE_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
@@ -151,6 +151,18 @@ class NativeOps:
             *(x.data_ptr() for x in (settings, seeds, positions, tokens, largest)),
         )  # fmt: skip
         return tokens, largest
+
+    def penalize(self, logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:
+        assert logits.dtype == penalties.dtype == torch.float32
+        assert counts.dtype == torch.int32
+        assert index.dtype == torch.int64
+        assert logits.stride(1) == counts.stride(1) == 1
+        assert logits.shape[1] == counts.shape[1]
+        index, penalties = index.contiguous(), penalties.contiguous()
+        self.native.module.penalize(
+            (logits.data_ptr(), logits.stride(0)), (counts.data_ptr(), counts.stride(0)), logits.shape[1],
+            (index.data_ptr(), index.stride(0)), index.shape[1] - 2, penalties.data_ptr(), len(index), IN_PROMPT,
+        )  # fmt: skip
 
     def _at_once(
         self,

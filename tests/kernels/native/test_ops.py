@@ -17,6 +17,7 @@ from quire.kernels import reference
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
+from quire.kernels.sampling import IN_PROMPT
 from tests.tools.native import THREADS, draw, each_cache_type, each_isa, kept, ops_of
 
 pytestmark = pytest.mark.cpu
@@ -344,3 +345,19 @@ def test_each_id_has_the_noise_of_the_reference(name: str) -> None:
     (tokens, _), (expected, _) = choose(name, x, [SamplingParams()] * 300)
     assert torch.equal(tokens, expected)
     assert len(set(tokens.tolist())) > 250
+
+
+@each_isa
+@pytest.mark.parametrize("size", [1, 9, 300])
+def test_penalties(name: str, size: int) -> None:
+    torch.manual_seed(size)
+    logits = 3 * torch.randn(4, size)
+    counts = torch.randint(-3, 3, (5, size), dtype=torch.int32).clamp(min=0)
+    counts += (torch.rand(5, size) < 0.2).int() * IN_PROMPT
+    index = torch.tensor([[2, 4, size - 1, 0], [0, 1, 0, 0], [3, 0, -1, -1]])
+    penalties = torch.tensor([[1.3, 0.4, 0.1], [0.5, 0.0, 1.0], [1.0, -0.7, 0.0]])
+    expected, unchanged = logits.clone(), counts.clone()
+    reference.penalize(expected, counts, index, penalties)
+    ops_of(name).penalize(logits, counts, index, penalties)
+    assert torch.equal(logits, expected)
+    assert torch.equal(counts, unchanged)
