@@ -204,7 +204,7 @@ def test_new_tokens_are_turned_and_stored_on_the_way(
     if before:
         tokens = sum(count for _, count in before)
         k, v = (torch.randn(tokens, kv_heads, dim).to(dtype) for _ in "kv")
-        reference.store_kv(k, v, plain, paged.step(before).slots[0])
+        reference.store_kv(k, v, plain, paged.step(before).slot_mapping[0])
     paging = on_gpu(paged.step([(row, 1) for row in range(len(contexts))]))
     qkv = torch.randn(len(contexts), heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
     q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)

@@ -24,7 +24,7 @@ import triton  # isort: skip
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
-from quire.engine import engine as assembler
+from quire.engine import build as assembler
 from quire.engine.client import InProcess
 from quire.engine.memory import GRAPH_BYTES
 from quire.errors import NotEnoughMemory, UnsupportedModel
