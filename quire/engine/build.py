@@ -1,4 +1,4 @@
-"""FairQueue an EngineConfig into an engine. No other module reads the configuration, beside the entry points.
+"""Turns an EngineConfig into an engine. No other module reads the configuration, beside the entry points.
 
 Weights are loaded, the largest step is measured on a GPU, the cache gets what memory is left, and runner and scheduler
 are made to fit it.

@@ -19,7 +19,7 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """FairQueue tokens into text that no later token can change.
+    """Turns tokens into text that no later token can change.
 
     The strings that `push` and `finish` return, concatenated, are `text`. Without a stop string that equals
     `tokenizer.decode` of all tokens, however the tokens are grouped into calls.
