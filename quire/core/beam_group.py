@@ -1,16 +1,17 @@
-"""BeamGroup: the beams of one request, and which of their continuations live on.
+"""BeamGroup: the beams of one request, and the choice of the beams that continue.
 
-Every live beam is a Request that the scheduler runs, with its own block table; one of them is always the request that
-was submitted (`root`), the others are its forks and have its id. All live beams are equally long. When all of them have
-their candidates, `choose` ranks these as Hugging Face's beam search does:
+Every live beam is a Request that the scheduler runs, with its own block table. One of them is always the submitted
+request (`root`). The others are its forks and have its id. All live beams have the same length. When all of them have
+candidates, `choose` ranks these as Hugging Face's beam search does:
 
-  1. candidates are sorted by the sum of their log probabilities, those of all beams together
-  2. one that ends its answer (stop token, stop string, max_tokens) and is among the first `width` is a hypothesis; the
-     best `width` hypotheses are kept, by their sums divided by length ** length_penalty
-  3. the first `width` others are the next live beams
-  4. the search ends at max_tokens, or when it has `width` hypotheses and `early_stopping` says so
+  1. the candidates of all beams are sorted together, by the sum of their log probabilities
+  2. a candidate that ends its answer (stop token, stop string, max_tokens) and is among the first `width` becomes a
+     hypothesis; the best `width` hypotheses are kept, by their sums divided by length ** length_penalty
+  3. the first `width` other candidates are the next live beams
+  4. the search ends at max_tokens, or at `width` hypotheses if the `early_stopping` condition holds
 
-Log probabilities are those of the untouched logits; what a request bans is no candidate. No tensors and no blocks here.
+Log probabilities are those of the model's unchanged logits. Banned tokens are not candidates. No tensors and no blocks
+here.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from quire.core.request import Finish, Request
 
 @dataclass(eq=False, slots=True)
 class Beam:
-    """What a request is in a beam search, beside its tokens."""
+    """The beam search state of a request, beside its tokens."""
 
     group: BeamGroup
     cum_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    candidates: Candidates | None = None  # of the step that computed its last token, until the group has chosen
+    candidates: Candidates | None = None  # from the step that computed its last token; None after the choice
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A beam that is to live: tokens behind those of a parent, which is a live beam now."""
+    """A next live beam: the tokens of its parent, which is a live beam now, followed by `tokens`."""
 
     parent: Request
     tokens: list[int]
@@ -56,13 +57,15 @@ class Continuation:
 
 
 class BeamGroup:
-    """The beams of `root`, from its submission to its end."""
+    """The beams of `root`. It exists from the root's submission to its end."""
 
     def __init__(self, root: Request) -> None:
         self.root = root
         self.width = root.params.beam_width
-        self.beams = [root]  # those that live, the likeliest first
-        self.folded: list[Survivor] = []  # beams that the root stands for: they follow it once it is computed
+        self.beams = [root]  # the live beams, the likeliest first
+        self.folded: list[
+            Survivor
+        ] = []  # beams of a preempted group: they fork from the root again once it is computed
         self.hypotheses: list[Hypothesis] = []  # the best first
         self._constraint = root.constraint and root.constraint.copy()
         self._stop_matcher = root.stop_matcher and root.stop_matcher.copy()
@@ -77,33 +80,34 @@ class BeamGroup:
         return self.hypotheses[: self.root.params.n]
 
     def advance(self) -> list[Survivor]:
-        """The next live beams; none when the search has ended. Called when the group is complete."""
+        """The next live beams, or none when the search has ended. The group must be complete."""
         folded, self.folded = self.folded, []
         return folded or self.choose()
 
     def choose(self) -> list[Survivor]:
-        """Rank the candidates of all beams. What ends becomes a hypothesis; the best of the others live on."""
+        """Rank the candidates of all beams, add hypotheses, and return the next live beams."""
         length = self.root.num_output + 1
         is_last = length == self.root.max_tokens
         live: list[tuple[Continuation, StopMatcher | None]] = []
-        for rank, each in enumerate(self._rank()):
-            ends, stop_matcher = self._look_for_stop(each, length)
+        for rank, continuation in enumerate(self._rank()):
+            ends, stop_matcher = self._check_stop(continuation, length)
             if not ends and not is_last:
-                live.append((each, stop_matcher))
+                live.append((continuation, stop_matcher))
                 if len(live) == self.width:
                     break
             elif rank < self.width:
-                self._keep(each, Finish.STOP if ends else Finish.LENGTH, length)
+                self._add_hypothesis(continuation, Finish.STOP if ends else Finish.LENGTH, length)
             elif is_last:
                 break
         if not live or self._is_done(live[0][0].cum_logprob, length):
             return []
-        return self._survive(live)
+        return self._make_survivors(live)
 
     def fold(self) -> list[Request]:
-        """Let the root stand for all live beams, with the tokens that these have in common; the others of them.
+        """Shorten the root to the common prefix of all live beams, for a preemption. Returns the other beams.
 
-        They are computed again behind the root, which is shorter by that. Its last token is not computed.
+        The tokens after the prefix are kept in `folded` and recomputed when the group resumes. The root's last token
+        counts as not computed.
         """
         others = [request for request in self.beams if request is not self.root]
         if not self.folded:
@@ -118,7 +122,7 @@ class BeamGroup:
         return others
 
     def restart(self) -> None:
-        """Back to the prompt. What is chosen depends on nothing else, so the search comes to the same answers."""
+        """Restart the search from the prompt. It depends on nothing else, so it finds the same answers."""
         root = self.root
         del root.tokens[root.num_prompt :]
         root.constraint = self._constraint and self._constraint.copy()
@@ -127,16 +131,17 @@ class BeamGroup:
         self.beams, self.folded, self.hypotheses = [root], [], []
 
     def fork(self) -> Request:
-        """One more beam, without tokens of its own yet."""
+        """A new request for a beam. `assign` sets its tokens."""
         request = replace(self.root, constraint=None, stop_matcher=None)
-        request.state, request.place, request.rank = self.root.state, self.root.place, self.root.rank
+        request.state, request.sort_key = self.root.state, self.root.sort_key
+        request.queue_position = self.root.queue_position
         request.processes_logits = self.root.processes_logits
         request.arrival_s = self.root.arrival_s
         request.beam = Beam(self)
         return request
 
-    def become(self, request: Request, survivor: Survivor, length: int) -> None:
-        """`request`, which shares the parent's cache, is the survivor from now on. Parents have `length` tokens."""
+    def assign(self, request: Request, survivor: Survivor, length: int) -> None:
+        """Make `request`, which shares the parent's blocks, the survivor. Parents have `length` tokens."""
         if request is survivor.parent:
             request.tokens += survivor.tokens
         else:
@@ -145,36 +150,36 @@ class BeamGroup:
         request.beam = Beam(self, survivor.cum_logprob, survivor.logprobs)
 
     def _rank(self) -> list[Continuation]:
-        """The likeliest continuations of all beams, the best first. Of equals the likelier beam's comes first."""
+        """The likeliest continuations of all beams, the best first. Ties go to the likelier beam."""
         found: list[Continuation] = []
         for request in self.beams:
             beam = beam_of(request)
             assert beam.candidates is not None
             found += [Continuation(request, token, beam.cum_logprob + token[1]) for token in beam.candidates.tokens]
-        found.sort(key=lambda each: -each.cum_logprob)
+        found.sort(key=lambda continuation: -continuation.cum_logprob)
         return found[: num_candidates(self.root)]
 
-    def _look_for_stop(self, each: Continuation, length: int) -> tuple[bool, StopMatcher | None]:
-        """Whether the token ends the answer, and the stop matcher that has been told of it."""
-        token = each.token[0]
+    def _check_stop(self, continuation: Continuation, length: int) -> tuple[bool, StopMatcher | None]:
+        """Whether the token ends the answer, and a stop matcher that has been advanced by it."""
+        token = continuation.token[0]
         if token in self.root.stop_ids and length > self.root.params.min_tokens:
             return True, None
-        if each.parent.stop_matcher is None:
+        if continuation.parent.stop_matcher is None:
             return False, None
-        stop_matcher = each.parent.stop_matcher.copy()
+        stop_matcher = continuation.parent.stop_matcher.copy()
         return stop_matcher.advance(token), stop_matcher
 
-    def _keep(self, each: Continuation, finish: Finish, length: int) -> None:
-        """A hypothesis, if it is among the best. Of equals the one that was found first stays."""
-        score = each.cum_logprob / length**self.root.params.length_penalty
-        tokens = [*each.parent.tokens[self.root.num_prompt :], each.token[0]]
-        logprobs = None if self.root.params.logprobs is None else self._logprobs(each)
-        self.hypotheses.append(Hypothesis(tokens, each.cum_logprob, score, finish, logprobs))
+    def _add_hypothesis(self, continuation: Continuation, finish: Finish, length: int) -> None:
+        """Add a hypothesis and keep the best `width`. Ties go to the one that was found first."""
+        score = continuation.cum_logprob / length**self.root.params.length_penalty
+        tokens = [*continuation.parent.tokens[self.root.num_prompt :], continuation.token[0]]
+        logprobs = None if self.root.params.logprobs is None else self._logprobs(continuation)
+        self.hypotheses.append(Hypothesis(tokens, continuation.cum_logprob, score, finish, logprobs))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.width :]
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether the search may end, `best` being the sum of the likeliest live beam."""
+        """Whether the search ends. `best` is the cumulative log probability of the likeliest live beam."""
         if len(self.hypotheses) < self.width:
             return False
         params = self.root.params
@@ -185,28 +190,27 @@ class BeamGroup:
         highest: float = best / length**params.length_penalty
         return self.hypotheses[-1].score >= highest
 
-    def _survive(self, live: Sequence[tuple[Continuation, StopMatcher | None]]) -> list[Survivor]:
-        """The last child of a parent takes over its constraint, the others get copies."""
-        num_children = Counter(id(each.parent) for each, _ in live)
+    def _make_survivors(self, live: Sequence[tuple[Continuation, StopMatcher | None]]) -> list[Survivor]:
+        """The last child of a parent gets its constraint, the others get copies."""
+        num_children = Counter(id(continuation.parent) for continuation, _ in live)
         survivors: list[Survivor] = []
-        for each, stop_matcher in live:
-            parent, token = each.parent, each.token[0]
+        for continuation, stop_matcher in live:
+            parent, token = continuation.parent, continuation.token[0]
             num_children[id(parent)] -= 1
             constraint = parent.constraint
             if constraint is not None:
                 constraint = constraint.copy() if num_children[id(parent)] else constraint
                 constraint.advance(token)
-            survivors.append(
-                Survivor(parent, [token], each.cum_logprob, self._logprobs(each), constraint, stop_matcher)
-            )
+            cum_logprob, logprobs = continuation.cum_logprob, self._logprobs(continuation)
+            survivors.append(Survivor(parent, [token], cum_logprob, logprobs, constraint, stop_matcher))
         return survivors
 
-    def _logprobs(self, each: Continuation) -> list[TokenLogprobs]:
+    def _logprobs(self, continuation: Continuation) -> list[TokenLogprobs]:
         if self.root.params.logprobs is None:
             return []
-        beam = beam_of(each.parent)
+        beam = beam_of(continuation.parent)
         assert beam.candidates is not None
-        return [*beam.logprobs, TokenLogprobs(each.token, beam.candidates.top)]
+        return [*beam.logprobs, TokenLogprobs(continuation.token, beam.candidates.top)]
 
     def _as_survivor(self, request: Request, length: int) -> Survivor:
         beam = beam_of(request)
@@ -222,11 +226,11 @@ def beam_of(request: Request) -> Beam:
 
 
 def num_candidates(request: Request) -> int:
-    """How many continuations are ranked: with each beam's stop tokens among them, `width` others are left."""
+    """How many continuations are ranked. Even if they include every beam's stop tokens, `width` others are left."""
     return request.params.beam_width * max(2, 1 + len(request.stop_ids))
 
 
 def common_length(sequences: Sequence[list[int]]) -> int:
-    """How many tokens all sequences begin with."""
+    """The length of the common prefix of all sequences."""
     first, last = min(sequences), max(sequences)
     return next((index for index, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))

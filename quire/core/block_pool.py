@@ -1,17 +1,16 @@
 """BlockPool: fixed-size blocks of the KV cache by number, with reference counts and an O(1) free list.
 
-The pool does not know what a block holds. A block with no references is on the free list; its place there is its place
-in the order of eviction. A free block that still holds published content can be taken back by `revive` until its turn
-comes. Only `KVCache` calls this.
+A block without references is on the free list, whose order is the order of eviction. `touch` takes a block that still
+holds published content off the list again. The contents of blocks are tracked elsewhere. Only `KVCache` calls this.
 """
 
 from __future__ import annotations
 
 
 class BlockPool:
-    """Blocks 1..num_blocks. Number 0 is never given out: padded table entries may point at it.
+    """Blocks 1 to num_blocks. Block 0 is never allocated: padded table entries may point at it.
 
-    The free list is intrusive and circular: `_next` and `_previous` hold block numbers, with 0 as both ends.
+    The free list is intrusive and circular: `_next` and `_previous` hold block numbers, with 0 at both ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -22,29 +21,29 @@ class BlockPool:
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
-    def take(self) -> int:
-        """The free block whose turn it is, with one reference. The caller knows that there is one."""
+    def allocate(self) -> int:
+        """Take the first block of the free list, with one reference. The caller has checked `num_free`."""
         block = self._next[0]
         assert block, "no free block"
         self._unlink(block)
         self.refs[block] = 1
         return block
 
-    def revive(self, block: int) -> None:
-        """One more reference to a block that may be free."""
+    def touch(self, block: int) -> None:
+        """Add a reference to a block, which may be on the free list."""
         if self.refs[block] == 0:
             self._unlink(block)
         self.refs[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
-        """One reference less. A block that reaches none is evicted last if it is worth keeping, else first."""
-        assert self.refs[block] > 0, f"block {block} released once too often"
+        """Drop a reference. A block without any is evicted last if `keep` is set, otherwise first."""
+        assert self.refs[block] > 0, f"block {block} is released too often: it has no references"
         self.refs[block] -= 1
         if self.refs[block] == 0:
             self._link(block, after=self._previous[0] if keep else 0)
 
     def free_order(self) -> list[int]:
-        """The free list from first to last to be evicted. For tests."""
+        """The free list in order of eviction. For tests."""
         order, block = [], self._next[0]
         while block:
             order.append(block)

@@ -1,7 +1,7 @@
-"""What follows an answer token by token. A Constraint says which tokens may come next: `text/grammar.py` makes them,
-the sampler asks. A StopMatcher finds stop strings in beams: see `text/detokenizer.py`.
+"""Protocols that follow an answer token by token. A Constraint gives the tokens allowed next: `text/grammar/` makes it,
+the sampler applies it. A StopMatcher finds stop strings in beams: see `text/detokenizer.py`.
 
-Both have been told every token of the answer so far, in order. A beam that forks copies them.
+Both are advanced by every token of the answer, in order. A forked beam gets copies of them.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from typing import Protocol
 
 
 class Constraint(Protocol):
-    error: str  # why nothing is allowed any more, when that is the constraint's own fault
+    error: str  # why no token is allowed, if the constraint itself is the cause; otherwise empty
 
     def allowed(self) -> bytes:
-        """The tokens that may come next: a bit each, the lowest of a byte first, ids past the end are forbidden."""
+        """A bit mask of the tokens allowed next, the lowest bit of a byte first. Ids past its end are not allowed."""
         ...
 
     def advance(self, token: int) -> None:
-        """The answer has this token next."""
+        """Append a token to the answer."""
         ...
 
     def copy(self) -> Constraint:
-        """One that has been told the same tokens."""
+        """An independent copy in the same state."""
         ...
 
 
 class StopMatcher(Protocol):
     def advance(self, token: int) -> bool:
-        """The answer has this token next; whether it completes a stop string."""
+        """Append a token to the answer. Returns whether it completes a stop string."""
         ...
 
     def copy(self) -> StopMatcher:
-        """One that has been told the same tokens."""
+        """An independent copy in the same state."""
         ...

@@ -1,14 +1,14 @@
-"""KVCache: which blocks hold a request's keys and values. It decides; the engine's tensors do what it decided.
+"""KVCache: which blocks hold a request's keys and values. It has block numbers only; the engine has the tensors.
 
-A block may be written only while one request refers to it and it is not published; otherwise the writer gets a copy.
-Layers are grouped by how far back they look, and each group has a block table of its own, all from one pool. Only the
+A block may be written only while one request refers to it and it is not published. Otherwise the writer gets a copy.
+Layers are grouped by attention window. Each group has its own block table, and all groups share one pool. Only the
 scheduler calls this.
 
-Two kinds of groups do not grow with the request. An encoder group holds what cross-attention reads: it is filled once,
+Two kinds of groups do not grow with the request. An encoder group holds what cross-attention reads. It is filled once,
 by the request's first step. A state group holds one block of constant size, which every step rewrites (Mamba, linear
-attention). Both get all their blocks at admission and keep them until the request leaves. Neither is in the prefix
-tree. Decoder blocks are in the tree below a salt that stands for the encoder's input too (`Request.salt`); with state
-groups nothing is looked up or forked, because the state at the end of a shared prefix is gone.
+attention). Both get all their blocks at admission and keep them until the request ends or is preempted. Neither is in
+the prefix tree. The salt of decoder blocks includes the encoder's input (`Request.salt`). With state groups there is no
+prefix look-up and no fork, because the state at the end of a shared prefix is not kept.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class KVCache:
         self.num_state_groups = num_state_groups
         self.prefix_cache = prefix_cache and not num_state_groups
         self.has_windows = any(window is not None for window in self.windows)
-        self.step = 0  # the scheduler's, to date evictions with
-        self.filling: set[int] = set()  # published by the plan being made, which is also the one that computes them
+        self.step = 0  # the scheduler's step, recorded with evictions
+        self.filling: set[int] = set()  # blocks that the plan being made both publishes and computes
         self.pool = BlockPool(num_blocks)
         self.tree = self._empty_tree()
 
     def reset(self) -> None:
-        """All blocks are free and nothing is published. No request may hold a block any more."""
+        """Free all blocks and publish none. The caller clears the requests' block tables."""
         self.filling.clear()
         self.pool = BlockPool(self.pool.num_blocks)
         self.tree = self._empty_tree()
@@ -61,105 +61,108 @@ class KVCache:
         return fixed_blocks(num_encoder_tokens, self.block_size, self.num_encoder_groups, self.num_state_groups)
 
     def beams_peak(self, num_shared: int, length: int, width: int, max_count: int) -> int:
-        """The most blocks that `width` beams of `length` tokens hold at once, which share the first `num_shared`."""
-        num_full, whole = num_shared // self.block_size, ceil_div(length, self.block_size)
-        together = num_full + width * (whole - num_full)
+        """The most blocks that `width` beams of `length` tokens hold at once if they share the first `num_shared`."""
+        num_full, num_blocks = num_shared // self.block_size, ceil_div(length, self.block_size)
+        together = num_full + width * (num_blocks - num_full)
         return sum(
             min(together, width * peak_blocks(length, max_count, self.block_size, [window])) for window in self.windows
         )
 
     def lookup(self, request: Request) -> Match:
-        """What the cache already holds of the request. Its last token is always computed: somebody needs its logits."""
+        """The longest cached prefix of the request. It excludes the last token, whose logits are needed."""
         if not self.prefix_cache or request.params.prompt_logprobs is not None:
             return Match()
         return self.tree.lookup(request.tokens, request.salt, len(request.tokens) - 1)
 
-    def cost(self, request: Request, match: Match, max_count: int) -> int:
-        """Free blocks that admitting the request uses up, those included that the match takes off the free list."""
-        found = [block for table in self._visible(request, match) for block in table if block is not None]
-        revived = sum(self.pool.refs[block] == 0 for block in found)
-        return self.peak(len(request.tokens), max_count, len(request.encoder_tokens)) - len(found) + revived
+    def num_blocks_to_admit(self, request: Request, match: Match, max_count: int) -> int:
+        """Free blocks that admitting the request uses, with the matched blocks that are on the free list."""
+        found = [block for table in self._matched_tables(request, match) for block in table if block is not None]
+        num_unused = sum(self.pool.refs[block] == 0 for block in found)
+        return self.peak(len(request.tokens), max_count, len(request.encoder_tokens)) - len(found) + num_unused
 
-    def missing(self, request: Request, max_count: int) -> int:
+    def num_missing_blocks(self, request: Request, max_count: int) -> int:
         """Blocks that a running request still needs for the tokens it has."""
         if request.capacity >= len(request.tokens):
             return 0
         held = sum(block is not None for table in request.tables for block in table)
         return max(0, peak_blocks(len(request.tokens), max_count, self.block_size, self.windows) - held)
 
-    def adopt(self, request: Request, match: Match, copies: Pairs) -> None:
-        """Give the request what the look-up found, and blocks for its encoder and state, which its next step fills.
+    def attach_prefix(self, request: Request, match: Match, copies: Pairs) -> None:
+        """Start the request from the matched prefix, and allocate its encoder and state blocks.
 
-        The caller has seen that the cost is there.
+        The caller has checked `num_blocks_to_admit`.
         """
-        tables = self._visible(request, match)
-        self._revive(tables)
-        self._publish_below(request, match)
+        tables = self._matched_tables(request, match)
+        self._touch(tables)
+        self._set_publish_parent(request, match)
         num_tokens = len(match.path) * self.block_size
         if match.partial is not None and self._copy_partial(match.partial, tables, copies):
             num_tokens += match.num_partial
-        self._take_fixed(request)
-        self._start(request, tables, num_tokens)
+        self._allocate_fixed(request)
+        self._set_tables(request, tables, num_tokens)
         if match.num_partial and self.has_windows:
-            self.trim(request)  # the copied tokens may have moved the window past a block that the path had
+            self.trim(request)  # the copied tokens may move the window past a matched block
 
-    def restore(self, request: Request, match: Match, swap_in: Pairs) -> None:
-        """Give the request what it has on the host: in blocks of the look-up as far as they go, then in new ones.
+    def swap_in(self, request: Request, match: Match, pairs: Pairs) -> None:
+        """Resume the request from its host blocks: the matched blocks are reused, the others are copied to new blocks.
 
-        The caller has seen that the cost is there, and that no copy of the same plan reads a block that is free: it
-        could become one of the new ones, which are filled first.
+        The caller has checked `num_blocks_to_admit`, and that the plan's copies read no free block. A new block could
+        be such a source, and is filled before the copies run.
         """
         assert request.swapped_out is not None
-        tables = self._visible(request, match)
-        self._revive(tables)
-        self._publish_below(request, match)
+        tables = self._matched_tables(request, match)
+        self._touch(tables)
+        self._set_publish_parent(request, match)
         for table, host_blocks in zip(tables, request.swapped_out.tables, strict=True):
-            missing = host_blocks[len(match.path) :]
-            table.extend(None if host_block is None else self._fetch(host_block, swap_in) for host_block in missing)
+            unmatched = host_blocks[len(match.path) :]
+            table.extend(None if each is None else self._swap_in_block(each, pairs) for each in unmatched)
         request.fixed_tables = [
-            [self._fetch(host_block, swap_in) for host_block in host_blocks]
+            [self._swap_in_block(host_block, pairs) for host_block in host_blocks]
             for host_blocks in request.swapped_out.fixed_tables
         ]
-        self._start(request, tables, request.swapped_out.num_computed)
+        self._set_tables(request, tables, request.swapped_out.num_computed)
 
     def fork(self, request: Request) -> bool:
-        """Share the leader's blocks of the encoder and of the prompt but its last token, if it still has them."""
+        """Share the leader's blocks of the encoder and of the prompt without its last token.
+
+        Returns False if the leader does not hold all of them.
+        """
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
             return False
-        if self.num_state_groups or leader.salt != request.salt or not self.reaches(leader, num_shared):
+        if self.num_state_groups or leader.salt != request.salt or not self.holds_context(leader, num_shared):
             return False
-        self.share(leader, request, num_shared)
+        self.share_blocks(leader, request, num_shared)
         return True
 
-    def reaches(self, request: Request, num_tokens: int) -> bool:
-        """Whether the request still has all blocks that a token behind its first `num_tokens` looks at."""
+    def holds_context(self, request: Request, num_tokens: int) -> bool:
+        """Whether the request holds all blocks that a token at position `num_tokens` attends to."""
         num_blocks = ceil_div(num_tokens, self.block_size)
         return not any(
             None in table[first_block(num_tokens, window, self.block_size) : num_blocks]
             for table, window in zip(request.tables, self.windows, strict=True)
         )
 
-    def share(self, source: Request, target: Request, num_tokens: int) -> None:
-        """Let the target, which holds nothing, go on behind the source's first `num_tokens`, which are computed.
+    def share_blocks(self, source: Request, target: Request, num_tokens: int) -> None:
+        """Start the target from the source's first `num_tokens`, which are computed. The target holds no blocks.
 
-        Both refer to the same blocks. The first that writes to the last, partly filled one gets a copy (`grow`).
+        Both refer to the same blocks. The first one to write to the last, partly filled block gets a copy (`grow`).
         """
         num_blocks = ceil_div(num_tokens, self.block_size)
         tables = [table[:num_blocks] for table in source.tables]
-        self._revive(tables)
+        self._touch(tables)
         target.fixed_tables = [list(table) for table in source.fixed_tables]
-        self._revive(target.fixed_tables)
-        self._start(target, tables, num_tokens)
-        source.capacity = min(source.capacity, source.num_planned)  # its next write must look before it writes
+        self._touch(target.fixed_tables)
+        self._set_tables(target, tables, num_tokens)
+        source.capacity = min(source.capacity, source.num_planned)  # so that its next write goes through `grow`
         node = source.node
         while node is not None and node.depth > num_tokens // self.block_size:
             node = node.parent
-        self._move_to(target, node)
+        self._move_pin(target, node)
         target.publish_at = (node.depth + 1) * self.block_size if node else NEVER
 
     def grow(self, request: Request, end: int, copies: Pairs) -> bool:
-        """Make positions up to `end` writable. False, and nothing is changed, when too few blocks are free."""
+        """Make positions up to `end` writable. Returns False and changes nothing if too few blocks are free."""
         index = request.num_planned // self.block_size
         num_blocks = ceil_div(end, self.block_size)
         shared = [table for table in request.tables if index < len(table) and not self._writable(table[index])]
@@ -167,23 +170,23 @@ class KVCache:
         if needed > self.pool.num_free:
             return False
         for table in shared:
-            source, target = table[index], self._take()
-            assert source is not None, "a block to be written fell behind the window"
+            source, target = table[index], self._allocate()
+            assert source is not None, "a block to be written is behind the window"
             copies.append((source, target))
             self._release(source)
             table[index] = target
         for table in request.tables:
-            table.extend(self._take() for _ in range(num_blocks - len(table)))
+            table.extend(self._allocate() for _ in range(num_blocks - len(table)))
         request.capacity = num_blocks * self.block_size
         return True
 
     def begin_plan(self, step: int) -> None:
-        """A plan is being made: the blocks of the plans before it are filled by the time it runs."""
+        """A new plan is being made. The blocks of earlier plans are filled by the time it runs."""
         self.step = step
         self.filling.clear()
 
     def publish(self, request: Request, end: int) -> None:
-        """Offer the full blocks among the first `end` tokens to other requests. The tokens are known."""
+        """Publish the full blocks of the first `end` tokens in the prefix tree. All of them are in `tokens`."""
         assert request.node is not None
         node, size, insert = request.node, self.block_size, self.tree.insert
         first, stop = request.publish_at // size - 1, end // size
@@ -192,13 +195,13 @@ class KVCache:
         for start, its_blocks in zip(range(0, len(tokens), size), blocks, strict=True):
             node = insert(node, tokens[start : start + size], its_blocks)
         request.publish_at = (stop + 1) * size
-        self._move_to(request, node)
+        self._move_pin(request, node)
 
     def publish_planned(self, request: Request) -> None:
-        """Offer blocks that a row of several tokens fills in the plan being made. In a step that has such a row, layers
-        store all keys before they read any.
+        """Publish blocks that a row of several tokens fills in the plan being made.
 
-        Rows of the same plan and of later ones may share them. They cannot be copied before the plan has run.
+        Rows of the same plan and of later ones may share them: in a step that has such a row, each layer stores all
+        keys before it reads any. They cannot be copied before the plan has run.
         """
         end = min(request.num_planned, len(request.tokens))
         if end >= request.publish_at:
@@ -208,12 +211,12 @@ class KVCache:
             self.publish(request, end)
 
     def unpublish(self, blocks: set[int]) -> None:
-        """These blocks do not hold what they were published for."""
+        """Remove blocks with invalid contents from the prefix tree."""
         for block in blocks & self.tree.owners.keys():
             self.tree.forget(block, self.step)
 
     def trim(self, request: Request) -> None:
-        """Give back the blocks that no later token of the request looks at."""
+        """Release the blocks behind the window, to which no later token of the request attends."""
         for table, window in zip(request.tables, self.windows, strict=True):
             index = first_block(request.num_computed, window, self.block_size) - 1
             while index >= 0 and (block := table[index]) is not None:
@@ -222,7 +225,7 @@ class KVCache:
                 index -= 1
 
     def release(self, request: Request) -> None:
-        """Give everything back, the end first, so that beginnings stay in the cache longest."""
+        """Release all blocks of the request, the last first, so that the first ones are evicted last."""
         for index in range(max((len(table) for table in request.tables), default=0) - 1, -1, -1):
             for table in request.tables:
                 if index < len(table) and (block := table[index]) is not None:
@@ -233,24 +236,27 @@ class KVCache:
         request.tables, request.fixed_tables = [], []
         request.capacity = request.num_computed = request.num_planned = 0
         request.publish_at = NEVER
-        self._move_to(request, None)
+        self._move_pin(request, None)
 
     def _empty_tree(self) -> PrefixTree:
         return PrefixTree(self.block_size, self.windows, max_evicted=2 * self.pool.num_blocks)
 
-    def _start(self, request: Request, tables: list[list[int | None]], num_tokens: int) -> None:
+    def _set_tables(self, request: Request, tables: list[list[int | None]], num_tokens: int) -> None:
         request.tables = tables
         request.num_computed = request.num_planned = num_tokens
         request.capacity = num_tokens
 
-    def _publish_below(self, request: Request, match: Match) -> None:
-        """To be called before a block is taken: the match's last node may have nothing but this pin to keep it."""
+    def _set_publish_parent(self, request: Request, match: Match) -> None:
+        """Pin the match's last node, below which the request publishes.
+
+        This precedes any allocation, because the pin may be all that keeps the node in the tree.
+        """
         if self.prefix_cache:
-            self._move_to(request, match.path[-1] if match.path else self.tree.root(request.salt))
+            self._move_pin(request, match.path[-1] if match.path else self.tree.root(request.salt))
             request.publish_at = (len(match.path) + 1) * self.block_size
 
-    def _visible(self, request: Request, match: Match) -> list[list[int | None]]:
-        """The match as tables: its blocks in the groups that look back that far from where the request goes on."""
+    def _matched_tables(self, request: Request, match: Match) -> list[list[int | None]]:
+        """The match as block tables, with None for blocks behind the window of the request's next token."""
         end = len(match.path) * self.block_size
         if request.swapped_out is not None and request.swapped_out.num_computed > end:
             end = request.swapped_out.num_computed
@@ -260,41 +266,41 @@ class KVCache:
             for group, first in enumerate(firsts)
         ]
 
-    def _take_fixed(self, request: Request) -> None:
+    def _allocate_fixed(self, request: Request) -> None:
         num_encoder = ceil_div(len(request.encoder_tokens), self.block_size)
         sizes = [num_encoder] * self.num_encoder_groups + [1] * self.num_state_groups
-        request.fixed_tables = [[self._take() for _ in range(size)] for size in sizes]
+        request.fixed_tables = [[self._allocate() for _ in range(size)] for size in sizes]
 
-    def _revive(self, tables: Sequence[Sequence[int | None]]) -> None:
+    def _touch(self, tables: Sequence[Sequence[int | None]]) -> None:
         for table in tables:
             for block in table:
                 if block is not None:
-                    self.pool.revive(block)
+                    self.pool.touch(block)
 
     def _copy_partial(self, node: Node, tables: list[list[int | None]], copies: Pairs) -> bool:
-        """Append a private copy of the node's blocks, unless they are still being filled or the pool has none left."""
+        """Append a private copy of the node's blocks. Returns False if they are being filled or too few are free."""
         sources = [block for block in node.blocks if block is not None]
         if not self.filling.isdisjoint(sources):
             return False
         for block in sources:
-            self.pool.revive(block)  # so that it is not chosen as its own target
+            self.pool.touch(block)  # so that it is not allocated as a target
         enough = self.pool.num_free >= len(sources)
         if enough:
             for table, source in zip(tables, sources, strict=True):
-                target = self._take()
+                target = self._allocate()
                 copies.append((source, target))
                 table.append(target)
         for block in sources:
             self._release(block)
         return enough
 
-    def _fetch(self, host_block: int, swap_in: Pairs) -> int:
-        block = self._take()
-        swap_in.append((host_block, block))
+    def _swap_in_block(self, host_block: int, pairs: Pairs) -> int:
+        block = self._allocate()
+        pairs.append((host_block, block))
         return block
 
-    def _take(self) -> int:
-        block = self.pool.take()
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
         if block in self.tree.owners:
             self.tree.forget(block, self.step)
         return block
@@ -305,8 +311,8 @@ class KVCache:
     def _writable(self, block: int | None) -> bool:
         return block is not None and self.pool.refs[block] == 1 and block not in self.tree.owners
 
-    def _move_to(self, request: Request, node: Node | None) -> None:
-        """The request now publishes below `node`, which must stay in the tree for that long."""
+    def _move_pin(self, request: Request, node: Node | None) -> None:
+        """Pin `node`, below which the request publishes next, and unpin the node before it."""
         before = request.node
         if node is before:
             return
@@ -319,10 +325,11 @@ class KVCache:
 
 
 def peak_blocks(length: int, max_count: int, block_size: int, windows: Sequence[int | None]) -> int:
-    """The most blocks that a request of `length` tokens holds at once, when it computes `max_count` at a time."""
-    whole = ceil_div(length, block_size)
+    """The most blocks that a request of `length` tokens holds at once if a step computes up to `max_count` of them."""
+    num_blocks = ceil_div(length, block_size)
     return sum(
-        whole if window is None else min(whole, ceil_div(window - 1 + max_count, block_size) + 1) for window in windows
+        num_blocks if window is None else min(num_blocks, ceil_div(window - 1 + max_count, block_size) + 1)
+        for window in windows
     )
 
 

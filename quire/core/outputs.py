@@ -1,6 +1,6 @@
-"""What a user gets back: RequestOutput and what is in it. Names follow vLLM's.
+"""RequestOutput and its fields, as returned to the user. Names follow vLLM's.
 
-The text side fills these from the engine's Updates; a streamed output is the same object, growing.
+`text/output_processor.py` fills them from the engine's Updates. A stream yields the same object as it grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-PositionLogprobs = dict[int, Logprob]  # token id -> Logprob; the token that stands there comes first
+PositionLogprobs = dict[int, Logprob]  # token id -> Logprob; the token at the position comes first
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or the stop string that ended it
-    error: str | None = None  # what went wrong, when finish_reason is "error"
+    error: str | None = None  # the message, if finish_reason is "error"
     refused: bool = False  # with an error: the request's own parameters caused it
 
     @property
@@ -57,7 +57,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a model finds a text: the log probability of each of its tokens after the first (or the prompt)."""
+    """The log probability of each token of a text, after its first token or after the prompt."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -1,72 +1,77 @@
-"""Pace: how many prompt tokens a step may take beside requests that are being answered.
+"""Pace: how many prompt tokens a step may compute beside requests that decode (chunked prefill).
 
-A step ends for all of its rows at once, so a long prompt holds up every answer that runs beside it. The scheduler asks
-here before each step; the engine tells it what each step took.
+A step ends for all of its rows at once, so a long prompt delays the next token of every request that decodes. The
+scheduler calls `prompt_tokens` before each step. The engine calls `learn` with the duration of each step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_TOKENS = 64
-FIRST_TOKENS = 256  # as long as no step has been measured
-STEPS = 4  # over which waiting prompts are spread, once they are too many for the target
-MAX_STRETCH = 4.0  # times the target: how long steps become by that
-SLOWER, FASTER = 0.3, 0.5  # how much of a step is believed that took longer than known, or less
-MAX_SLOWER = 2.0  # times what is known: more is not believed at once
-TINY_S = 1e-7  # a clock may not see a step pass
-MIN_SHARE = 0.1  # of a step: what its prompts take at least
-MIN_STEP = 1.5  # times a step without prompts: where that alone misses the target, prompts still get a third of a step
+MIN_TOKENS = 64  # prompts make progress however slow steps are
+FIRST_TOKENS = 256  # prompt tokens in a step before any has been measured
+BACKLOG_STEPS = 4  # a backlog too large for the target is spread over this many steps
+MAX_STRETCH = 4.0  # the longest step that a backlog causes, relative to the target
+SLOWER_WEIGHT, FASTER_WEIGHT = 0.3, 0.5  # of a measurement above or below the estimate, in the moving average
+MAX_SLOWDOWN = 2.0  # a measurement counts as at most this many times the estimate
+MIN_DURATION_S = 1e-7  # for a step that the clock measures as 0
+MIN_PROMPT_SHARE = 0.1  # the smallest share of a step's time that is attributed to its prompts
+MIN_STEP_RATIO = 1.5  # the target is raised to this many times `decode_s`, so prompts get a third of a slow step
 
 
 @dataclass(slots=True)
 class Pace:
-    """A target for the time between two tokens of an answer, and what steps take. None is unknown, or no target.
+    """A target for the inter-token latency, and estimates of step durations. None is no target, or not measured yet.
 
-    The target holds while prompts are few. When more of them wait than a few such steps compute, steps grow with what
-    waits, up to MAX_STRETCH times the target: the longer the queue, the more its first tokens count.
+    Steps keep to the target while few prompt tokens wait. When more of them wait than BACKLOG_STEPS such steps compute,
+    steps grow with the backlog, up to MAX_STRETCH times the target. This trades inter-token latency for time to first
+    token.
     """
 
     target_s: float | None = None
-    unit: int = 1  # a step of a multiple of so many tokens takes no longer than one of fewer
-    decode_s: float | None = None  # a step without prompts
-    token_s: float | None = None  # for each prompt token, on top of that
-    min_tokens: int = MIN_TOKENS  # of prompts in a step, however slow steps are: who waits makes progress
+    unit: int = 1  # a step takes as long as one of the next multiple of `unit` tokens
+    decode_s: float | None = None  # duration of a step without prompts
+    token_s: float | None = None  # additional duration for each prompt token
+    min_tokens: int = MIN_TOKENS  # prompt tokens that a step may compute even if they exceed the target
 
     def prompt_tokens(self, num_waiting: int, num_running: int, max_tokens: int) -> int:
-        """How many prompt tokens the next step may take beside a token for each running request."""
+        """How many prompt tokens the next step may compute beside one token for each running request.
+
+        `num_waiting` counts the prompt tokens not computed yet, of running and of waiting requests.
+        """
         if self.target_s is None:
             return max_tokens
-        step_s = max(self.target_s, MIN_STEP * (self.decode_s or 0.0))
+        step_s = max(self.target_s, MIN_STEP_RATIO * (self.decode_s or 0.0))
         least, most = self._fit(step_s), self._fit(MAX_STRETCH * step_s)
-        return min(max_tokens, self._round(max(least, min(num_waiting // STEPS, most)), num_running))
+        return min(max_tokens, self._round(max(least, min(num_waiting // BACKLOG_STEPS, most)), num_running))
 
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long. Few of them tell nothing of their share."""
+        """Update the estimates with a step's duration. A few prompt tokens are too noisy to estimate `token_s`."""
         if not num_prompt_tokens:
             self.decode_s = blend(self.decode_s, seconds)
             return
         if self.decode_s is not None:
-            # Under load there may be no step without prompts for long.
-            self.decode_s = min(self.decode_s, max(seconds, TINY_S))
+            # An upper bound: under load, steps without prompts may be rare.
+            self.decode_s = min(self.decode_s, max(seconds, MIN_DURATION_S))
         if num_prompt_tokens >= self.min_tokens:
-            share_s = max(seconds - (self.decode_s or 0.0), MIN_SHARE * seconds)
+            share_s = max(seconds - (self.decode_s or 0.0), MIN_PROMPT_SHARE * seconds)
             self.token_s = blend(self.token_s, share_s / num_prompt_tokens)
 
     def _fit(self, seconds: float) -> int:
+        """How many prompt tokens a step of this duration computes."""
         if self.token_s is None:
             return FIRST_TOKENS
         return max(self.min_tokens, int((seconds - (self.decode_s or 0.0)) / self.token_s))
 
     def _round(self, num_tokens: int, num_running: int) -> int:
-        """To whole units, down unless that leaves out much: up to the next unit, tokens cost nothing."""
+        """Round the step's tokens down to a multiple of `unit`, or up if that loses over a quarter of `num_tokens`."""
         down = (num_tokens + num_running) // self.unit * self.unit - num_running
         return down if down >= 0.75 * num_tokens else down + self.unit
 
 
-def blend(known: float | None, measured: float, faster: float = FASTER) -> float:
-    """What is known of something after one more look at it. A much slower one may be an accident, and counts less."""
-    if known is None:
-        return max(measured, TINY_S)
-    measured = min(max(measured, TINY_S), MAX_SLOWER * known)
-    return known + (SLOWER if measured > known else faster) * (measured - known)
+def blend(estimate: float | None, measured: float, faster: float = FASTER_WEIGHT) -> float:
+    """A moving average, updated with one measurement. Slower measurements may be outliers, and weigh less."""
+    if estimate is None:
+        return max(measured, MIN_DURATION_S)
+    measured = min(max(measured, MIN_DURATION_S), MAX_SLOWDOWN * estimate)
+    return estimate + (SLOWER_WEIGHT if measured > estimate else faster) * (measured - estimate)

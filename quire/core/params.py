@@ -1,6 +1,6 @@
-"""SamplingParams: how one request wants its tokens chosen and when it ends.
+"""SamplingParams: how the tokens of a request are chosen, and when it ends.
 
-Names and defaults follow vLLM's. Values are checked when the object is made, so whoever holds one holds a good one.
+Names and defaults follow vLLM's. The constructor checks all values, so every instance is valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_priority(priority: object) -> None:
         raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
 
 
-# What a beam search cannot honour, with the values that leave probabilities as they are.
+# Parameters that beam search does not support, with the values that leave probabilities unchanged.
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 0.0,
     "top_k": 0,
@@ -35,38 +35,38 @@ NEUTRAL_SAMPLING: dict[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-MAX_COUNT = 2**31 - 1  # of tokens: no context is as long, and every integer on the way can hold it
+MAX_COUNT = 2**31 - 1  # of tokens: above any context length, and fits in an int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling, stopping and what to report.
+    """Sampling, stopping and reporting.
 
     temperature         0 takes the likeliest token; above 0 divides the logits
     top_k               keep the k likeliest tokens; 0 keeps all
     top_p               keep the likeliest tokens that together reach this probability
     min_p               drop tokens less likely than this share of the likeliest one
-    presence_penalty    subtracted from the logit of every token that the answer already holds
-    frequency_penalty   the same, times how often it holds it
+    presence_penalty    subtracted from the logit of every token that is in the answer
+    frequency_penalty   the same, times the number of its occurrences
     repetition_penalty  divides (or multiplies, if negative) the logits of tokens in prompt or answer
     logit_bias          token id -> number added to its logit
-    allowed_token_ids   nothing but these tokens
+    allowed_token_ids   only these tokens can be chosen
     bad_words           texts that must not be produced
     min_tokens          no end of sequence, stop token or stop string before this many tokens
-    max_tokens          at most this many; None: until the context is full; 0: only the prompt is computed
+    max_tokens          at most this many tokens; None: until the context is full; 0: only the prompt is computed
     stop                texts that end the answer; left out of it unless include_stop_str_in_output
     stop_token_ids      tokens that end the answer
-    ignore_eos          go on past the end-of-sequence token
+    ignore_eos          continue after the end-of-sequence token
     seed                the same seed gives the same answer; None draws one
-    n                   that many answers, which share the prompt's cache
-    logprobs            that many likeliest tokens at each position of the answer, with their log probability
+    n                   number of answers, which share the prompt's cache
+    logprobs            number of likeliest tokens to report at each position of the answer, with log probabilities
     prompt_logprobs     the same for the prompt
-    structured_outputs  what the answer must look like; a mapping of its fields will do
-    use_beam_search     search for the n likeliest answers instead of drawing them (`core/beam_group.py`)
-    best_of             the width of the beam search; n if it is left out
+    structured_outputs  the format of the answer: a StructuredOutputs, or a mapping of its fields
+    use_beam_search     search for the n likeliest answers instead of sampling (`core/beam_group.py`)
+    best_of             the width of the beam search; n if it is None
     length_penalty      a beam's log probability is divided by its length to this power: above 0 favours long answers
-    early_stopping      when a beam search ends that has found as many answers as it is wide: True, at once; False, when
-                        no live beam scores higher at its present length; "never", when none can at any length
+    early_stopping      when a beam search that has found best_of answers ends: True, at once; False, when no live beam
+                        scores higher at its present length; "never", when none can at any length
     """
 
     n: int = 1
@@ -137,18 +137,18 @@ class SamplingParams:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Make params from keyword arguments, naming the first one that does not exist."""
+        """Make params from keyword arguments. An unknown one raises UnknownField with its name."""
         UnknownField.check("SamplingParams", options, [field.name for field in fields(cls)])
         return cls(**options)
 
     @property
     def beam_width(self) -> int:
-        """How many beams are searched at a time; 0 without beam search."""
+        """The number of live beams; 0 without beam search."""
         return (self.best_of or self.n) if self.use_beam_search else 0
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are computed side by side for a prompt."""
+        """The number of sequences that are computed at once for a prompt."""
         return self.beam_width or self.n
 
     @property
@@ -157,13 +157,13 @@ class SamplingParams:
 
     @property
     def processes_logits(self) -> bool:
-        """Whether something is done to the model's logits before temperature and cuts."""
+        """Whether logits are changed before temperature, top-k, top-p and min-p."""
         restricts = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs is not None
         return bool(restricts or self.has_penalties or self.logit_bias or self.min_tokens)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens become less likely by having occurred."""
+        """Whether logits depend on the tokens that have occurred."""
         return bool(self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty)
 
     @property
@@ -174,7 +174,7 @@ class SamplingParams:
 
     @property
     def argmax_only(self) -> bool:
-        """Whether the next token is simply the one with the largest logit, and nothing more is asked about it."""
+        """Whether the next token is the argmax of the model's logits, and no log probabilities are needed."""
         return self.greedy and not self.processes_logits and self.logprobs is None and not self.use_beam_search
 
     @property
@@ -193,14 +193,14 @@ class SamplingParams:
             for name, default in (("best_of", self.n), ("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) not in (None, default):
                     raise InvalidParams(
-                        f"{name} is {show(getattr(self, name))}, which has a meaning in beam search only; set "
+                        f"{name} is {show(getattr(self, name))}, which applies to beam search only; set "
                         "use_beam_search, or leave it out.", name,
                     )  # fmt: skip
             return
         if not self.n <= self.beam_width <= MAX_BEAM_WIDTH:
             raise InvalidParams(
-                f"A beam search that is {self.beam_width} wide cannot return n = {self.n} answers; its width (best_of) "
-                f"is a whole number from n to {MAX_BEAM_WIDTH}.", "best_of",
+                f"A beam search of width {self.beam_width} cannot return n = {self.n} answers; give a width (best_of) "
+                f"from n to {MAX_BEAM_WIDTH}.", "best_of",
             )  # fmt: skip
         if self.max_tokens == 0:
             raise InvalidParams("max_tokens is 0; a beam search computes at least one token.", "max_tokens")

@@ -1,6 +1,6 @@
-"""What crosses between the scheduler and whoever runs a step: a Plan goes out, a Sampled comes back, Updates go on.
+"""The scheduler's inputs and outputs: `schedule` returns a Plan, the runner returns Sampled, `commit` returns Updates.
 
-Rows are columns (parallel lists), because an object a row costs twice as much as the scheduling itself.
+Rows are stored as columns (parallel lists): an object for each row would cost twice as much as the scheduling itself.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from quire.core.request import Finish, Request
 class Plan:
     """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
 
-    `yields[i]` says how many of the row's last positions are sampled: 0 when the row stops short of the request's last
-    token, 1 when it reaches it, 1 + k when k drafts follow. Block tables are the requests' own: read them before the
-    next `schedule()`.
+    `yields[i]` is the number of the row's last positions that are sampled: 0 when the row ends before the request's
+    last token, 1 when it ends there, 1 + k when k drafts follow. Block tables are those of the requests. They must be
+    read before the next `schedule()`.
 
-    Before anything is computed, whole blocks are moved: first every (block, host slot) of `swap_out`, then every (host
-    slot, block) of `swap_in`, then every (source, target) of `copies`, in order. A block may be in more than one list:
-    what goes out may make room for what comes in, and that may be copied. Within `swap_out` and within `swap_in` no
-    target is named twice, so each may be carried out at once. All of it comes after the steps planned before.
+    Before the model runs, whole blocks are copied, after all steps planned before: first every (block, host block) of
+    `swap_out`, then every (host block, block) of `swap_in`, then every (source, target) of `copies`, in order. A block
+    may be in more than one list: one that is swapped out may be the target of a swap-in, and that may be the source of
+    a copy. The targets within `swap_out` differ, and so do those within `swap_in`, so each list may be copied at once.
 
     Then the encoder runs for the requests in `encodes`, which have a row in this plan, and fills their encoder groups.
     """
@@ -47,11 +47,11 @@ class Plan:
 
     @property
     def filled_blocks(self) -> set[int]:
-        """Blocks that hold what they should once the plan has been begun."""
+        """Blocks that the plan's swap-ins and copies fill."""
         return {target for _, target in [*self.swap_in, *self.copies]}
 
     def computed_blocks(self, rows: Iterable[int], block_size: int) -> set[int]:
-        """Blocks that these rows write to, those included that the encoder fills for them."""
+        """Blocks that these rows write to, and those that the encoder fills for them."""
         blocks: set[int] = set()
         for row in rows:
             request = self.requests[row]
@@ -64,14 +64,14 @@ class Plan:
 
 
 class TokenLogprobs(NamedTuple):
-    """One position: the token that stands there and the likeliest ones, each as (token, logprob, rank from 1)."""
+    """One position: its token and the likeliest tokens, each as (token, logprob, rank from 1)."""
 
     chosen: tuple[int, float, int]
     top: list[tuple[int, float, int]]
 
 
 class Candidates(NamedTuple):
-    """What may follow a beam, and the likeliest tokens there, each as (token, logprob, rank from 1), best first."""
+    """The allowed next tokens of a beam, and the likeliest ones, each as (token, logprob, rank from 1), best first."""
 
     tokens: list[tuple[int, float, int]]
     top: list[tuple[int, float, int]]
@@ -79,7 +79,7 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An answer that a beam search has found."""
+    """A finished answer of a beam search."""
 
     tokens: list[int]
     cum_logprob: float
@@ -90,10 +90,11 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a step produced, a row each: the tokens after its last confirmed one (drafts kept, then one new).
+    """What a step produced. `tokens` has a list for each row: the accepted drafts, then one new token.
 
-    Log probabilities are there for the rows that asked. Those of a prompt are of the tokens at starts[row] + 1 up to
-    the row's last position + 1, as far as the prompt goes. Beams get no tokens but candidates.
+    The dicts are indexed by row and have the rows whose requests need them. A row's prompt log probabilities are those
+    of the prompt tokens from position starts[row] + 1 to the row's last position + 1. Beams have candidates instead of
+    tokens.
     """
 
     tokens: list[list[int]]
@@ -101,24 +102,24 @@ class Sampled:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # rows for which no token could be chosen
-    seconds: float | None = None  # that the step took, if it was measured
+    seconds: float | None = None  # duration of the step, if it was measured
 
 
 @dataclass(slots=True)
 class Detail:
-    """What few updates carry."""
+    """What an update carries besides tokens. Few updates have it."""
 
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    num_cached: int | None = None  # with the last update: prompt tokens that were found in the cache
-    message: str = ""  # why, when the request ended with an error
+    num_cached: int | None = None  # with the last update: cached prompt tokens
+    message: str = ""  # the error, if the request ended with one
     refused: bool = False  # with an error: the request's own parameters caused it
     beams: list[Hypothesis] | None = None  # with the last update of a beam search: its answers, the best first
 
 
 @dataclass(slots=True)
 class Update:
-    """News of one request. Each request gets exactly one with `finish` set, and none after it."""
+    """New tokens of one request. Each request gets exactly one update with `finish` set, and none after it."""
 
     id: str
     tokens: list[int]
@@ -127,7 +128,7 @@ class Update:
 
 
 def explain_no_token(request: Request) -> Detail:
-    """Why no token could be chosen: what the request restricts leaves none, or the model computes no numbers."""
+    """Why no token could be chosen: the request's restrictions leave none, or the logits are not numbers."""
     if request.constraint is not None and request.constraint.error:
         return Detail(message=request.constraint.error, refused=True)
     if names := request.params.restrictions:

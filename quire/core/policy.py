@@ -1,7 +1,7 @@
-"""Policies: who goes first, and when waiting requests may join. The scheduler is the same for all of them.
+"""Policies: the order of waiting requests, and when they may be admitted. The scheduler is the same for all of them.
 
-A batching policy is asked at every step how many requests may be admitted, also when none waits. Static and dynamic
-batching are admission policies too: they let nobody in until the running batch has ended.
+The scheduler calls `Batching.quota` at every step, also when no request waits. Static and dynamic batching are
+admission policies too: they admit no request until the running batch has ended.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ PRIORITY_POSITIONS = 10_000
 
 class Batching(Protocol):
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
-        """How many waiting requests may join now. Finding out how long the oldest has waited takes a look at all."""
+        """How many waiting requests may be admitted now. `oldest_wait_s` is a function because it scans all of them."""
         ...
 
     def admit(self) -> None:
-        """One of them has joined."""
+        """A request has been admitted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Continuous:
-    """Join at every step."""
+    """Admit requests at every step."""
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         return num_waiting
@@ -36,16 +36,16 @@ class Continuous:
 
 @dataclass(slots=True)
 class WaitingRatio:
-    """Join when enough requests wait for the number that runs, or when each of those has got `max_waiting_tokens`.
+    """Admit requests when enough of them wait relative to those running, or after `max_waiting_tokens` steps.
 
-    Running requests are held up less often, and by more prompts at a time. Who waits at that moment joins, in one step
-    or, if there is no room, in the next ones. This is how TGI batches; the fields have its options' names.
+    Running requests are interrupted less often, by more prompts at a time. All requests that wait at that moment are
+    admitted, over several steps if one is too small. TGI batches this way, and the fields are named like its options.
     """
 
     waiting_served_ratio: float
     max_waiting_tokens: int
-    _num_steps: int = 0  # since requests wait and nobody joined
-    _num_open: int = 0  # requests that may join and have not yet
+    _num_steps: int = 0  # with requests waiting, since the last admission
+    _num_open: int = 0  # requests that may still be admitted
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         self._num_steps = self._num_steps + 1 if num_waiting else 0
@@ -61,13 +61,13 @@ class WaitingRatio:
 
 @dataclass(slots=True)
 class Static:
-    """Take what waits, up to a batch, and let it run to its end.
+    """Admit a batch of waiting requests, and the next one when all of them have ended.
 
-    A batch whose prompts do not fit into one step is completed by the next ones.
+    A batch whose prompts do not fit into one step is admitted over several.
     """
 
     batch_size: int
-    _num_open: int = 0  # requests of the batch that have not joined yet
+    _num_open: int = 0  # requests of the batch that may still be admitted
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
         if not num_running:
@@ -80,7 +80,7 @@ class Static:
 
 
 class Dynamic:
-    """Like static, but wait for a full batch first, though never longer than `max_wait_s`."""
+    """Like Static, but admits a batch only when it is full or its oldest request has waited `max_wait_s`."""
 
     def __init__(self, batch_size: int, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
@@ -100,44 +100,44 @@ class Dynamic:
 class Policy:
     """Batching and order.
 
-    By priority, a lower number goes first. A level is worth `priority_positions` places in the queue rather than an
-    absolute right of way: a request is overtaken by a bounded number of later ones, so nobody starves.
+    With order "priority", a lower number goes first. One level moves a request by `priority_positions` queue positions.
+    So only a bounded number of later requests can overtake a request, and none starves.
     """
 
     batching: Batching = field(default_factory=Continuous)
     order: Literal["fcfs", "priority"] = "fcfs"
     priority_positions: int = PRIORITY_POSITIONS
 
-    def rank(self, place: int, priority: int) -> int:
-        """What the queue is sorted by, smallest first."""
-        return place + (priority * self.priority_positions if self.order == "priority" else 0)
+    def sort_key(self, queue_position: int, priority: int) -> int:
+        """Requests are sorted by this key, the smallest first."""
+        return queue_position + (priority * self.priority_positions if self.order == "priority" else 0)
 
 
 class FairQueue:
-    """Places in the queue, fair between tenants.
+    """Assigns queue positions that are fair between tenants. Requests of several tenants may have the same position.
 
-    A tenant's requests stand one behind the other; the first of one that was not waiting stands where the queue is
-    served now. So with one tenant the order is that of arrival, and with several nobody waits for more than about as
-    much of each other's work as there is of their own. Long prompts count for several places.
+    Each tenant has its own sequence of positions, which starts after the last position served if none of its requests
+    waits. A long prompt takes several positions. So with one tenant the order is that of arrival. With several, a
+    request waits for about as much work of each other tenant as of its own.
     """
 
     TOKENS_PER_POSITION = 1024
-    MAX_IDLE = 1024  # tenants that are remembered although all their places have been served
+    MAX_IDLE_TENANTS = 1024  # tenants that are kept although all their positions have been served
 
     def __init__(self) -> None:
-        self._served = 0
-        self._last: dict[str, int] = {}
-        self._num_waiting = 0  # tenants, when it was last looked
+        self._last_served = 0
+        self._last_assigned: dict[str, int] = {}  # by tenant
+        self._num_waiting_tenants = 0  # at the last removal of idle tenants
 
-    def place(self, tenant: str, num_tokens: int) -> int:
-        """Where a new request stands."""
-        place = max(self._served, self._last.get(tenant, 0)) + 1
-        self._last[tenant] = place + num_tokens // self.TOKENS_PER_POSITION
-        return place
+    def assign(self, tenant: str, num_tokens: int) -> int:
+        """The queue position of a new request."""
+        queue_position = max(self._last_served, self._last_assigned.get(tenant, 0)) + 1
+        self._last_assigned[tenant] = queue_position + num_tokens // self.TOKENS_PER_POSITION
+        return queue_position
 
-    def serve(self, place: int) -> None:
-        """The request at this place runs."""
-        self._served = max(self._served, place)
-        if len(self._last) > 2 * self._num_waiting + self.MAX_IDLE:
-            self._last = {tenant: last for tenant, last in self._last.items() if last > self._served}
-            self._num_waiting = len(self._last)
+    def mark_served(self, queue_position: int) -> None:
+        """The request at this position has been admitted."""
+        self._last_served = max(self._last_served, queue_position)
+        if len(self._last_assigned) > 2 * self._num_waiting_tenants + self.MAX_IDLE_TENANTS:
+            waiting = {tenant: last for tenant, last in self._last_assigned.items() if last > self._last_served}
+            self._last_assigned, self._num_waiting_tenants = waiting, len(waiting)

@@ -1,8 +1,8 @@
-"""PrefixTree: which published blocks hold which tokens, so that a prompt seen before is not computed again.
+"""PrefixTree: which published blocks hold which tokens, so that a cached prefix is not recomputed.
 
-A node is one full block of tokens under its parent's; the path from a root spells the prefix. Each tenant salt has its
-own root, and every node carries a digest chained from the salt, under which its eviction is remembered. Tokens are
-compared themselves, never by digest alone, so no collision can hand out another prompt's cache. `KVCache` calls this.
+A node is one full block of tokens below its parent. The path from a root to a node is a prefix. Each tenant salt has
+its own root. Every node has a digest chained from the salt, under which its eviction is recorded. A look-up compares
+tokens, not digests, so a hash collision cannot return the cache of another prompt. `KVCache` calls this.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _tokens_of = attrgetter("tokens")
 
 
 class MissKind(Enum):
-    """Why a look-up did not go further."""
+    """Why a look-up matched no more tokens."""
 
     NEVER_SEEN = "never seen"
     DIVERGED = "diverged"
     EVICTED = "evicted"
-    SALTED_APART = "salted apart"  # for the operator only: a tenant must not learn what others asked
+    SALTED_APART = "salted apart"  # cached for another salt. For the operator only: it reveals other tenants' prompts
     BELOW_FLOOR = "below the block floor"
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why the tokens from `token` on were not found, and for an eviction at which step it happened."""
+    """Why the tokens from position `token` on were not found, and the step of the eviction if that is the reason."""
 
     kind: MissKind
     token: int
@@ -49,16 +49,16 @@ class Node:
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.known_digest = b""  # computed when it is asked for; a root has its own from the start
+        self.known_digest = b""  # empty until `digest` computes it; a root's is set at once
         self.depth: int = parent.depth + 1 if parent else 0
         self.blocks: list[int | None] = [None] * num_groups
         self.children: list[Node] = []  # sorted by tokens
-        self.pins = 0  # requests that will publish below this node
-        self.num_changes = 0  # rises when something is published right below this node, and when it is dropped
+        self.pins = 0  # requests that publish below this node
+        self.num_changes = 0  # incremented when a child gets a block, and when this node is pruned
 
     @property
     def digest(self) -> bytes:
-        """Chained from the root's, so that it stands for all tokens up to here."""
+        """A hash of the salt and of all tokens up to this node, chained from the root's digest."""
         path, node = list[Node](), self
         while not node.known_digest:
             assert node.parent is not None
@@ -78,9 +78,9 @@ class Node:
         return None
 
     def nearest_child(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
-        """The child that shares the longest beginning with `tokens`, and how long that is.
+        """The child that shares the longest prefix with `tokens`, and the length of that prefix.
 
-        Children are sorted, so it is one of the two neighbours of the place where `tokens` would stand.
+        Children are sorted, so it is one of the two neighbours of the index at which `tokens` would be inserted.
         """
         index = bisect_left(self.children, tokens, key=_tokens_of)
         neighbours = self.children[max(index - 1, 0) : index + 1]
@@ -94,9 +94,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest usable prefix: whole blocks along `path`, then `num_partial` tokens of `partial`, to be copied.
+    """The longest usable prefix: full blocks along `path`, then `num_partial` tokens of `partial`, which are copied.
 
-    `end` is the node below which the match would go on, if the tree has one, and `num_changes` what it counted then.
+    `end` is the last node of the path, or the root; None if the salt has no root. `num_changes` is the change count
+    at the time of the look-up (`PrefixTree.has_grown`).
     """
 
     path: list[Node] = field(default_factory=list)
@@ -108,17 +109,17 @@ class Match:
 
 
 class PrefixTree:
-    """Published blocks by content. `windows` has an entry for each cache group: None, or how far back it looks."""
+    """Published blocks by content. `windows` has an entry for each cache group: its attention window, or None."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None], max_evicted: int) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.owners: dict[int, tuple[Node, int]] = {}  # block -> node and group
         self._roots: dict[bytes, Node] = {}
-        self._first_blocks: dict[tuple[int, ...], int] = {}  # tokens below any root -> how many roots
+        self._first_blocks: dict[tuple[int, ...], int] = {}  # tokens right below a root -> number of such roots
         self._evicted: dict[bytes, int] = {}  # digest -> step, oldest first
         self._max_evicted = max_evicted
-        self._num_changes = 0  # blocks that were published
+        self._num_changes = 0  # blocks published since the start
 
     def root(self, salt: bytes) -> Node:
         if salt not in self._roots:
@@ -127,7 +128,7 @@ class PrefixTree:
         return self._roots[salt]
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int | None]) -> Node:
-        """Publish one block below `parent`. Content that is there already keeps the block it has."""
+        """Publish one block of tokens below `parent`. A node that already has a block keeps it."""
         node = parent.child(tokens)
         if node is None:
             node = Node(parent, tokens, len(self.windows))
@@ -143,7 +144,7 @@ class PrefixTree:
         return node
 
     def forget(self, block: int, step: int) -> None:
-        """The block is about to hold something else."""
+        """Remove a block, whose contents are about to change, and record the eviction."""
         node, group = self.owners.pop(block)
         node.blocks[group] = None
         digest = node.digest
@@ -154,7 +155,7 @@ class PrefixTree:
         self.prune(node)
 
     def prune(self, node: Node | None) -> None:
-        """Drop a node that holds nothing, has nothing below it and is wanted by nobody; then its parents likewise."""
+        """Remove a node without blocks, children and pins; then its parent if that has none either, and so on."""
         while node and not node.pins and not node.children and all(block is None for block in node.blocks):
             parent = node.parent
             node.num_changes += 1
@@ -169,7 +170,7 @@ class PrefixTree:
             node = parent
 
     def lookup(self, tokens: Sequence[int], salt: bytes, limit: int) -> Match:
-        """The longest published beginning of tokens[:limit] whose blocks are all there."""
+        """The longest published prefix of tokens[:limit] of which no block that is needed is evicted."""
         root = self._roots.get(salt)
         path = self._walk(root, tokens, limit) if root else []
         node = path[-1] if path else root
@@ -186,22 +187,22 @@ class PrefixTree:
         return Match(path, partial, shared, miss, node, self._count_changes(node))
 
     def has_grown(self, match: Match, salt: bytes) -> bool:
-        """Whether a look-up may find more now than this match, which the same tokens had."""
+        """Whether a look-up of the same tokens may now find more than `match`."""
         if match.end is None:
             return salt in self._roots
         return self._count_changes(match.end) != match.num_changes
 
     def _count_changes(self, end: Node | None) -> int:
-        """Where windows let a match reach over gaps, it may also grow by what is published further down."""
+        """With windows a match may span evicted blocks, so a block published anywhere below `end` may extend it."""
         if end is None:
             return 0
         return end.num_changes if self.windows == (None,) else self._num_changes
 
     def _walk(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
         if self.windows == (None,):
-            return self._walk_whole(root, tokens, limit)
+            return self._walk_full_attention(root, tokens, limit)
         path: list[Node] = []
-        runs = [0] * len(self.windows)  # blocks present without a gap, up to here, in each group
+        runs = [0] * len(self.windows)  # consecutive blocks present up to this node, by group
         usable, node = 0, root
         for start in range(0, limit - self.block_size + 1, self.block_size):
             child = node.child(tuple(tokens[start : start + self.block_size]))
@@ -217,8 +218,8 @@ class PrefixTree:
                 usable = len(path)
         return path[:usable]
 
-    def _walk_whole(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The same where every block is looked at for ever, several times as fast: prompts have thousands of blocks."""
+    def _walk_full_attention(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
+        """`_walk` for one group without a window. It is several times as fast; prompts have thousands of blocks."""
         path: list[Node] = []
         size, node = self.block_size, root
         for start in range(0, limit - size + 1, size):
@@ -230,7 +231,7 @@ class PrefixTree:
         return path
 
     def _explain(self, digest: bytes, block: tuple[int, ...], start: int, reach: int) -> Miss:
-        """`digest` is that of the last node matched, `block` what comes next, `reach` how far any content agrees."""
+        """`digest` is that of the last matched node, `block` holds the next tokens, the first `reach` tokens agree."""
         if (step := self._evicted.get(chain(digest, block))) is not None:
             return Miss(MissKind.EVICTED, start, step)
         if reach > start:
@@ -247,12 +248,12 @@ def root_digest(salt: bytes) -> bytes:
 
 
 def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a block from that of its parent."""
+    """The digest of a node, from its parent's digest and its own tokens."""
     return blake2b(digest + array("Q", tokens).tobytes(), digest_size=16).digest()
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from the start."""
+    """The length of the common prefix of two sequences."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -260,5 +261,5 @@ def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
-    """The first block that a token at `position` still looks at."""
+    """The index of the first block that a token at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1) // block_size

@@ -1,7 +1,7 @@
-"""Request: one sequence on its way through the scheduler, and nothing about text.
+"""Request: one sequence as the scheduler sees it: tokens and blocks, no text.
 
-The scheduler owns it and never lets it leave the engine's process. There are no phases: `tokens` grow, `num_computed`
-catches up with them, and a prompt chunk, a decoded token, drafts or a recomputation are all "the next tokens".
+The scheduler owns it, and it stays in the engine's process. There are no phases: `tokens` grows and `num_computed`
+catches up with it. A prompt chunk, a decoded token, drafts and a recomputation are all "the next tokens".
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class Finish(StrEnum):
 
 
 class State(Enum):
-    """Where the scheduler keeps a request."""
+    """A request's state in the scheduler."""
 
     NEW = "new"
-    HELD = "held"  # a fork whose leader is still on the prompt
+    HELD = "held"  # a fork whose leader is still computing the prompt
     WAITING = "waiting"
     RUNNING = "running"
-    LEAVING = "leaving"  # preempted while a plan in flight still names its blocks
+    PREEMPTED = "preempted"  # its blocks are not released yet: a plan in flight uses them
     FINISHED = "finished"
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Tokens, how far the cache has caught up with them, and the blocks that hold it.
+    """Tokens, how many of them are computed, and the blocks that hold their keys and values.
 
-    output         tokens that the answer already has: of a request that another engine began
-    tenant         on whose behalf; requests of one tenant queue behind each other, not behind those of all others
-    constraint     what the answer must look like, and how far it has come
+    output         tokens of the answer that another engine has generated before this one took the request over
+    tenant         the owner of the request; the queue is fair between tenants
+    constraint     follows the answer and restricts its next token
     num_computed   tokens whose k and v are confirmed in the cache
-    num_planned    the same, plus those of plans still in flight; num_computed <= num_planned
+    num_planned    num_computed plus the tokens of plans in flight
     num_expected   sampled tokens that plans in flight will append to `tokens`
-    capacity       tokens up to which positions from num_planned on may be written without asking the cache
-    tables         a block table for each cache group that grows; an entry is None once its block fell behind the window
-    fixed_tables   a block table for each encoder group, then for each state group: these do not grow
-    encoder_tokens what an encoder reads before the first token is computed. The cache of the request's own tokens
-                   depends on them, so they become part of its salt
+    capacity       positions from num_planned up to this one may be written without `KVCache.grow`
+    tables         a block table for each cache group that grows; an entry is None once its block is behind the window
+    fixed_tables   a block table for each encoder group, then for each state group; these do not grow
+    encoder_tokens the encoder's input, read before the first token is computed. The k and v of the request's own
+                   tokens depend on it, so it becomes part of the salt
     """
 
     id: str
@@ -72,15 +72,15 @@ class Request:
     salt: bytes = b""
     tenant: str = ""
     max_tokens: int = 16
-    leader: Request | None = None  # the sample of the same prompt that computes it for this one
+    leader: Request | None = None  # another sample of the same prompt, which computes the prompt for this one
     output: Sequence[int] = ()
-    num_scored: int = 0  # prompt tokens after the first whose logprobs are delivered
+    num_scored: int = 0  # prompt tokens after the first whose logprobs have been reported
     constraint: Constraint | None = None
     encoder_tokens: Sequence[int] = ()
-    stop_matcher: StopMatcher | None = None  # of a beam, if there are stop strings
+    stop_matcher: StopMatcher | None = None  # for beams with stop strings
 
     num_prompt: int = field(init=False)
-    max_len: int = field(init=False)  # tokens it can ever have
+    max_len: int = field(init=False)  # num_prompt + max_tokens
     tokens: list[int] = field(init=False)
     drafts: list[int] = field(init=False, default_factory=list)
     num_computed: int = field(init=False, default=0)
@@ -90,23 +90,23 @@ class Request:
     tables: list[list[int | None]] = field(init=False, default_factory=list)
     fixed_tables: list[list[int]] = field(init=False, default_factory=list)
     state: State = field(init=False, default=State.NEW)
-    place: int = field(init=False, default=0)  # in the queue, fair between tenants
-    rank: tuple[int, int] = field(init=False, default=(0, 0))
+    queue_position: int = field(init=False, default=0)  # see FairQueue
+    sort_key: tuple[int, int] = field(init=False, default=(0, 0))  # from queue position and priority, then by arrival
     arrival_s: float = field(init=False, default=0.0)
     stop_ids: frozenset[int] = field(init=False)
-    processes_logits: bool = field(init=False)  # something is done to the model's logits before a token is chosen
-    needs_tokens: bool = field(init=False)  # the host must know all tokens before the next one can be chosen
-    argmax_only: bool = field(init=False)  # it is simply the likeliest one, and no more is asked
+    processes_logits: bool = field(init=False)  # logits are changed before a token is chosen
+    needs_tokens: bool = field(init=False)  # a token can be chosen only after the one before is committed
+    argmax_only: bool = field(init=False)  # the next token is the argmax, and no logprobs are needed
     forks: list[Request] = field(init=False, default_factory=list)
-    num_in_flight: int = field(init=False, default=0)  # plans that name this request's blocks
-    release_due: bool = field(init=False, default=False)  # give the blocks back when no plan names them
-    node: Node | None = field(init=False, default=None)  # deepest published block
-    publish_at: int = field(init=False, default=NEVER)  # computed tokens at which the next block can be published
+    num_in_flight: int = field(init=False, default=0)  # plans in flight that have a row of this request
+    release_due: bool = field(init=False, default=False)  # release the blocks when num_in_flight is 0
+    node: Node | None = field(init=False, default=None)  # its next block is published below this one
+    publish_at: int = field(init=False, default=NEVER)  # number of tokens at which the next block is full
     num_cached: int = field(init=False, default=0)  # prompt tokens found in the cache at the first admission
     num_preemptions: int = field(init=False, default=0)
-    swapped_out: SwappedOut | None = field(init=False, default=None)  # while it waits: what of it lies on the host
+    swapped_out: SwappedOut | None = field(init=False, default=None)  # its host blocks while it waits
     miss: Miss | None = field(init=False, default=None)
-    beam: Beam | None = field(init=False, default=None)  # what it is in a beam search
+    beam: Beam | None = field(init=False, default=None)  # its state in a beam search
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.output]
@@ -116,7 +116,7 @@ class Request:
         self.stop_ids = stops if self.params.ignore_eos else stops | self.end_token_ids
         self.processes_logits = self.params.processes_logits or bool(self.bad_word_ids) or self.constraint is not None
         looks_back = self.constraint is not None or any(len(word) > 1 for word in self.bad_word_ids)
-        self.needs_tokens = looks_back and not self.params.use_beam_search  # the host knows a beam's when it is planned
+        self.needs_tokens = looks_back and not self.params.use_beam_search  # beams are planned after a commit
         self.argmax_only = self.params.argmax_only and not self.processes_logits
         if self.encoder_tokens:
             self.salt = blake2b(array("Q", self.encoder_tokens).tobytes() + self.salt, digest_size=16).digest()
@@ -127,11 +127,11 @@ class Request:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of a step it may take: one for each beam."""
+        """The most rows that it has in a step: one for each beam."""
         return self.params.beam_width or 1
 
     def reset(self) -> None:
-        """Back to a request that waits with its tokens and holds nothing of the cache."""
+        """Return to the waiting state. The request keeps its tokens and holds no blocks."""
         self.state = State.WAITING
         self.num_computed = self.num_planned = self.num_expected = self.capacity = self.num_in_flight = 0
         self.tables, self.fixed_tables = [], []

@@ -1,11 +1,11 @@
-"""Scheduler: decides what the next step computes, and takes in what it produced.
+"""Scheduler: decides what the next step computes, and processes what it produced.
 
-It knows blocks and token counts, no tensors and no model: `schedule()` gives a Plan, somebody runs it, `commit()` turns
-the result into Updates. Plans may be committed one step late, as long as they are committed in order; until then the
+It handles blocks and token counts, no tensors and no model. `schedule()` returns a Plan, the engine runs it, `commit()`
+turns the result into Updates. Plans are committed in order, and may be committed one step late. Until its commit, the
 requests of a plan keep their blocks.
 
-An operation that an exception interrupts leaves queues and blocks half changed. The next operation then starts from
-`reset`: the requests and their tokens are kept, all else is built anew. `recover` also ends the request at fault.
+An exception inside an operation leaves queues and blocks inconsistent. The next operation then starts with `reset`,
+which keeps the requests and their tokens and rebuilds everything else. `recover` also ends the request at fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.core.request import Finish, Request, State
 from quire.core.swap import Swap, SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
 
-_rank = attrgetter("rank")
+_sort_key = attrgetter("sort_key")
 _FINISHED = State.FINISHED
 
 
@@ -37,24 +37,27 @@ _FINISHED = State.FINISHED
 class Counters:
     """Totals since the start, for metrics and tests."""
 
-    steps: int = 0
+    steps: int = 0  # calls of `schedule`, also those that returned no plan
     computed_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens found in the prefix tree or shared with a leader
     preemptions: int = 0
-    swaps: int = 0  # preempted requests whose blocks went to the host
+    swaps: int = 0  # preemptions that swapped the request's blocks out to the host
     finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A waiting request that did not fit, and what the prefix tree had of it."""
+    """The waiting request that did not fit at the last attempt, and its prefix match then."""
 
     request: Request
     match: Match
 
 
 class Scheduler:
-    """Waiting requests in a heap, running ones in a list, both by rank; the best-ranked one always makes progress."""
+    """Waiting requests are in a heap, running ones in a list, both ordered by `Request.sort_key`.
+
+    The first running request always makes progress: the last ones are preempted for it.
+    """
 
     def __init__(
         self,
@@ -86,24 +89,24 @@ class Scheduler:
         self.running: list[Request] = []
         self.counters = Counters()
         self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0  # without those that ended while they waited and are still in the heap
-        self._waiting_tokens = 0  # theirs
+        self._num_waiting = 0  # finished requests that are still in the heap do not count
+        self._waiting_tokens = 0  # tokens of the waiting requests
         self._num_arrived = 0
         self._fair_queue = FairQueue()
-        self._in_flight: deque[Plan] = deque()  # plans that are neither committed nor failed, oldest first
-        self._groups: list[BeamGroup] = []  # beam searches that run
+        self._in_flight: deque[Plan] = deque()  # plans neither committed nor failed, oldest first
+        self._groups: list[BeamGroup] = []  # running beam searches
         self._blocked: Blocked | None = None
-        self._updates: list[Update] = []  # of the operation under way
-        self._is_changing = False  # an operation is under way, or was interrupted
+        self._updates: list[Update] = []  # results of the current operation
+        self._in_operation = False  # still True at the next operation if an exception interrupted this one
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
-        """Take a request in, or refuse one that could never be served."""
+        """Queue a request, or raise if it could never be served."""
         self._check(request)
-        self._begin()
-        request.place = self._fair_queue.place(request.tenant, request.num_prompt)
-        request.rank = self.policy.rank(request.place, request.priority), self._num_arrived
+        self._begin_operation()
+        request.queue_position = self._fair_queue.assign(request.tenant, request.num_prompt)
+        request.sort_key = self.policy.sort_key(request.queue_position, request.priority), self._num_arrived
         request.arrival_s = now_s
         if request.params.use_beam_search:
             request.beam = Beam(BeamGroup(request))
@@ -116,19 +119,19 @@ class Scheduler:
         else:
             self._enqueue(request)
         self.requests[request.id] = request
-        self._is_changing = False
+        self._in_operation = False
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: Detail | None = None) -> Update | None:
-        """End a request now. None if it is not there (any more): it has had its final update."""
+        """End a request now. Returns None if the id is unknown or the request has already had its final update."""
         request = self.requests.get(request_id)
         if request is None:
             return None
-        self._begin()
+        self._begin_operation()
         if request.state is State.HELD and request.leader is not None:
             request.leader.forks.remove(request)
-        self._end(request)
+        self._finish(request)
         self._drop_finished()
-        self._is_changing = False
+        self._in_operation = False
         detail = detail or Detail()
         detail.num_cached = request.num_cached
         return Update(request.id, [], finish, detail)
@@ -144,30 +147,30 @@ class Scheduler:
     # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
-        """The next step, or None when there is nothing to compute yet."""
-        self._begin()
+        """Plan the next step. Returns None when there is nothing to compute yet."""
+        self._begin_operation()
         self.counters.steps += 1
         self.kv.begin_plan(self.counters.steps)
         plan = Plan(self.counters.steps)
-        room = self._prompt_room()
-        preempted = self._plan_running(plan, room)
+        prompt_budget = self._prompt_budget()
+        preempted = self._plan_running(plan, prompt_budget)
         self._publish_chunks(plan)
         if not preempted:
-            self._admit(plan, room - (plan.num_tokens - len(plan)), now_s)
+            self._admit(plan, prompt_budget - (plan.num_tokens - len(plan)), now_s)
         if not plan.requests:
-            assert not plan.swap_in, "who is brought back has tokens to compute"
-            self._is_changing = False
-            return None  # what is to go to the host goes with the next plan
+            assert not plan.swap_in, "a request that is swapped in has a row"
+            self._in_operation = False
+            return None  # pending swap-outs stay pending until the next plan
         plan.swap_out.extend(self.swap.take_swap_out())
         self.counters.computed_tokens += plan.num_tokens
         self._in_flight.append(plan)
-        self._is_changing = False
+        self._in_operation = False
         return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Update]:
-        """Take in a step's tokens, in the order the plans were made."""
+        """Append a step's tokens to its requests and end those that are done. Plans are committed in order."""
         assert self._in_flight[0] is plan, "plans are committed in order"
-        self._begin()
+        self._begin_operation()
         updates = self._updates
         details = self._details(plan, sampled)
         num_finished = self.counters.finished
@@ -177,16 +180,16 @@ class Scheduler:
             if num_yields:
                 request.num_expected -= 1
             if request.beam is not None:
-                self._land_beam(request, start + count, sampled.candidates.get(row), details.get(row))
+                self._commit_beam(request, start + count, sampled.candidates.get(row), details.get(row))
             elif request.state is not _FINISHED:
                 finish = None
-                known = request.tokens
-                known += tokens
+                all_tokens = request.tokens
+                all_tokens += tokens
                 if request.constraint is not None:
                     for token in tokens:
                         request.constraint.advance(token)
-                if len(known) >= request.max_len or not request.stop_ids.isdisjoint(tokens):
-                    finish = self._cut_off(request, tokens)
+                if len(all_tokens) >= request.max_len or not request.stop_ids.isdisjoint(tokens):
+                    finish = self._check_stop(request, tokens)
                     if finish:
                         ended = details.setdefault(row, Detail())
                         ended.num_cached = request.num_cached
@@ -199,65 +202,65 @@ class Scheduler:
                         request.num_scored += len(detail.prompt_logprobs)
                 self._advance(request, start + count)
                 if finish:
-                    self._end(request)
+                    self._finish(request)
             if request.release_due and not request.num_in_flight:
-                self._give_back(request)
+                self._release_blocks(request)
         if self.counters.finished > num_finished:
             self._drop_finished()
         self._in_flight.popleft()
-        self._is_changing = False
+        self._in_operation = False
         return updates
 
     def fail(self, plan: Plan, message: str) -> list[Update]:
-        """End the requests of a plan that could not be run, and those that read what it was to compute.
+        """End the requests of a plan that could not be run, and the requests that read blocks it was to fill.
 
-        Requests that were to be copied to the host are computed again. A plan that was not even begun must be failed
-        before another one is made.
+        Requests that the plan was to swap out are recomputed. A plan that was never launched must be failed before the
+        next one is made.
         """
-        self._begin()
+        self._begin_operation()
         self._in_flight.remove(plan)
         for request, num_yields in zip(plan.requests, plan.yields, strict=True):
             request.num_in_flight -= 1
             request.num_expected -= bool(num_yields)
-        readers, blocks = self._trace(plan)
+        readers, blocks = self._find_readers(plan)
         self.kv.unpublish(blocks)
         broken = [request for request in [*plan.requests, *readers] if not request.finished]
-        lost = list(dict.fromkeys(self._owner(request) for request in broken))
+        failed = list(dict.fromkeys(self._root_of(request) for request in broken))
         self._updates += [
             Update(request.id, [], Finish.ERROR, Detail(num_cached=request.num_cached, message=message))
-            for request in lost
+            for request in failed
         ]
-        for request in lost:
-            self._end(request)
+        for request in failed:
+            self._finish(request)
         for request in plan.requests:
             if request.release_due and not request.num_in_flight:
-                self._give_back(request)
-        self.swap.invalidate({slot for _, slot in plan.swap_out}, self.requests.values())
+                self._release_blocks(request)
+        self.swap.invalidate({host_block for _, host_block in plan.swap_out}, self.requests.values())
         self._drop_finished()
-        self._is_changing = False
+        self._in_operation = False
         return self._updates
 
     def recover(self, error: Exception, message: str) -> list[Update]:
-        """Go on after an error in one of the operations: start anew, less the request at fault.
+        """Reset after an exception in an operation, and end the request at fault.
 
-        That is the request that was being worked on, or the newest if none was: so the queue gets shorter with every
-        error.
+        That is the request being processed, or the newest one if there was none. So every error ends a request, and
+        errors cannot repeat for ever.
         """
         updates, self._updates = self._updates, []
-        told = {update.id for update in updates if update.finish}
-        ended = {request.id for request in self._find_fault(error)} | told
+        reported = {update.id for update in updates if update.finish}
+        ended = {request.id for request in self._find_fault(error)} | reported
         for request in [request for request in self.requests.values() if request.id in ended]:
             request.state = State.FINISHED
             self.counters.finished += 1
-            if request.id not in told:
+            if request.id not in reported:
                 detail = Detail(num_cached=request.num_cached, message=message)
                 updates.append(Update(request.id, [], Finish.ERROR, detail))
         self.reset()
         return updates
 
     def reset(self) -> None:
-        """Build queues and blocks anew: every request waits, and computes its tokens again. No plan is in flight."""
-        self._is_changing = True
+        """Rebuild queues and blocks. Every request waits again and recomputes its tokens. No plan is in flight."""
+        self._in_operation = True
         self._in_flight.clear()
         self._groups.clear()
         self._blocked = None
@@ -267,36 +270,36 @@ class Scheduler:
         self.running, self._waiting = [], []
         self._num_waiting = self._waiting_tokens = 0
         for request in self.requests.values():
-            request.num_preemptions += request.state in (State.RUNNING, State.LEAVING)
+            request.num_preemptions += request.state in (State.RUNNING, State.PREEMPTED)
             request.reset()
             if request.beam is not None:
                 request.beam.group.restart()
             self._enqueue(request)
-        self._is_changing = False
+        self._in_operation = False
 
-    def _begin(self) -> None:
-        """Of an operation. If the last one was interrupted, nothing but the requests can be relied on."""
-        if self._is_changing:
+    def _begin_operation(self) -> None:
+        """Called first by every operation. Resets if an exception interrupted the last one."""
+        if self._in_operation:
             self.reset()
-        self._is_changing = True
+        self._in_operation = True
         self._updates = []
 
     def _find_fault(self, error: Exception) -> list[Request]:
-        """The request that the innermost function was working on, else the newest one, if there is any."""
+        """The request being processed: the innermost local variable named `request`. Otherwise the newest, if any."""
         found = None
         for frame, _ in walk_tb(error.__traceback__):
             request = frame.f_locals.get("request")
             if isinstance(request, Request) and request.state is not State.NEW:
                 found = request
         if found is not None:
-            return [self._owner(found)]
-        return sorted(self.requests.values(), key=lambda each: each.rank[1])[-1:]
+            return [self._root_of(found)]
+        return sorted(self.requests.values(), key=lambda each: each.sort_key[1])[-1:]
 
-    def _trace(self, plan: Plan) -> tuple[list[Request], set[int]]:
-        """Which requests of later plans read what a failed plan was to write, and all blocks that are wrong by that.
+    def _find_readers(self, plan: Plan) -> tuple[list[Request], set[int]]:
+        """The requests of later plans that read blocks of a failed plan, and all blocks with invalid contents.
 
-        A block is shared when the plan that fills it is made, so a reader is in the same plan or in one in flight. It
-        comes after the writer, so one pass in order finds readers of readers too.
+        A block can be shared as soon as the plan that fills it is made. So its readers are in the same plan or in a
+        later one in flight, and one pass over the plans in order also finds the readers of readers.
         """
         size = self.kv.block_size
         readers: list[Request] = []
@@ -314,76 +317,86 @@ class Scheduler:
 
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_room(self) -> int:
-        """How many tokens the step may take beside one for each running request. Answers that run keep their pace; one
-        that is computed again, after a preemption or a restart, does not run yet."""
-        spare = self.max_tokens_per_step - len(self.running)
+    def _prompt_budget(self) -> int:
+        """The most tokens of the step beside one for each running request.
+
+        The latency target limits it only while a request is decoding. A request that recomputes its tokens, after a
+        preemption or a restart, is not decoding.
+        """
+        max_tokens = self.max_tokens_per_step - len(self.running)
         if self.pace.target_s is None:
-            return spare
-        behind = [len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running]
-        if not any(n == 0 and (r.num_output or r.num_expected) for r, n in zip(self.running, behind, strict=True)):
-            return spare
-        return self.pace.prompt_tokens(sum(behind) + self._waiting_tokens, len(self.running), spare)
+            return max_tokens
+        backlogs = [len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running]
+        if not any(n == 0 and (r.num_output or r.num_expected) for r, n in zip(self.running, backlogs, strict=True)):
+            return max_tokens
+        return self.pace.prompt_tokens(sum(backlogs) + self._waiting_tokens, len(self.running), max_tokens)
 
-    def _plan_running(self, plan: Plan, spare: int) -> bool:
-        """One token for every running request, and what is left of the step to the first that can use it.
+    def _plan_running(self, plan: Plan, budget: int) -> bool:
+        """Add rows for the running requests, in order: one token each, and more as long as `budget` lasts.
 
-        Returns whether somebody had to make room.
+        Returns whether a request was preempted.
         """
         add_row, growing = self._add_row, []
         draft_blocks: int | None = None
         for request in self.running:
-            known = len(request.tokens) + request.num_expected
+            num_tokens = len(request.tokens) + request.num_expected
             start = request.num_planned
             if request.drafts:
-                draft_blocks = self._cut_drafts(request, known, draft_blocks)
-            need = known + len(request.drafts) - start
-            if need <= 0:
+                draft_blocks = self._truncate_drafts(request, num_tokens, draft_blocks)
+            num_left = num_tokens + len(request.drafts) - start
+            if num_left <= 0:
                 continue
             if request.num_in_flight and (
-                request.drafts or known >= request.max_len or (request.num_expected and request.beam is not None)
+                request.drafts or num_tokens >= request.max_len or (request.num_expected and request.beam is not None)
             ):
-                continue  # the host must know its token first; a beam's next one may not even be behind its own
+                continue  # its token in flight comes first: drafts follow it, it may be the last, a beam may be dropped
             count = 1
-            if need > 1:
-                count = min(need, spare + 1)
-                spare -= count - 1
+            if num_left > 1:
+                count = min(num_left, budget + 1)
+                budget -= count - 1
             if start + count <= request.capacity:
-                add_row(plan, request, start, count, start + count - known + 1)
+                add_row(plan, request, start, count, start + count - num_tokens + 1)
             else:
                 growing.append((request, count))
         return self._grow_rows(plan, growing) if growing else False
 
-    def _cut_drafts(self, request: Request, known: int, free: int | None) -> int:
-        """Keep the drafts that the request's length and the free blocks leave room for; the free blocks after that.
+    def _truncate_drafts(self, request: Request, num_tokens: int, num_free: int | None) -> int:
+        """Drop drafts beyond `max_len` or beyond the free blocks. Returns the free blocks left for other drafts.
 
-        Drafts take blocks that no running request needs for its tokens and for its next one. So they preempt nobody.
-        A beam has none: its next token is not the likeliest one but may be any of several.
+        Drafts use only blocks that no running request needs for its tokens and its next one, so they never cause a
+        preemption. Beams have no drafts, because a beam continues with any of several candidates.
         """
         size, num_groups = self.kv.block_size, len(self.kv.windows)
         if self.kv.num_state_groups:
-            request.drafts.clear()  # a state that has taken in a refused draft cannot be had back
+            request.drafts.clear()  # a state cannot be rolled back to before a rejected draft
             return 0
-        if free is None:
-            promised = sum(self.kv.missing(each, self.max_tokens_per_step) + num_groups for each in self.running)
-            free = max(0, self.kv.pool.num_free - promised)
-        num_blocks = ceil_div(known, size)
-        room = min(request.max_len - known - 1, (num_blocks + free // num_groups) * size - known)
+        if num_free is None:
+            num_reserved = sum(
+                self.kv.num_missing_blocks(each, self.max_tokens_per_step) + num_groups for each in self.running
+            )
+            num_free = max(0, self.kv.pool.num_free - num_reserved)
+        num_blocks = ceil_div(num_tokens, size)
+        max_drafts = min(request.max_len - num_tokens - 1, (num_blocks + num_free // num_groups) * size - num_tokens)
         if request.beam is not None:
-            room = 0
-        del request.drafts[max(0, room) :]
-        return free - (ceil_div(known + len(request.drafts), size) - num_blocks) * num_groups
+            max_drafts = 0
+        del request.drafts[max(0, max_drafts) :]
+        return num_free - (ceil_div(num_tokens + len(request.drafts), size) - num_blocks) * num_groups
 
     def _publish_chunks(self, plan: Plan) -> None:
-        """Blocks that prompts fill in this plan can be shared from now on. A single token's wait for its commit: a step
-        of single tokens only may read a row's keys before another row has stored its own."""
+        """Publish the blocks that rows of several tokens fill in this plan.
+
+        A row of one token publishes at commit: a step that has only such rows may read keys before all are stored.
+        """
         if self.kv.prefix_cache:
             for request, count in zip(plan.requests, plan.counts, strict=True):
                 if count > 1:
                     self.kv.publish_planned(request)
 
     def _grow_rows(self, plan: Plan, growing: list[tuple[Request, int]]) -> bool:
-        """Rows that need new blocks, in order; the last in rank make room for the first."""
+        """Add the rows that need new blocks, in order. While blocks are short, the last running request is preempted.
+
+        Returns whether a request was preempted.
+        """
         preempted = False
         for request, count in growing:
             if request.state is not State.RUNNING:
@@ -392,57 +405,59 @@ class Scheduler:
                 victims = self._beams_of(self.running[-1])
                 num_in_flight = sum(victim.num_in_flight - (victim in plan.requests) for victim in victims)
                 if request in victims and num_in_flight:
-                    return preempted  # what it waits for is in flight: its own blocks behind the window
+                    return preempted  # its plan in flight may free blocks behind its window
                 for victim in victims:
-                    self._unplan(plan, victim)
+                    self._remove_row(plan, victim)
                 self._preempt(victims[0])
                 preempted = True
                 if num_in_flight:
-                    return preempted  # its blocks come back when the plan in flight is committed
+                    return preempted  # its blocks are released when the plan in flight is committed
                 if request in victims:
                     break
         return preempted
 
-    def _admit(self, plan: Plan, room: int, now_s: float) -> None:
-        """Let waiting requests join, strictly in order: one that does not fit yet is not overtaken.
+    def _admit(self, plan: Plan, prompt_budget: int, now_s: float) -> None:
+        """Admit waiting requests strictly in order: a request that does not fit blocks those after it.
 
-        A request joins only a step that has room for its next tokens, so its look-up is as fresh as what it computes.
+        A request is admitted only to a step that computes some of its tokens. So its prefix look-up finds every block
+        published before it computes.
         """
-        quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait(now_s))
+        quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait_s(now_s))
         if not quota:
             return
         num_rows = self.max_requests - len(self.running) - sum(each.width - len(each.beams) for each in self._groups)
-        budget = min(room, self.max_tokens_per_step - plan.num_tokens)
-        promised = sum(self.kv.missing(request, self.max_tokens_per_step) for request in self.running)
-        promised += sum(self._folded_blocks(group.root) for group in self._groups)
-        while quota > 0 and num_rows > 0 and budget > 0 and (request := self._head()) is not None:
-            if request.num_rows > num_rows or not self._place(request, plan, promised):
+        budget = min(prompt_budget, self.max_tokens_per_step - plan.num_tokens)
+        num_reserved = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
+        num_reserved += sum(self._folded_blocks(group.root) for group in self._groups)
+        while quota > 0 and num_rows > 0 and budget > 0 and (request := self._peek_waiting()) is not None:
+            if request.num_rows > num_rows or not self._allocate(request, plan, num_reserved):
                 return
             heapq.heappop(self._waiting)
             self._leave_queue(request)
-            self._fair_queue.serve(request.place)
+            self._fair_queue.mark_served(request.queue_position)
             self.policy.batching.admit()
             request.state = State.RUNNING
-            insort(self.running, request, key=_rank)
+            insort(self.running, request, key=_sort_key)
             if request.beam is not None:
                 self._groups.append(request.beam.group)
             quota -= 1
             num_rows -= request.num_rows
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
-            assert added, "admission promised blocks that are not there"
+            assert added, "admission counted blocks that are not free"
             if count > 1:
                 self.kv.publish_planned(request)
             budget -= count
-            promised += self.kv.missing(request, self.max_tokens_per_step) + self._folded_blocks(request)
+            num_reserved += self.kv.num_missing_blocks(request, self.max_tokens_per_step) + self._folded_blocks(request)
 
-    def _place(self, request: Request, plan: Plan, promised: int) -> bool:
-        """Give a request its first blocks: its leader's, those of a known prefix, or none; False if it does not fit.
+    def _allocate(self, request: Request, plan: Plan, num_reserved: int) -> bool:
+        """Give a waiting request its first blocks. Returns False if it does not fit.
 
-        Who shares its leader's last block must compute in this very step, and so copy it: the leader writes to it.
+        They come from its leader, from the host or from the prefix tree. A fork shares its leader's last block, to
+        which the leader writes. It must have a row in this step, because that row copies the block.
         """
         headroom = 1 if self.running else 0
-        available = self.kv.pool.num_free - promised - headroom - self._folded_blocks(request)
+        available = self.kv.pool.num_free - num_reserved - headroom - self._folded_blocks(request)
         may_fork = not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
             self.swap.drop(request)
@@ -451,39 +466,39 @@ class Scheduler:
         if self._is_still_blocked(request, available):
             return False
         match = self.kv.lookup(request)
-        if self.kv.cost(request, match, self.max_tokens_per_step) > available:
+        if self.kv.num_blocks_to_admit(request, match, self.max_tokens_per_step) > available:
             self._blocked = Blocked(request, match)
             return False
         if request.swapped_out is not None and request.swapped_out.num_computed > len(match.path) * self.kv.block_size:
             return self._swap_in(request, match, plan)
         self.swap.drop(request)
-        self.kv.adopt(request, match, plan.copies)
+        self.kv.attach_prefix(request, match, plan.copies)
         if request.encoder_tokens:
             plan.encodes.append(request)
         self._count_hit(request, match)
         return True
 
     def _is_still_blocked(self, request: Request, available: int) -> bool:
-        """Whether the head of the queue does not fit by what its last look-up found. Nothing was added to that since.
+        """Whether the first waiting request still does not fit, judged by its last match if that has not grown.
 
-        A look-up takes milliseconds where prompts are long, and the head of the queue is asked about at every step.
-        What was found may have been evicted, by which it only costs more.
+        This saves a look-up in every step: one takes milliseconds for a long prompt. Evictions since then only
+        raise the number of blocks needed, so the result holds.
         """
         blocked = self._blocked
         if blocked is None or blocked.request is not request or self.kv.tree.has_grown(blocked.match, request.salt):
             return False
-        return self.kv.cost(request, blocked.match, self.max_tokens_per_step) > available
+        return self.kv.num_blocks_to_admit(request, blocked.match, self.max_tokens_per_step) > available
 
     def _swap_in(self, request: Request, match: Match, plan: Plan) -> bool:
-        """Let a request go on from what it has on the host; not in a plan that copies, whose sources may be free."""
+        """Resume a request from its host blocks. Returns False if the plan has copies, whose sources may be free."""
         if plan.copies:
             return False
-        self.kv.restore(request, match, plan.swap_in)
+        self.kv.swap_in(request, match, plan.swap_in)
         self.swap.free(request)
         return True
 
     def _add_row(self, plan: Plan, request: Request, start: int, count: int, num_yields: int) -> None:
-        """`num_yields` counts the positions at and behind the last known token; below 1 the row stops short of it."""
+        """`num_yields` counts the row's positions from the request's last token on; it is below 1 if there are none."""
         if num_yields < 0:
             num_yields = 0
         if request.drafts:
@@ -498,16 +513,16 @@ class Scheduler:
             request.num_expected += 1
 
     def _add_grown_row(self, plan: Plan, request: Request, count: int) -> bool:
-        """A row that needs new blocks; False if there are too few."""
+        """Allocate blocks and add a row. Returns False if too few blocks are free."""
         start = request.num_planned
         if not self.kv.grow(request, start + count, plan.copies):
             return False
-        known = len(request.tokens) + request.num_expected
-        self._add_row(plan, request, start, count, start + count - known + 1)
+        num_tokens = len(request.tokens) + request.num_expected
+        self._add_row(plan, request, start, count, start + count - num_tokens + 1)
         return True
 
-    def _unplan(self, plan: Plan, request: Request) -> None:
-        """Take a row out of a plan that nobody has seen yet."""
+    def _remove_row(self, plan: Plan, request: Request) -> None:
+        """Remove a request's row, if it has one, from the plan being made."""
         if request not in plan.requests:
             return
         row = plan.requests.index(request)
@@ -516,11 +531,22 @@ class Scheduler:
         request.num_expected -= bool(plan.yields[row])
         del plan.requests[row], plan.starts[row], plan.counts[row], plan.yields[row]
 
-    # ── changes of state ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── commit ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cut_off(self, request: Request, tokens: list[int]) -> Finish | None:
-        """Why the tokens just appended end the request, if they do; what comes after the last one is taken back."""
-        if tokens and not request.max_tokens:  # the prompt has been computed, which is all there is to do
+    def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
+        """What updates carry besides tokens, by row. Most rows have no entry."""
+        details: dict[int, Detail] = {}
+        for row, logprobs in sampled.logprobs.items():
+            details[row] = Detail(logprobs=logprobs)
+        for row, prompt_logprobs in sampled.prompt_logprobs.items():
+            request = plan.requests[row]
+            fresh = prompt_logprobs[max(0, request.num_scored - plan.starts[row]) :]  # recomputed ones were reported
+            details.setdefault(row, Detail()).prompt_logprobs = fresh
+        return details
+
+    def _check_stop(self, request: Request, tokens: list[int]) -> Finish | None:
+        """Why the tokens just appended end the request, or None. Tokens after the one that ends it are removed."""
+        if tokens and not request.max_tokens:  # only the prompt is computed
             del request.tokens[request.num_prompt :], tokens[:]
             return Finish.LENGTH
         first = len(request.tokens) - len(tokens)
@@ -533,7 +559,7 @@ class Scheduler:
         return None
 
     def _advance(self, request: Request, end: int) -> None:
-        """The cache has caught up to `end`, less the drafts that were refused: the last token has no k and v yet."""
+        """Set `num_computed` to `end`, less the rejected drafts. The newest token has no k and v yet."""
         if request.drafts:
             request.drafts.clear()
         last = len(request.tokens) - 1
@@ -549,47 +575,47 @@ class Scheduler:
 
     # ── beam search ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _owner(self, request: Request) -> Request:
+    def _root_of(self, request: Request) -> Request:
         """The request that was submitted."""
         return request if request.beam is None else request.beam.group.root
 
     def _beams_of(self, request: Request) -> list[Request]:
-        """What is preempted together: the live beams of a group, or the request alone."""
+        """The requests that are preempted together: the live beams of a group, or the request alone."""
         return [request] if request.beam is None else list(request.beam.group.beams)
 
     def _folded_blocks(self, request: Request) -> int:
-        """Blocks that the folded beams of a group will need beside those of its root."""
+        """Blocks that the folded beams of a group will need in addition to those of its root."""
         if request.beam is None or not (folded := request.beam.group.folded):
             return 0
         num_tokens, most = len(request.tokens), self.max_tokens_per_step
         peak = self.kv.beams_peak(num_tokens, num_tokens + len(folded[0].tokens), len(folded), most)
         return max(0, peak - self.kv.peak(num_tokens, most))
 
-    def _land_beam(self, request: Request, end: int, candidates: Candidates | None, detail: Detail | None) -> None:
-        """A beam's row has been computed up to `end`. When all beams of a group have candidates, the next are chosen.
+    def _commit_beam(self, request: Request, end: int, candidates: Candidates | None, detail: Detail | None) -> None:
+        """Commit a beam's row, computed up to `end`. When all beams of a group have candidates, the next are chosen.
 
-        One that is leaving has been folded: its last token will be computed again, and sampled then.
+        A preempted beam has been folded into its root. Its last token is recomputed and sampled later.
         """
         if request.finished:
             return
-        is_leaving = request.state is State.LEAVING
+        is_preempted = request.state is State.PREEMPTED
         if detail is not None and detail.prompt_logprobs:
             self._updates.append(Update(request.id, [], None, Detail(prompt_logprobs=detail.prompt_logprobs)))
             request.num_scored += len(detail.prompt_logprobs)
         request.drafts.clear()
-        request.num_computed = end = min(end, len(request.tokens) - 1) if is_leaving else end
+        request.num_computed = end = min(end, len(request.tokens) - 1) if is_preempted else end
         if end >= request.publish_at:
             self.kv.publish(request, end)
         if self.kv.has_windows:
             self.kv.trim(request)
-        if candidates is not None and not is_leaving:
+        if candidates is not None and not is_preempted:
             beam = beam_of(request)
             beam.candidates = candidates
             if beam.group.is_complete:
                 self._choose_beams(beam.group)
 
     def _choose_beams(self, group: BeamGroup) -> None:
-        """Replace the live beams by those that survive; with none, the search has ended."""
+        """Replace the live beams by the survivors. Without survivors the search has ended."""
         if survivors := group.advance():
             self._replace_beams(group, survivors)
             return
@@ -597,19 +623,20 @@ class Scheduler:
         detail = Detail(beams=answers) if answers else explain_no_token(root)
         detail.num_cached = root.num_cached
         self._updates.append(Update(root.id, [], answers[0].finish if answers else Finish.ERROR, detail))
-        self._end(root)
+        self._finish(root)
 
     def _replace_beams(self, group: BeamGroup, survivors: list[Survivor]) -> None:
-        """A parent goes on as its first survivor. Each other survivor is a request that shares the parent's blocks: one
-        whose own beam was refused, or a new one. The root always goes on, in another's place if its beam was refused.
+        """Each parent's request becomes its first survivor. Any other survivor reuses the request of a dropped beam, or
+        gets a new request, and shares its parent's blocks. The root's request always stays in use: if its beam is
+        dropped, it takes over another survivor.
         """
         root, length = group.root, len(group.root.tokens)
         parents = dict.fromkeys(survivor.parent for survivor in survivors)
-        refused = sorted((each for each in group.beams if each not in parents), key=lambda each: each is not root)
-        for request in refused:
+        dropped = sorted((each for each in group.beams if each not in parents), key=lambda each: each is not root)
+        for request in dropped:
             self.kv.release(request)
-        if root in refused and len(parents) == len(survivors):
-            refused.append(survivors[0].parent)
+        if root in dropped and len(parents) == len(survivors):
+            dropped.append(survivors[0].parent)
             del parents[survivors[0].parent]
         group.beams = []
         for survivor in survivors:
@@ -617,40 +644,31 @@ class Scheduler:
                 request = survivor.parent
                 del parents[request]
             else:
-                request = refused.pop(0) if refused else self._fork_beam(group)
-                self.kv.share(survivor.parent, request, survivor.parent.num_computed)
+                request = dropped.pop(0) if dropped else self._fork_beam(group)
+                self.kv.share_blocks(survivor.parent, request, survivor.parent.num_computed)
             group.beams.append(request)
         for request, survivor in zip(group.beams, survivors, strict=True):
-            group.become(request, survivor, length)
-        self._drop_beams(refused)
+            group.assign(request, survivor, length)
+        self._drop_beams(dropped)
 
     def _fork_beam(self, group: BeamGroup) -> Request:
         request = group.fork()
-        insort(self.running, request, key=_rank)
+        insort(self.running, request, key=_sort_key)
         return request
 
     def _drop_beams(self, requests: Sequence[Request]) -> None:
-        """These beams are no more; their blocks come back when no plan names them."""
+        """Remove beams from the search. Their blocks are released when no plan in flight uses them."""
         for request in requests:
             request.state = State.FINISHED
             self._release_when_idle(request)
         if requests:
             self._drop_finished()
 
-    def _details(self, plan: Plan, sampled: Sampled) -> dict[int, Detail]:
-        """What a row's update carries besides its tokens. Most rows have nothing."""
-        details: dict[int, Detail] = {}
-        for row, logprobs in sampled.logprobs.items():
-            details[row] = Detail(logprobs=logprobs)
-        for row, prompt_logprobs in sampled.prompt_logprobs.items():
-            request = plan.requests[row]
-            fresh = prompt_logprobs[max(0, request.num_scored - plan.starts[row]) :]  # recomputed ones were reported
-            details.setdefault(row, Detail()).prompt_logprobs = fresh
-        return details
+    # ── queues and blocks ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _enqueue(self, request: Request) -> None:
         request.state = State.WAITING
-        heapq.heappush(self._waiting, (request.rank, request))
+        heapq.heappush(self._waiting, (request.sort_key, request))
         self._num_waiting += 1
         self._waiting_tokens += len(request.tokens)
 
@@ -660,22 +678,22 @@ class Scheduler:
         self._num_waiting -= 1
         self._waiting_tokens -= len(request.tokens)
 
-    def _head(self) -> Request | None:
+    def _peek_waiting(self) -> Request | None:
         while self._waiting and self._waiting[0][1].finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
-    def _drop_ended_waiters(self) -> None:
-        """Requests that end while they wait stay in the heap until it is mostly made of them."""
+    def _compact_waiting(self) -> None:
+        """Remove finished requests from the heap once they are most of it."""
         if len(self._waiting) > 2 * self._num_waiting + 64:
             self._waiting = [entry for entry in self._waiting if not entry[1].finished]
             heapq.heapify(self._waiting)
 
-    def _oldest_wait(self, now_s: float) -> float:
+    def _oldest_wait_s(self, now_s: float) -> float:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to wait, until there is room; of a group all beams, folded into the root."""
+        """Move a running request back to the waiting ones. A beam group is preempted whole, folded into its root."""
         if request.beam is not None:
             group = request.beam.group
             request = group.root
@@ -685,11 +703,11 @@ class Scheduler:
         request.num_preemptions += 1
         request.drafts.clear()
         self.running.remove(request)
-        request.state = State.LEAVING
+        request.state = State.PREEMPTED
         self._release_when_idle(request)
 
-    def _end(self, request: Request) -> None:
-        """The request's last update is out; nothing more will be heard of it."""
+    def _finish(self, request: Request) -> None:
+        """End a request. Its final update has been made, or the caller makes it."""
         was_waiting = request.state is State.WAITING
         if request.beam is not None and request.beam.group in self._groups:
             self._groups.remove(request.beam.group)
@@ -697,7 +715,7 @@ class Scheduler:
         request.state = State.FINISHED
         if was_waiting:
             self._leave_queue(request)
-            self._drop_ended_waiters()
+            self._compact_waiting()
         self.counters.finished += 1
         del self.requests[request.id]
         self._release_forks(request)
@@ -708,22 +726,23 @@ class Scheduler:
         if request.num_in_flight:
             request.release_due = True
         else:
-            self._give_back(request)
+            self._release_blocks(request)
 
-    def _give_back(self, request: Request) -> None:
-        """No plan names the request's blocks any more. One that only leaves may keep a copy of them on the host."""
+    def _release_blocks(self, request: Request) -> None:
+        """Release a request's blocks, which no plan in flight uses. A preempted request may be swapped out first."""
         request.release_due = False
-        is_leaving = request.state is State.LEAVING
+        is_preempted = request.state is State.PREEMPTED
         num_computed = request.num_computed
-        may_stow = is_leaving and self.kv.reaches(request, num_computed)  # a folded beam's window was further on
-        if may_stow and self.swap.swap_out(request, ceil_div(num_computed, self.kv.block_size)):
+        # The root of folded beams may be shorter than it was, and its window's blocks already released.
+        can_swap = is_preempted and self.kv.holds_context(request, num_computed)
+        if can_swap and self.swap.swap_out(request, ceil_div(num_computed, self.kv.block_size)):
             self.counters.swaps += 1
         self.kv.release(request)
-        if is_leaving:
+        if is_preempted:
             self._enqueue(request)
 
     def _release_forks(self, leader: Request) -> None:
-        """Those that waited for this prompt can go on: by sharing its blocks, or on their own if it has ended."""
+        """Queue the forks held for this leader. They share its blocks, or compute the prompt if it has ended."""
         for fork in leader.forks:
             self._enqueue(fork)
         leader.forks.clear()
@@ -745,11 +764,13 @@ class Scheduler:
         check_priority(request.priority)
         if request.num_rows > self.max_requests:
             raise InvalidParams(
-                f"A beam search that is {request.num_rows} wide needs as many rows in a step, and this engine computes "
-                f"{self.max_requests}. Lower the width or raise max_requests.", "best_of",
+                f"A beam search of width {request.num_rows} needs {request.num_rows} rows in a step, and max_requests "
+                f"is {self.max_requests}. Lower the width or raise max_requests.", "best_of",
             )  # fmt: skip
         if request.num_rows > 1 and self.kv.num_state_groups:
-            raise InvalidParams("This model keeps a state that beams cannot share. Use sampling.", "use_beam_search")
+            raise InvalidParams(
+                "This model has a recurrent state, which beams cannot share. Use sampling.", "use_beam_search"
+            )
         num_encoder = len(request.encoder_tokens)
         needed = self.kv.peak(request.max_len, self.max_tokens_per_step, num_encoder)
         if request.num_rows > 1:

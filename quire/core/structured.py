@@ -1,8 +1,8 @@
-"""StructuredOutputs: what an answer must look like, as a user asks for it.
+"""StructuredOutputs: the format that a user requires of an answer.
 
-Values are checked when the object is made: exactly one kind, and within bounds on size. Whether a schema, a pattern or
-a grammar can be followed is found out by `text/grammar/constraint.py`, which turns one into a constraint. It
-crosses to the engine's process as a part of SamplingParams, so schemas are kept as JSON text.
+The constructor checks that exactly one kind is given and that it is within the size limits.
+`text/grammar/constraint.py` makes a constraint of it, and raises if the schema, pattern or grammar is not supported.
+Schemas are kept as JSON text, because SamplingParams are sent to the engine's process.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
 MAX_REGEX_BYTES = 8 << 10
 MAX_CHOICES = 4096
-MAX_GRAMMAR_BYTES = 256 << 10  # choices together count as well
+MAX_GRAMMAR_BYTES = 256 << 10  # also the limit for all choices together
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """One of the first five; the answer then is nothing else.
+    """Exactly one of the first five fields is given. The whole answer has that format.
 
     json                    a JSON value that fits this schema: a dict, its JSON text, or True for any value
     json_object             any JSON object
     regex                   a text that the whole pattern matches (Rust's syntax: no look-around, no back-references)
     choice                  one of these texts
     grammar                 a text of this grammar: Lark as llguidance reads it, or GBNF with `root ::= ...`
-    whitespace_pattern      what may stand between the parts of a JSON value; None lets the model break lines and indent
-    disable_any_whitespace  nothing may
+    whitespace_pattern      a pattern for whitespace between JSON tokens; None allows line breaks and indentation
+    disable_any_whitespace  no whitespace between JSON tokens
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -54,8 +54,7 @@ class StructuredOutputs:
         given = [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
         if len(given) != 1:
             raise InvalidParams(
-                f"structured_outputs has {' and '.join(given) or 'nothing to follow'}; "
-                f"give exactly one of {', '.join(KINDS)}."
+                f"structured_outputs has {' and '.join(given) or 'no format'}; give exactly one of {', '.join(KINDS)}."
             )
         self._check_whitespace()
         if self.json is not None:
@@ -69,7 +68,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputs:
-        """The object itself, or one made from a mapping, naming the first key that does not exist."""
+        """The object itself, or one made from a mapping. An unknown key raises UnknownField with its name."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -79,16 +78,16 @@ class StructuredOutputs:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema as text, if the answer is to be JSON."""
+        """The JSON schema as text, if the format is JSON."""
         if self.json_object:
             return '{"type": "object"}'
         assert self.json is None or isinstance(self.json, str)
         return self.json
 
     def _check_whitespace(self) -> None:
-        asked = self.whitespace_pattern is not None or self.disable_any_whitespace
-        if asked and self.json is None and not self.json_object:
-            raise InvalidParams("structured_outputs can rule over whitespace in JSON only; leave it out here.")
+        is_given = self.whitespace_pattern is not None or self.disable_any_whitespace
+        if is_given and self.json is None and not self.json_object:
+            raise InvalidParams("structured_outputs has a whitespace option, which applies to JSON only; leave it out.")
         if self.whitespace_pattern is not None:
             if self.disable_any_whitespace:
                 raise InvalidParams("structured_outputs has whitespace_pattern and disable_any_whitespace; give one.")
@@ -99,7 +98,7 @@ class StructuredOutputs:
 
 
 def _schema_text(value: object) -> str:
-    """A schema as JSON text, whatever it was given as."""
+    """A schema as JSON text, from a mapping, JSON text or True."""
     if value is True:
         return "{}"
     text = value if isinstance(value, str) else _write(value)
@@ -139,10 +138,10 @@ def _parse(text: str) -> object:
         raise _too_deep("deeper than can be read") from None
 
 
-def _too_deep(how_deep: str) -> BadGrammar:
+def _too_deep(depth: str) -> BadGrammar:
     return BadGrammar(
-        f"structured_outputs.json nests {how_deep}; {MAX_SCHEMA_DEPTH} levels are allowed. "
-        "Flatten it, or name its parts in $defs."
+        f"structured_outputs.json nests {depth}; {MAX_SCHEMA_DEPTH} levels are allowed. "
+        "Flatten it, or move subschemas to $defs."
     )
 
 
@@ -165,7 +164,7 @@ def _choices(value: object) -> tuple[str, ...]:
 
 
 def _check_text(name: str, text: object, max_bytes: int) -> int:
-    """How many bytes a text has, if that is not too many."""
+    """The number of bytes of a text. Raises if it is empty or too long."""
     if not isinstance(text, str) or not text:
         raise InvalidParams(
             f"structured_outputs.{name} holds {show(text)}; give a text that is not empty.",
@@ -175,7 +174,7 @@ def _check_text(name: str, text: object, max_bytes: int) -> int:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise BadGrammar(
-            f"structured_outputs.{name} has half a character at index {error.start}; remove it.",
+            f"structured_outputs.{name} has a lone surrogate (half a character) at index {error.start}; remove it.",
             f"structured_outputs.{name}",
         ) from None
     if num_bytes > max_bytes:

@@ -1,6 +1,6 @@
-"""Swap: room on the host for the blocks of preempted requests, and whether to use it.
+"""Swap: host blocks for the blocks of preempted requests, and the choice between swapping and recomputing.
 
-Host blocks are numbers here and costs are seconds; the engine has the memory and measures the costs. The scheduler
+Host blocks are numbers here and costs are seconds. The engine has the memory and measures the costs. The scheduler
 calls `swap_out` when it preempts a request. The pairs that `take_swap_out` returns are part of the next plan.
 """
 
@@ -17,13 +17,13 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(slots=True)
 class SwapCosts:
-    """What it costs to resume a preempted request, in seconds. The engine measures them; None is unknown."""
+    """What it costs to resume a preempted request, in seconds. The engine measures it. None is unknown."""
 
-    copy_s: float | None = None  # for a block, to the host and back
-    compute_s: float | None = None  # for a token
+    copy_s: float | None = None  # to copy a block to the host and back
+    compute_s: float | None = None  # to compute a token
 
     def favour_copy(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether copying so many blocks is cheaper than computing so many tokens again."""
+        """Whether copying `num_blocks` is cheaper than recomputing `num_tokens`."""
         if self.copy_s is None or self.compute_s is None:
             return False
         return num_blocks * self.copy_s < num_tokens * self.compute_s
@@ -31,10 +31,10 @@ class SwapCosts:
 
 @dataclass(frozen=True, slots=True)
 class SwappedOut:
-    """A request's blocks on the host, in tables like those of its blocks."""
+    """A request's host blocks, in tables of the same shape as its block tables."""
 
     num_computed: int
-    tables: list[list[int | None]]  # a table for each group that grows; None where a block fell behind the window
+    tables: list[list[int | None]]  # a table for each group that grows; None where a block is behind the window
     fixed_tables: list[list[int]]  # a table for each group that does not
 
     @property
@@ -44,24 +44,25 @@ class SwappedOut:
 
 
 class Swap:
-    """Host blocks 0 to num_host_blocks - 1. The lowest free ones are used first, so memory above the highest one used
-    so far is not needed yet."""
+    """Host blocks 0 to num_host_blocks - 1. The lowest free one is used first, so the engine allocates host memory only
+    up to the highest one used.
+    """
 
     def __init__(self, num_host_blocks: int = 0, costs: SwapCosts | None = None) -> None:
         self.num_host_blocks = num_host_blocks
         self.costs = costs or SwapCosts()
-        self._num_touched = 0
-        self._freed: list[int] = []  # a heap, of those that have been used before
-        self._outgoing: Pairs = []
+        self._num_ever_used = 0
+        self._freed: list[int] = []  # a heap: free host blocks below _num_ever_used
+        self._pending_swap_out: Pairs = []
 
     @property
     def num_free(self) -> int:
-        return self.num_host_blocks - self._num_touched + len(self._freed)
+        return self.num_host_blocks - self._num_ever_used + len(self._freed)
 
     def swap_out(self, request: Request, num_blocks: int) -> bool:
-        """Have the first `num_blocks` entries of the request's tables copied to the host, if that pays and fits.
+        """Swap out the first `num_blocks` blocks of each table, if they fit and copying is cheaper than recomputing.
 
-        Blocks of the encoder and the state are copied whole.
+        Encoder and state blocks are all swapped out. Returns whether the request was swapped out.
         """
         tables, num_computed = [table[:num_blocks] for table in request.tables], request.num_computed
         needed = sum(block is not None for table in tables for block in table) + sum(map(len, request.fixed_tables))
@@ -69,14 +70,14 @@ class Swap:
             return False
         if not self.costs.favour_copy(needed, num_computed + len(request.encoder_tokens)):
             return False
-        host_blocks = [[None if block is None else self._send(block) for block in table] for table in tables]
-        fixed = [[self._send(block) for block in table] for table in request.fixed_tables]
+        host_blocks = [[None if block is None else self._swap_out_block(block) for block in table] for table in tables]
+        fixed = [[self._swap_out_block(block) for block in table] for table in request.fixed_tables]
         request.swapped_out = SwappedOut(num_computed, host_blocks, fixed)
         return True
 
     def take_swap_out(self) -> Pairs:
-        """The (block, host_block) pairs that the plan now made must copy. Nothing was written to these blocks since."""
-        pairs, self._outgoing = self._outgoing, []
+        """The pending (block, host_block) pairs, for the plan being made. No plan has written to these blocks since."""
+        pairs, self._pending_swap_out = self._pending_swap_out, []
         return pairs
 
     def free(self, request: Request) -> None:
@@ -87,28 +88,28 @@ class Swap:
             request.swapped_out = None
 
     def drop(self, request: Request) -> None:
-        """The request will not be swapped in. Copies that have not been planned yet are dropped too."""
-        if request.swapped_out is not None and self._outgoing:
+        """The request will not be swapped in. Its pending copies are dropped too."""
+        if request.swapped_out is not None and self._pending_swap_out:
             dropped = set(request.swapped_out.host_blocks)
-            self._outgoing = [pair for pair in self._outgoing if pair[1] not in dropped]
+            self._pending_swap_out = [pair for pair in self._pending_swap_out if pair[1] not in dropped]
         self.free(request)
 
     def reset(self) -> None:
         """All host blocks are free."""
-        self._freed = list(range(self._num_touched))
-        self._outgoing = []
+        self._freed = list(range(self._num_ever_used))
+        self._pending_swap_out = []
 
     def invalidate(self, host_blocks: set[int], requests: Iterable[Request]) -> None:
-        """The contents of these host blocks are not known. Requests that have one of them are computed again."""
+        """Drop the swapped-out blocks of requests that have one of `host_blocks`. These requests are recomputed."""
         for request in requests:
             if request.swapped_out is not None and not host_blocks.isdisjoint(request.swapped_out.host_blocks):
                 self.drop(request)
 
-    def _send(self, block: int) -> int:
+    def _swap_out_block(self, block: int) -> int:
         if self._freed:
             host_block = heapq.heappop(self._freed)
         else:
-            host_block = self._num_touched
-            self._num_touched += 1
-        self._outgoing.append((block, host_block))
+            host_block = self._num_ever_used
+            self._num_ever_used += 1
+        self._pending_swap_out.append((block, host_block))
         return host_block

@@ -97,15 +97,15 @@ class FakeRunner:
         return sampled
 
     def _move(self, plan: Plan) -> None:
-        """A slot can be read once, and only after it was written: it may be another request's from then on."""
-        slots = [slot for _, slot in plan.swap_out]
+        """A host block can be read once, and only after it was written. Another request may use it from then on."""
+        host_blocks = [host_block for _, host_block in plan.swap_out]
         blocks = [block for _, block in plan.swap_in]
-        assert len(slots) == len(set(slots)), "two blocks go to one slot"
-        assert len(blocks) == len(set(blocks)), "two slots go to one block"
-        for block, slot in plan.swap_out:
-            self.on_host[slot] = list(self.cells[block])
-        for slot, block in plan.swap_in:
-            self.cells[block] = self.on_host.pop(slot)
+        assert len(host_blocks) == len(set(host_blocks)), "two blocks are copied to one host block"
+        assert len(blocks) == len(set(blocks)), "two host blocks are copied to one block"
+        for block, host_block in plan.swap_out:
+            self.on_host[host_block] = list(self.cells[block])
+        for host_block, block in plan.swap_in:
+            self.cells[block] = self.on_host.pop(host_block)
         for source, target in plan.copies:
             self.cells[target] = list(self.cells[source])
 

@@ -41,15 +41,15 @@ def check_blocks(scheduler: Scheduler, holders: list[Request]) -> None:
 
 
 def check_host(scheduler: Scheduler, live: list[Request]) -> None:
-    """A slot is free or somebody's who waits; what is to go out goes to somebody's."""
+    """Each host block is free or belongs to one waiting request. Pending copies go to host blocks in use."""
     swap = scheduler.swap
     swapped_out = [request for request in live if request.swapped_out is not None]
     assert all(request.state is State.WAITING for request in swapped_out)
-    used = [slot for request in swapped_out if request.swapped_out for slot in request.swapped_out.host_blocks]
-    free = [*swap._freed, *range(swap._num_touched, swap.num_host_blocks)]
+    used = [block for request in swapped_out if request.swapped_out for block in request.swapped_out.host_blocks]
+    free = [*swap._freed, *range(swap._num_ever_used, swap.num_host_blocks)]
     assert sorted([*used, *free]) == list(range(swap.num_host_blocks))
     assert len(free) == swap.num_free
-    assert {slot for _, slot in swap._outgoing} <= set(used)
+    assert {host_block for _, host_block in swap._pending_swap_out} <= set(used)
 
 
 def check_tree(scheduler: Scheduler, holders: list[Request]) -> None:
@@ -87,7 +87,7 @@ def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
         assert len({len(beam.tokens) for beam in group.beams}) == 1
         assert len({tuple(beam.tokens) for beam in group.beams}) == len(group.beams)
     assert all(request.state is State.RUNNING for request in running)
-    assert [r.rank for r in running] == sorted(r.rank for r in running)
+    assert [r.sort_key for r in running] == sorted(r.sort_key for r in running)
     waiting = [request for _, request in scheduler._waiting if not request.finished]
     assert len(waiting) == scheduler.num_waiting
     assert sum(len(request.tokens) for request in waiting) == scheduler._waiting_tokens

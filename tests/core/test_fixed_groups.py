@@ -130,8 +130,10 @@ def test_a_preempted_request_has_them_filled_again_or_brought_back(
     after = [block for table in (*request.tables, *request.fixed_tables) for block in table]
     assert len(after) == len(before)
     if num_host_blocks:
-        slots = {slot: block for block, slot in plan.swap_out}
-        assert {slots[slot]: block for slot, block in plan.swap_in} == dict(zip(before, after, strict=True))
+        sources = {host_block: block for block, host_block in plan.swap_out}
+        assert {sources[host_block]: block for host_block, block in plan.swap_in} == dict(
+            zip(before, after, strict=True)
+        )
         assert (plan.encodes, plan.starts) == ([], [5])
     else:
         assert (plan.swap_in, plan.starts) == ([], [0])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 def running(kv: KVCache, num_prompt: int) -> Request:
     """A request whose prompt is computed and published."""
     request = Request("leader", list(range(num_prompt)), SamplingParams(), max_tokens=8)
-    kv.adopt(request, kv.lookup(request), [])
+    kv.attach_prefix(request, kv.lookup(request), [])
     assert kv.grow(request, num_prompt, [])
     request.tokens.append(99)
     request.num_computed = request.num_planned = num_prompt

@@ -19,36 +19,36 @@ from tests.core.test_scheduler import answer, ask, make, step
 pytestmark = pytest.mark.core
 
 # Methods in which the scheduler is in the middle of a change, by where they are.
-PLACES = {
+METHODS = {
     "scheduler": [
         "_add_row",
         "_advance",
-        "_end",
+        "_finish",
         "_enqueue",
-        "_give_back",
+        "_release_blocks",
         "_leave_queue",
         "_preempt",
-        "_head",
-        "_land_beam",
+        "_peek_waiting",
+        "_commit_beam",
         "_choose_beams",
         "_replace_beams",
         "_fork_beam",
         "_drop_beams",
     ],
     "kv": [
-        "adopt",
+        "attach_prefix",
         "fork",
         "grow",
         "lookup",
         "publish",
         "publish_planned",
         "release",
-        "restore",
+        "swap_in",
         "trim",
-        "_take",
-        "share",
+        "_allocate",
+        "share_blocks",
     ],
-    "pool": ["take", "revive", "release"],
+    "pool": ["allocate", "touch", "release"],
     "tree": ["insert", "prune", "forget", "lookup"],
     "swap": ["swap_out", "drop", "free", "take_swap_out"],
 }
@@ -58,9 +58,9 @@ class Bug(Exception):
     """An error that is not one of ours."""
 
 
-def owner(scheduler: Scheduler, place: str) -> Any:
-    return {"scheduler": scheduler, "swap": scheduler.swap}.get(place) or getattr(
-        scheduler.kv, place, scheduler.kv if place == "kv" else None
+def owner(scheduler: Scheduler, component: str) -> Any:
+    return {"scheduler": scheduler, "swap": scheduler.swap}.get(component) or getattr(
+        scheduler.kv, component, scheduler.kv if component == "kv" else None
     )
 
 
@@ -68,8 +68,8 @@ class Fault:
     """Makes one method fail, once, before or after it has done its work."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random, error: type[BaseException] = Bug) -> None:
-        place = rng.choice(list(PLACES))
-        self.target, self.name = owner(scheduler, place), rng.choice(PLACES[place])
+        component = rng.choice(list(METHODS))
+        self.target, self.name = owner(scheduler, component), rng.choice(METHODS[component])
         self.kind, self.original = type(self.target), getattr(type(self.target), self.name)
         self.is_late, self.num_left, self.error, self.has_struck = rng.random() < 0.5, rng.randint(0, 2), error, False
 
@@ -176,7 +176,7 @@ def run(scheduler: Scheduler) -> dict[str, Finish]:
     return dict(ends)
 
 
-@pytest.mark.parametrize("where", ["_place", "_advance", "_leave_queue"])
+@pytest.mark.parametrize("where", ["_allocate", "_advance", "_leave_queue"])
 def test_the_request_at_fault_ends_and_no_other(where: str, monkeypatch) -> None:
     scheduler = make()
     for index, name in enumerate("abcd"):
@@ -190,14 +190,14 @@ def test_if_nobody_is_at_fault_the_newest_ends(monkeypatch) -> None:
     scheduler = make()
     for index, name in enumerate("abc"):
         scheduler.add(ask(name, 9, first=100 * index))
-    room, errors = scheduler._prompt_room, [Bug("no room")]
+    room, errors = scheduler._prompt_budget, [Bug("no room")]
 
     def failing() -> int:
         if errors:
             raise errors.pop()
         return room()
 
-    monkeypatch.setattr(scheduler, "_prompt_room", failing)
+    monkeypatch.setattr(scheduler, "_prompt_budget", failing)
     assert run(scheduler) == {"a": Finish.LENGTH, "b": Finish.LENGTH, "c": Finish.ERROR}
 
 
@@ -219,7 +219,7 @@ def test_scores_of_a_plan_that_was_lost_are_told_once(monkeypatch) -> None:
     """Rows behind the one that fails are computed again, and then bring their prompt's log probabilities."""
     scheduler = make()
     for index, name in enumerate("ab"):
-        prompt = [100 * index + place for place in range(5)]
+        prompt = [100 * index + offset for offset in range(5)]
         params = SamplingParams(max_tokens=None, prompt_logprobs=0)
         scheduler.add(Request(name, prompt, params, max_tokens=2))
     fail_in(scheduler, "_advance", lambda request: request.id == "a", monkeypatch)

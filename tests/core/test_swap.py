@@ -66,7 +66,7 @@ def test_blocks_go_out_with_the_plan_that_uses_them_and_come_back_to_go_on() -> 
     assert set(scheduler.requests["first"].tables[0]) & set(blocks), "room was made"
     while second.state is State.WAITING:
         plan = step(scheduler)
-    assert [slot for slot, _ in plan.swap_in] == swapped_out.tables[0]
+    assert [host_block for host_block, _ in plan.swap_in] == swapped_out.tables[0]
     assert [block for _, block in plan.swap_in] == second.tables[0][: len(blocks)]
     assert plan.starts[plan.requests.index(second)] == num_computed
     assert (second.swapped_out, scheduler.swap.num_free) == (None, 64)
@@ -109,7 +109,7 @@ def test_with_a_plan_in_flight_blocks_go_out_with_the_plan_after_it() -> None:
     while (plan := scheduler.schedule()) is not None:
         scheduler.commit(in_flight, answer(in_flight))
         in_flight = plan
-    assert second.state is State.LEAVING
+    assert second.state is State.PREEMPTED
     blocks = list(second.tables[0])
     scheduler.commit(in_flight, answer(in_flight))
     assert second.swapped_out is not None
@@ -126,7 +126,7 @@ def test_what_is_to_go_out_waits_for_a_plan() -> None:
     assert scheduler.schedule() is None
     scheduler.max_requests = 1
     plan = plan_of(scheduler)
-    assert [slot for _, slot in plan.swap_out] == [slot for slot, _ in plan.swap_in] == [0, 1]
+    assert [target for _, target in plan.swap_out] == [source for source, _ in plan.swap_in] == [0, 1]
 
 
 def test_a_request_can_leave_more_than_once() -> None:
@@ -143,7 +143,7 @@ def test_a_request_can_leave_more_than_once() -> None:
     assert scheduler.swap.num_free == 64
 
 
-def test_who_ends_on_the_host_leaves_no_slot_and_no_copy_behind() -> None:
+def test_a_swapped_out_request_that_ends_frees_its_host_blocks_and_pending_copies() -> None:
     scheduler = make()
     gone, other = ask("gone", 6), ask("other", 6, first=300)
     scheduler.add(gone)
@@ -154,7 +154,9 @@ def test_who_ends_on_the_host_leaves_no_slot_and_no_copy_behind() -> None:
     assert scheduler.swap.num_free == 64
     blocks = other.tables[0]
     scheduler._preempt(other)
-    assert step(scheduler).swap_out == [(blocks[0], 0), (blocks[1], 1)], "the first one's copies would share the slots"
+    assert step(scheduler).swap_out == [(blocks[0], 0), (blocks[1], 1)], (
+        "the first one's copies would share the host blocks"
+    )
 
 
 def test_a_plan_that_was_not_begun_takes_its_copies_to_the_host_with_it() -> None:
@@ -217,7 +219,7 @@ def test_what_comes_back_is_published_again() -> None:
     assert [block for block in request.tables[0] if block in scheduler.kv.tree.owners] == request.tables[0][:2]
 
 
-def test_nobody_comes_back_in_a_plan_that_copies_blocks() -> None:
+def test_no_request_is_swapped_in_by_a_plan_that_copies_blocks() -> None:
     """The source of a copy may be free, and what comes from the host is written before copies are made."""
     scheduler = make(prefix_cache=True)
     leader = ask("a#0", 10)
@@ -228,8 +230,8 @@ def test_nobody_comes_back_in_a_plan_that_copies_blocks() -> None:
     step(scheduler)
     scheduler._preempt(away)
     assert away.swapped_out is not None
-    away.rank = (1 << 40, 0)  # behind the forks, which copy the leader's last block
-    scheduler._waiting = sorted(((request.rank, request) for _, request in scheduler._waiting), key=itemgetter(0))
+    away.sort_key = (1 << 40, 0)  # behind the forks, which copy the leader's last block
+    scheduler._waiting = sorted(((request.sort_key, request) for _, request in scheduler._waiting), key=itemgetter(0))
     plan = step(scheduler)
     assert plan.copies
     assert away.state is State.WAITING
@@ -244,7 +246,7 @@ def test_blocks_behind_the_window_stay_away() -> None:
     scheduler._preempt(request)
     assert request.swapped_out is not None
     near, whole = request.swapped_out.tables
-    assert [slot is None for slot in near] == [True] * 6 + [False] * 2
+    assert [host_block is None for host_block in near] == [True] * 6 + [False] * 2
     assert None not in whole
     plan = step(scheduler)
     assert len(plan.swap_in) == 2 + 8

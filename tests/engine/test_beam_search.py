@@ -479,7 +479,7 @@ def test_logits_that_are_not_numbers_end_the_search() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(InvalidParams, match="6 wide needs as many rows"):
+    with pytest.raises(InvalidParams, match="width 6 needs 6 rows"):
         engine_of(max_requests=5).scheduler.add(beam_request([1], 6, 4))
     with pytest.raises(PromptTooLong, match="in 6 beams need 32 blocks"):
         engine_of(num_blocks=25).scheduler.add(beam_request(prompt_of(9), 6, 16))
