@@ -11,7 +11,7 @@ from typing import Any
 from quire.cli.options import add_engine_options, add_json, engine_config
 from quire.errors import InvalidParams
 from quire.progress import bar
-from quire.weights.store import resolve
+from quire.store import resolve
 
 COLUMNS = ("batch", "prefill_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "total_s")
 

@@ -13,7 +13,7 @@ from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound
 from quire.kernels import isa
 from quire.kernels.cpu import native
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from quire import store
 from quire.cli.options import add_model, say
 from quire.progress import bar
-from quire.weights import store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

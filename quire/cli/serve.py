@@ -8,7 +8,7 @@ from dataclasses import fields
 from quire.cli.options import add_engine_options, add_fields, engine_config, say
 from quire.config import api_key
 from quire.progress import bar
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
