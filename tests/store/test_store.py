@@ -403,7 +403,7 @@ class TestResolve:
 
     @pytest.mark.parametrize("name", ["nothing", "./a/b", "/no/such/model.gguf", "models/missing.gguf", ""])
     def test_what_cannot_be_a_hub_name_does_not_reach_the_hub(self, name, monkeypatch):
-        monkeypatch.setattr(models, "download_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+        monkeypatch.setattr(models, "resolve_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
         with pytest.raises(ModelNotFound):
             resolve(name)
 
