@@ -56,6 +56,8 @@ def resolve(name: str, *, pull: bool = True, progress: Progress | None = None) -
         case WheelModel() as model:
             return resolve_wheel(name, model, pull, report)
         case HubModel() as model:
+            if not pull and find_in_hub_cache(model.repository) is None:
+                raise not_downloaded(name, model)
             return describe(name, resolve_from_hub(model.repository, None, download=pull, progress=report))
     path = Path(name).expanduser()
     if path.exists():
@@ -124,9 +126,11 @@ def wheel_files(name: str, model: WheelModel) -> ModelFiles:
     return ModelFiles(name, cache_dir() / "models" / model.file, "gguf", model.size_bytes)
 
 
-def not_downloaded(name: str, model: WheelModel) -> ModelNotFound:
+def not_downloaded(name: str, model: Alias) -> ModelNotFound:
     size = model.size_bytes / 2**20
-    return ModelNotFound(f"{name} is not on this machine. Download it ({size:.0f} MiB) with `quire pull {name}`.")
+    return ModelNotFound(
+        f"{name} is not on this machine. Download it (about {size:,.0f} MiB) with `quire pull {name}`."
+    )
 
 
 def resolve_path(name: str, path: Path) -> ModelFiles:

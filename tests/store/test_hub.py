@@ -143,7 +143,10 @@ def test_alias_is_its_repository(hub, tmp_path):
 def test_alias_is_not_downloaded_without_pull(hub, tmp_path):
     fill(tmp_path, "config.json", "model.safetensors")
     resolve("qwen3:0.6b", pull=False)
-    assert hub[0][1]["local_files_only"] is True
+    assert all(options["local_files_only"] for _, options in hub)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"about 1,434 MiB\) with `quire pull qwen3:0\.6b`"):
+        resolve("qwen3:0.6b", pull=False)
 
 
 def test_gated_alias_says_how_to_log_in(monkeypatch):
