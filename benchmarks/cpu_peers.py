@@ -28,7 +28,7 @@ from peers.workload import Cell
 
 from quire.config import DEFAULT_MODEL, cache_dir
 from quire.errors import QuireError
-from quire.weights.store import resolve
+from quire.store import resolve
 
 SLOW_START_S = 20.0
 

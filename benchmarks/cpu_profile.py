@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 class Timed:

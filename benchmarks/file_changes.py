@@ -31,8 +31,8 @@ from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.metrics import Metrics
 from quire.server.service import Service
+from quire.store import resolve
 from quire.text.tokenizers.tokenizer import load_tokenizer
-from quire.weights.store import resolve
 
 ROOT = str(Path(quire.__file__).parent)
 

@@ -20,7 +20,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.supervisor import Supervised
-from quire.weights.store import resolve
+from quire.store import resolve
 
 PROMPT_TOKENS = 115
 

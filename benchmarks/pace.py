@@ -26,7 +26,7 @@ from gpu import LLAMA_3_8B
 
 from quire.config import EngineConfig
 from quire.engine.client import InProcess
-from quire.weights.store import resolve
+from quire.store import resolve
 
 WIDTH, HEIGHT, LEFT, TOP, PANEL = 720, 400, 64, 48, 290
 COLOURS = {"p50": "#1b6ca8", "p99": "#e08e45"}

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 def windows_of(llm: LLM, text: str, size: int, count: int) -> list[list[int]]:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from arguments import count_list, positive_list
 
 from quire.config import DEFAULT_MODEL, cache_dir
-from quire.weights.store import resolve
+from quire.store import resolve
 
 START_S = 400.0
 RATE_SECONDS = 60

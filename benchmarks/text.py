@@ -12,10 +12,10 @@ from time import perf_counter
 from quire.bench.serve.http_client import ResponseReader
 from quire.config import DEFAULT_MODEL
 from quire.kernels import isa
+from quire.store import resolve
 from quire.text.detokenizer import StopStringScanner
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.tokenizers.tokenizer import load_tokenizer
-from quire.weights.store import resolve
 
 REPEATS = 7
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]

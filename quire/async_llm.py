@@ -10,11 +10,11 @@ from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.engine.client import Threaded, no_garbage_collection
 from quire.errors import InvalidParams
+from quire.store import resolve
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.input_processor import InputProcessor, Prompt
 from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from quire.weights.store import resolve
 
 
 class AsyncLLM:

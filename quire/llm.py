@@ -25,12 +25,12 @@ from quire.core.policy import PRIORITY_POSITIONS
 from quire.engine.client import Inbox, Shared, no_garbage_collection
 from quire.errors import EngineError, InvalidParams, TemplateError
 from quire.progress import bar
+from quire.store import resolve
 from quire.text.detokenizer import Detokenizer
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.input_processor import InputProcessor, Prompt, pack_prompt
 from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from quire.weights.store import resolve
 
 if TYPE_CHECKING:
     from quire.text.templates.chat_template import ChatTemplate

@@ -24,7 +24,7 @@ def one_thread(request: pytest.FixtureRequest) -> None:
 def default_model() -> Path:
     """The default model's file, fetched once into quire's cache."""
     from quire.config import DEFAULT_MODEL
-    from quire.weights.store import resolve
+    from quire.store import resolve
 
     return resolve(DEFAULT_MODEL).path
 

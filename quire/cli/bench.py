@@ -1,4 +1,4 @@
-"""`quire bench`: measure."""
+"""`quire bench`: measure the speed of the engine alone, or of a server."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from quire.cli.options import add_engine_options, add_json, engine_config
 from quire.errors import InvalidParams
 from quire.progress import bar
-from quire.weights.store import resolve
+from quire.store import resolve
 
 COLUMNS = ("batch", "prefill_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "total_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
-    about = "Time prefill and decode of the engine alone: random prompts, greedy, no prefix cache."
+    about = "Measure prefill and decode of the engine alone, with random prompts, greedy and without the prefix cache."
     offline = kinds.add_parser("offline", help=about, description=about, allow_abbrev=False)
     add_offline(offline)
-    offline.set_defaults(measure=run_offline)
-    about = "Put load on a server with OpenAI's API and time what its clients would see."
+    offline.set_defaults(run_kind=run_offline)
+    about = "Send load to a server with OpenAI's API and measure latency and throughput at the client."
     serve = kinds.add_parser("serve", help=about, description=about, allow_abbrev=False)
     add_serve(serve)
-    serve.set_defaults(measure=run_serve)
+    serve.set_defaults(run_kind=run_serve)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure speed."""
-    arguments.measure(arguments)
+    arguments.run_kind(arguments)
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     for flag, default, text in (
         ("--prompt-tokens", 128, "tokens in each prompt"),
         ("--output-tokens", 64, "new tokens for each prompt"),
-        ("--repeats", 3, "runs of each size, of which the median is reported"),
+        ("--repeats", 3, "runs of each batch size; the median is reported"),
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
     add_json(parser)
@@ -91,17 +91,21 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_trace(parser)
     add_json(parser)
     parser.add_argument("--json-requests", action="store_true", help="the same, with a row for every request")
-    slo = "milliseconds such as ttft:500,tpot:50,e2e:9000: goodput counts the requests within them"
+    slo = "limits in ms, such as ttft:500,tpot:50,e2e:9000: goodput counts the requests within them"
     parser.add_argument("--slo", metavar="LIMITS", help=slo)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which server")
-    group.add_argument("--base-url", metavar="URL", help="one that runs, with or without /v1")
-    group.add_argument("--api-key", metavar="KEY", help="what it wants as a bearer token")
-    group.add_argument("--spawn", action="store_true", help="start `quire serve` for this, and stop it afterwards")
-    group.add_argument("--spawn-options", metavar="TEXT", help="options for it, as in --spawn-options='--threads 1'")
-    group.add_argument("--model", help="what to ask for (the first it lists if not given), or with --spawn to serve")
+    group.add_argument("--base-url", metavar="URL", help="a running server, with or without /v1")
+    group.add_argument("--api-key", metavar="KEY", help="bearer token for the server")
+    group.add_argument("--spawn", action="store_true", help="start `quire serve`, and stop it afterwards")
+    group.add_argument(
+        "--spawn-options", metavar="TEXT", help="options of the started server, as in --spawn-options='--threads 1'"
+    )
+    group.add_argument(
+        "--model", help="model to request (default: the first that the server lists), or to serve with --spawn"
+    )
 
 
 def add_times(parser: argparse.ArgumentParser) -> None:
@@ -110,36 +114,38 @@ def add_times(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--burstiness", type=float, metavar="B", help="of --rate: 1 (default) is Poisson, less is burstier"
     )
-    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many at a time; 8 by default")
-    group.add_argument("--num-requests", type=int, metavar="N", help="100, or all of a trace, if not given")
-    group.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the clock starts; default 1")
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request; default 600")
-    seed = "fixes prompts and times; a second run with it finds its prompts in the server's cache"
+    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: requests in flight; default 8")
+    group.add_argument("--num-requests", type=int, metavar="N", help="default 100, or all of a trace")
+    group.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the measurement; default 1")
+    group.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for each request; default 600"
+    )
+    seed = "fixes prompts and arrival times; a second run with the same seed hits the server's prefix cache"
     group.add_argument("--seed", type=int, metavar="N", help=seed)
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to send")
-    group.add_argument("--chat", action="store_true", help="ask /v1/chat/completions instead of /v1/completions")
-    group.add_argument("--prompt-words", type=int, metavar="N", help="random words in a prompt; 115 if not given")
-    group.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids instead, exactly so many")
-    group.add_argument("--output-tokens", type=int, metavar="N", help="new tokens for each prompt; 64 if not given")
+    group.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
+    group.add_argument("--prompt-words", type=int, metavar="N", help="random words in each prompt; default 115")
+    group.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids instead of words: exactly N")
+    group.add_argument("--output-tokens", type=int, metavar="N", help="new tokens for each prompt; default 64")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy")
-    strict = "send only what OpenAI knows: no ignore_eos, so answers may be shorter than asked for"
+    strict = "send only OpenAI's fields: without ignore_eos, so answers may be shorter than --output-tokens"
     group.add_argument("--no-extra-fields", dest="extra_fields", action="store_false", help=strict)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recorded traffic")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="lengths and times: Azure's CSV, Mooncake's JSON lines"
+        "--trace", type=Path, metavar="FILE", help="lengths and times of requests: Azure's CSV or Mooncake's JSON lines"
     )
-    group.add_argument("--trace-speed", type=float, metavar="X", help="replay it so many times as fast")
-    group.add_argument("--trace-ids", action="store_true", help="send token ids, of exactly the trace's lengths")
-    ratio = "to meet lengths in words; found out from the server if not given"
+    group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
+    group.add_argument("--trace-ids", action="store_true", help="send token ids, with exactly the trace's lengths")
+    ratio = "converts lengths to words; measured on the server if not given"
     group.add_argument("--tokens-per-word", type=float, metavar="R", help=ratio)
-    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out requests with longer prompts")
-    group.add_argument("--max-output-tokens", type=int, metavar="N", help="ask for no longer answers than this")
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip requests with longer prompts")
+    group.add_argument("--max-output-tokens", type=int, metavar="N", help="limit the answers of the trace to N tokens")
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
@@ -159,4 +165,4 @@ def run_serve(arguments: argparse.Namespace) -> None:
     else:
         print(format_report(document))
     if document["interrupted"]:
-        raise KeyboardInterrupt  # what there is has been said; the exit status tells that it is not all
+        raise KeyboardInterrupt  # the report is printed; the exit status tells that it is incomplete

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 HELP = """\
 /help           this text
 /reset          forget the conversation
-/system TEXT    give the model a role, and start anew
+/system TEXT    set the system prompt, and start a new conversation
 /history        show the conversation
 /exit           leave (as does Ctrl-D)
 Ctrl-C          stop the answer"""
-# Options that make a difference to several requests at a time only.
-SEVERAL = (
+# Options that have an effect on concurrent requests only.
+BATCH_OPTIONS = (
     "order", "batching", "batch_size", "batch_wait", "waiting_served_ratio", "max_waiting_tokens", "itl_target_ms",
     "max_requests",
 )  # fmt: skip
@@ -31,7 +31,7 @@ SEVERAL = (
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said, and how to answer."""
+    """The messages so far, and the model and parameters that answer them."""
 
     llm: LLM
     params: SamplingParams
@@ -39,7 +39,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, text: str) -> None:
-        """Ask, and print the answer as it grows. What was shown is what is remembered, also of a stopped answer."""
+        """Stream the answer to the terminal. The history keeps what was printed, also of a stopped answer."""
         self.messages.append({"role": "user", "content": text})
         shown = ""
         try:
@@ -52,7 +52,7 @@ class Conversation:
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         except QuireError as error:
-            say(f"error: {error} (/reset starts anew)")
+            say(f"error: {error} (/reset starts a new conversation)")
         finally:
             print(flush=True)
             if shown:
@@ -61,37 +61,37 @@ class Conversation:
                 self.messages.pop()
 
     def all_messages(self) -> list[dict[str, str]]:
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        return opening + self.messages
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self.messages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="the model's role")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_sampling(parser, max_tokens=None)
-    add_engine_options(parser, without=SEVERAL)
+    add_engine_options(parser, without=BATCH_OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Talk with a model; /help inside."""
+    """Chat with a model; /help lists the commands."""
     options = sampling_options(arguments)
     config = engine_config(arguments)
     from quire.llm import LLM
 
     llm = LLM(**asdict(config))
     say(llm.info.summary)
-    say("Type a message; /help shows what else, Ctrl-D leaves.")
+    say("Type a message; /help lists the commands, Ctrl-D leaves.")
     talk(Conversation(llm, replace(llm.get_default_sampling_params(), **options), arguments.system))
 
 
 def talk(conversation: Conversation) -> None:
-    """Read lines until the end. Wherever Ctrl-C strikes, the conversation goes on."""
+    """Read lines until the end of input. Ctrl-C never ends the conversation."""
     while True:
         try:
             text = read_line()
             if text in ("/exit", "/quit"):
                 return
             if text.startswith("/"):
-                obey(conversation, text)
+                run_command(conversation, text)
             elif text:
                 conversation.answer(text)
         except EOFError:
@@ -108,7 +108,7 @@ def read_line() -> str:
     return input("> " if sys.stdin.isatty() else "").strip()
 
 
-def obey(conversation: Conversation, text: str) -> None:
+def run_command(conversation: Conversation, text: str) -> None:
     command, _, rest = text.partition(" ")
     if command == "/help":
         print(HELP)
@@ -121,4 +121,4 @@ def obey(conversation: Conversation, text: str) -> None:
         for message in conversation.all_messages():
             print(f"{message['role']}: {message['content']}")
     else:
-        say(f"There is no {command}; /help shows what there is.")
+        say(f"There is no {command}; /help lists the commands.")

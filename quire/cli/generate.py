@@ -18,28 +18,34 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; give it again for more")
-    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument(
+        "-p", "--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several prompts"
+    )
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     add_json(parser)
     add_sampling(parser, max_tokens=128)
     group = parser.add_argument_group("answers")
     group.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt; default %(default)s")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a string that ends the answer")
     add_engine_options(parser, without=["order"])  # prompts on the command line have no priorities
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     group = parser.add_argument_group("sampling")
-    longest = "longest answer, in tokens; " + ("default %(default)s" if max_tokens else "as long as fits if not given")
+    longest = "longest answer, in tokens; " + (
+        "default %(default)s" if max_tokens else "limited by max_len if not given"
+    )
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=longest)
-    own = "the model's own if not given (see quire info)"
+    own = "the model's default if not given (see quire info)"
     group.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {own}")
-    group.add_argument("--top-p", type=float, metavar="P", help=f"keep the likeliest tokens up to this; {own}")
-    group.add_argument("--top-k", type=int, metavar="K", help=f"keep that many tokens, 0 keeps all; {own}")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help=f"keep the likeliest tokens up to this total probability; {own}"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help=f"keep the K likeliest tokens, 0 keeps all; {own}")
 
 
 def sampling_options(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What the command line says about sampling. It is checked here, before a model is loaded."""
+    """The sampling options of the command line, checked before a model is loaded."""
     names = ("temperature", "top_p", "top_k", "seed")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options = {**given, **more, "max_tokens": arguments.max_tokens}
@@ -57,29 +63,29 @@ def run(arguments: argparse.Namespace) -> None:
     llm = LLM(**asdict(config))
     say(llm.info.summary)
     params = replace(llm.get_default_sampling_params(), **options)
-    asked = [llm.render([{"role": "user", "content": text}]) if arguments.chat else text for text in prompts]
+    inputs = [llm.render([{"role": "user", "content": text}]) if arguments.chat else text for text in prompts]
     if arguments.json:
-        outputs = llm.generate(asked, params)
+        outputs = llm.generate(inputs, params)
         print(json.dumps({"model": config.model, "outputs": [document(output) for output in outputs]}))
-    elif len(asked) == 1 and params.n == 1:
-        stream(llm, asked[0], params)
+    elif len(inputs) == 1 and params.n == 1:
+        stream(llm, inputs[0], params)
     else:
-        show(prompts, llm.generate(asked, params))
+        show(prompts, llm.generate(inputs, params))
 
 
 def read_prompt() -> str:
     if sys.stdin.isatty():
-        raise EmptyPrompt('There is no prompt; give one with -p "...", or pipe one in.')
+        raise EmptyPrompt('There is no prompt. Give one with -p "...", or pipe one in.')
     return sys.stdin.read()
 
 
 def stream(llm: LLM, prompt: object, params: SamplingParams) -> None:
-    """Print the answer as it grows."""
-    shown = 0
+    """Print the answer while it is generated."""
+    num_printed = 0
     for output in llm.stream(prompt, params):  # type: ignore[arg-type]
         answer = output.outputs[0]
-        print(answer.text[shown:], end="", flush=True)
-        shown = len(answer.text)
+        print(answer.text[num_printed:], end="", flush=True)
+        num_printed = len(answer.text)
         if answer.error:
             say(f"error: {answer.error}")
     print()

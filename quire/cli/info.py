@@ -1,4 +1,4 @@
-"""`quire info`: what this machine really runs, and what a model is. Nothing is loaded."""
+"""`quire info`: this machine's CPU and kernels, and a model's configuration. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound
 from quire.kernels import isa
 from quire.kernels.cpu import native
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The CPU as it is, not as it advertises itself."""
+    """The CPU's instruction sets, whether AMX really runs, and the kernels in use."""
     cpu = isa.prepare()
     return {
         "cpu": cpu.model,
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe_kernels(cpu: isa.CPU) -> str:
-    """Whose ops compute here: our own and for which instructions, or why not."""
+    """quire's own kernels with their instruction set, or torch's with the reason."""
     found = native.find(cpu)
     if isinstance(found, native.Missing):
         return f"torch's: {found.reason}"
@@ -56,7 +56,7 @@ def describe_kernels(cpu: isa.CPU) -> str:
 
 
 def packed_bytes(path: Path) -> int | None:
-    """What a GGUF file's weights take in memory once they are packed for our own kernels; None without those."""
+    """Bytes of a GGUF file's weights when they are packed for quire's own kernels; None without these kernels."""
     module = native.load()
     if isinstance(module, native.Missing) or path.suffix != ".gguf":
         return None
@@ -80,7 +80,7 @@ def describe_model(name: str) -> dict[str, Any]:
         if name != DEFAULT_MODEL:
             raise
         return {"name": name, "status": str(error)}
-    from quire.weights.config import read_config  # loads numpy, which no other command needs this early
+    from quire.weights.config import read_config  # imported here because it loads numpy
 
     config = read_config(files.path)
     windows = sorted({window for window in config.windows if window is not None})
@@ -100,7 +100,7 @@ def describe_model(name: str) -> dict[str, Any]:
         "windows": windows,
         "rope": asdict(config.rope),
         "sampling": config.sampling.as_params(),
-        "sampling_from": "the model" if config.sampling.from_model else "quire, as the model names none",
+        "sampling_from": "the model" if config.sampling.from_model else "quire, because the model sets none",
         "cache_bytes_per_token_float32": 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim,
     }
 

@@ -1,4 +1,4 @@
-"""The `quire` command. A subcommand is a file with `add_arguments` and `run`; this one puts them together."""
+"""The `quire` command. Each subcommand is a module with `add_arguments` and `run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {
     "models": models,
     "pull": pull,
 }
-ABOUT = "An LLM inference and serving engine: runs a model on this machine, for one or for many."
+ABOUT = "An LLM inference and serving engine: runs a model on this machine, for one user or many."
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What commands share: engine flags made from EngineConfig's fields, so that the two never drift apart, and errors."""
+"""What commands share: flags generated from the fields of EngineConfig, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.errors import QuireError
 
-MODEL_HELP = "an alias (see `quire models`), a directory, a .gguf file, or a hub name; %(default)s if not given"
+MODEL_HELP = "an alias (see `quire models`), a directory, a .gguf file, or a hub name; default %(default)s"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -21,31 +21,31 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """MODEL and a flag for every other field of EngineConfig, but for those that would change nothing there."""
+    """MODEL, and a flag for every other field of EngineConfig except `without`, which have no effect in the command."""
     add_model(parser)
     add_fields(parser, "engine", EngineConfig, without=("model", *without))
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, config: type, *, without: Collection[str] = ()) -> None:
-    """A flag for every field of a config made of `option`s."""
+    """A flag for every field of a config whose fields are `option`s."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(config)
     for field in fields(config):
         if field.name in without:
             continue
         text = field.metadata["help"].replace("%", "%%")
-        shape = _shape(hints[field.name], text, field.default)
-        if "type" in shape:
-            shape["metavar"] = field.metadata["metavar"] or _metavar(field.name, shape["type"])
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **shape)
+        options = _argument_options(hints[field.name], text, field.default)
+        if "type" in options:
+            options["metavar"] = field.metadata["metavar"] or _metavar(field.name, options["type"])
+        group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **options)
 
 
-def _shape(hint: Any, text: str, default: Any) -> dict[str, Any]:
-    """How a field of that type is written on the command line."""
+def _argument_options(hint: Any, text: str, default: Any) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field of that type."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "help": f"{text} Default: {'on' if default else 'off'}."}
     if get_origin(hint) is Literal:
@@ -66,13 +66,13 @@ def engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal."""
+    """Print a line on stderr, for the person at the terminal."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """What quire raises on purpose is one line and an exit status; Ctrl-C is silent."""
+    """Print a QuireError as one line and exit with its status. Ctrl-C exits silently."""
     try:
         yield
     except QuireError as error:
@@ -81,5 +81,5 @@ def readable_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; the interpreter must not complain on exit
+        sys.stderr.close()  # the reader of stdout has closed it; the interpreter must print no error on exit
         raise SystemExit(141) from None

@@ -1,12 +1,12 @@
-"""`quire pull`: fetch a model into the cache."""
+"""`quire pull`: download a model."""
 
 from __future__ import annotations
 
 import argparse
 
+from quire import store
 from quire.cli.options import add_model, say
 from quire.progress import bar
-from quire.weights import store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fetch a model. A download that was cut off goes on where it stopped."""
+    """Download a model. An interrupted download resumes."""
     name = arguments.model
     with bar(f"pulling {name}") as report:
         files = store.pull(name, lambda what, done, total: report(done, total))
-    say(f"{name} is here: {files.path} ({files.size_bytes / 2**20:.1f} MiB)")
+    say(f"{name} is at {files.path} ({files.size_bytes / 2**20:.1f} MiB)")

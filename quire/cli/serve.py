@@ -1,4 +1,4 @@
-"""`quire serve`: answer over HTTP, as OpenAI's, Anthropic's and TGI's clients expect."""
+"""`quire serve`: an HTTP server with OpenAI's, Anthropic's and TGI's APIs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields
 from quire.cli.options import add_engine_options, add_fields, engine_config, say
 from quire.config import api_key
 from quire.progress import bar
-from quire.weights.store import resolve
+from quire.store import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
         given["api_key"] = api_key()
     config = ServerConfig(**given)
     engine = engine_config(arguments)
-    with bar("fetching") as report:
+    with bar("downloading") as report:
         files = resolve(engine.model, progress=lambda what, done, total: report(done, total))
     from quire.server.main import run as serve
 

@@ -1,7 +1,7 @@
-"""What a model's files say about it, from a path. No weights are read, and no torch is loaded.
+"""ModelConfig from a path. No weights are read, and no torch is loaded.
 
-The two formats are read by `json_config.py` and `gguf_config.py`, which take what was read and not a path. The loader
-and `quire info` call `read_config`.
+This module reads the files; `json_config.py` and `gguf_config.py` interpret their content. The engine and `quire info`
+call `read_config`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def rope_divisors(file: GGUFFile) -> list[float] | None:
-    """The values of rope_freqs.weight, where a file has it."""
+    """The values of rope_freqs.weight, or None if the file has no such tensor."""
     info = file.tensors.get("rope_freqs.weight")
     if info is None:
         return None
     if info.type is not GGMLType.F32:
-        raise UnsupportedModel(f"{file.path}: rope_freqs.weight is of type {info.type.name}; quire reads F32 there.")
+        raise UnsupportedModel(f"{file.path}: rope_freqs.weight is of type {info.type.name}; quire supports F32 only.")
     values: list[float] = np.array(file.raw(info.name)).view("<f4").ravel().tolist()
     return values

@@ -1,7 +1,7 @@
-"""Fields: values from a model's configuration, taken out one by one and never trusted.
+"""Fields: checked access to the values of a model's configuration.
 
-A value that is missing, of the wrong type or out of range is a `BadModelFile` that names its key. The configuration
-readers use it for JSON objects and for GGUF metadata alike; a value of None counts as absent.
+A value that is missing, of the wrong type or out of range raises `BadModelFile` with its key. The configuration readers
+use it for JSON objects and for GGUF metadata. A value of None counts as missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_COUNT = 2**31 - 1
 
 
 class Fields:
-    """A mapping with checked access. `where` names the file in messages, `prefix` is put before every key."""
+    """A mapping with checked access. `where` names the file in messages. `prefix` is prepended to every key."""
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.values = values
@@ -47,7 +47,7 @@ class Fields:
         return value
 
     def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_COUNT) -> int:
-        """A whole number. One that a file gives for each layer must be the same for all."""
+        """A whole number. A list with a value for each layer must have equal values."""
         value = self._required(key, default)
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
@@ -60,8 +60,8 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         """A number above zero."""
         value = self._required(key, default)
-        fine = type(value) in (int, float) and value > 0 and value <= 1e30 and math.isfinite(value)
-        if not fine:
+        valid = type(value) in (int, float) and value > 0 and value <= 1e30 and math.isfinite(value)
+        if not valid:
             raise self.bad(f"{self.prefix}{key} is {value!r}, and must be a number above 0")
         return float(value)
 
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def section(self, key: str) -> Fields | None:
-        """An object inside this one."""
+        """A nested object, or None if it is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -90,23 +90,23 @@ class Fields:
         return Fields(value, f"{self.where}, {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token, a list of them, or none."""
+        """A token id or a list of them. Empty if the key is missing."""
         value = self.get(key)
         tokens = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(token) is not int or not 0 <= token <= MAX_COUNT for token in tokens):
-            raise self.bad(f"{self.prefix}{key} is {value!r}, and must be a token or a list of tokens")
+            raise self.bad(f"{self.prefix}{key} is {value!r}, and must be a token id or a list of token ids")
         return tuple(tokens)
 
 
 def check_heads(fields: Fields, num_heads: int, num_kv_heads: int) -> int:
-    """The number of key-value heads, which queries must share evenly."""
+    """Return `num_kv_heads` after a check that it divides `num_heads`."""
     if num_heads % num_kv_heads:
-        raise fields.bad(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
+        raise fields.bad(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     return num_kv_heads
 
 
-def share_of(hidden_size: int, num_heads: int) -> int | None:
-    """A head's size where none is given; None where it does not follow, which is wrong only if it is needed."""
+def default_head_dim(hidden_size: int, num_heads: int) -> int | None:
+    """hidden_size / num_heads, or None if that is not a whole number: the file must then give a head size."""
     return None if hidden_size % num_heads else hidden_size // num_heads
 
 
@@ -115,9 +115,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelNotFound(f"{path.parent} has no {path.name}. Check that the model was downloaded whole.") from None
+        raise ModelNotFound(
+            f"{path.parent} has no {path.name}. Check that the download of the model is complete."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise BadModelFile(f"{path} is not readable JSON: {error}. Download it again.") from None
     if not isinstance(content, dict):
-        raise BadModelFile(f"{path} holds a {type(content).__name__} where an object should be. Download it again.")
+        raise BadModelFile(f"{path} holds a {type(content).__name__} instead of an object. Download it again.")
     return content

@@ -1,8 +1,8 @@
-"""GGUFFile: what a GGUF file holds, mapped into memory and read without trust. No torch here.
+"""GGUFFile: the metadata and tensors of a memory-mapped GGUF file. Loads no torch.
 
-Every count, length, offset and type is checked against the file's real size before it is used, so a damaged or hostile
-file costs one `BadModelFile` and no memory. It neither unpacks tensors (`quant/gguf_blocks.py`) nor knows what the
-metadata means (`config.py`, `text/`).
+Every count, length, offset and type is checked against the file's size before use, so a damaged or malicious file
+raises `BadModelFile` and allocates no memory. `quant/gguf_blocks.py` unpacks tensors; `gguf_config.py` and `text/`
+interpret the metadata.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RETRY = "Download it again."
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is in torch's order: (out, in), the last dimension contiguous."""
+    """The location and type of one tensor. `shape` is in torch's order: (out, in), the last dimension contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,30 +69,30 @@ class GGUFFile:
         header = Header(path, self._map)
         self.metadata: dict[str, Any] = header.metadata
         self.tensors: dict[str, TensorInfo] = header.tensors
-        self._advise(0, header.data_start)
+        self._drop_pages(0, header.data_start)
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes as they are in the file, read-only and not copied: [rows, row_bytes]."""
+        """A read-only view of the tensor's bytes in the file: [rows, row_bytes]."""
         info = self.tensors[name]
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(info.rows, -1)
 
     def read(self, name: str, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A copy of some of its rows. Not through the map: its pages would stay, and count as this process's memory."""
+        """A copy of some rows. Not through the memory map, whose pages would count as memory of this process."""
         info = self.tensors[name]
         row_bytes = info.nbytes // info.rows
         data = np.empty((rows.stop - rows.start, row_bytes), np.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(info.offset + rows.start * row_bytes)
-            left = data.data.cast("B")
-            while left:
-                if (count := file.readinto(left)) == 0:
-                    raise unusable(self.path, f"it has become shorter while {name!r} was read")
-                left = left[count:]
+            rest = data.data.cast("B")
+            while rest:
+                if (count := file.readinto(rest)) == 0:
+                    raise unusable(self.path, f"it became shorter while {name!r} was read")
+                rest = rest[count:]
         return data
 
     def close(self) -> None:
-        """Let go of the file. Arrays from `raw` stay valid: the map ends with the last of them."""
+        """Release the file. Arrays from `raw` stay valid, because they keep the map open."""
         del self._map
 
     def __enter__(self) -> GGUFFile:
@@ -101,7 +101,8 @@ class GGUFFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _advise(self, start: int, end: int) -> None:
+    def _drop_pages(self, start: int, end: int) -> None:
+        """Release the mapped pages of these bytes."""
         first = start - start % mmap.PAGESIZE
         end = min(end, len(self._map))
         if end > first and hasattr(mmap, "MADV_DONTNEED"):
@@ -114,7 +115,7 @@ def map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise ModelNotFound(f"There is no file {path}. Check the path, or pull the model by its name.") from None
+        raise ModelNotFound(f"There is no file {path}. Check the path, or use the model's name.") from None
     except ValueError:
         raise BadModelFile(f"{path} is empty (0 bytes). Download it again.") from None
     except OSError as error:
@@ -126,7 +127,7 @@ def unusable(path: Path, problem: str, fix: str = RETRY) -> BadModelFile:
 
 
 class Header:
-    """Reads everything before the tensor data, from front to back. `at` never passes the end of the file."""
+    """Reads everything before the tensor data, from start to end. `at`, the current offset, never exceeds the size."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -141,7 +142,7 @@ class Header:
         self.alignment = self._checked_alignment()
         tensors = self._read_tensors(num_tensors)
         self.data_start = -(-self.at // self.alignment) * self.alignment
-        self.tensors = {info.name: self._placed(info) for info in tensors.values()}
+        self.tensors = {info.name: self._with_file_offset(info) for info in tensors.values()}
         self._check_overlap()
 
     def bad(self, problem: str, fix: str = RETRY) -> BadModelFile:
@@ -173,12 +174,12 @@ class Header:
         self.at += form.size
         return int(value)
 
-    def _count(self, what: str, least_bytes: int) -> int:
-        """A number of things to come, each of which takes at least `least_bytes` of the rest of the file."""
+    def _count(self, what: str, item_bytes: int) -> int:
+        """The number of items that follow, each of at least `item_bytes` bytes."""
         count = self._number(U64)
-        most = (self.size - self.at) // least_bytes
-        if count > most:
-            raise self.bad(f"it announces {count} {what}, and no more than {most} fit into its {self.size} bytes")
+        limit = (self.size - self.at) // item_bytes
+        if count > limit:
+            raise self.bad(f"it announces {count} {what}, and at most {limit} fit into its {self.size} bytes")
         return count
 
     def _text(self, what: str) -> str:
@@ -227,13 +228,13 @@ class Header:
             return np.empty(0, dtype)
         start, self.at = self.at, self.at + count * dtype.itemsize
         if kind == BOOL and np.frombuffer(self.data, np.uint8, count, start).max() > 1:
-            raise self.bad(f"{self.what} has a truth value that is neither 0 nor 1")
+            raise self.bad(f"{self.what} has a bool that is neither 0 nor 1")
         return np.frombuffer(self.data, dtype, count, start).copy()
 
     def _strings(self, count: int) -> Strings:
         done, end = skip(self.data, self.at, count)
         if done < count:
-            raise self.bad(f"{self.what} announces {count} strings, and the file ends in number {done}")
+            raise self.bad(f"{self.what} announces {count} strings, and the file ends in string {done}")
         first, self.at, what = self.at, end, self.what
         return Strings(self.data, first, count, lambda problem: self.bad(problem.format(what)))
 
@@ -257,12 +258,12 @@ class Header:
         self.what = f"the description of tensor {name!r}"
         num_dims = self._number(U32)
         if not 1 <= num_dims <= MAX_DIMS:
-            raise self.bad(f"tensor {name!r} has {num_dims} dimensions, and 1 to {MAX_DIMS} are possible")
+            raise self.bad(f"tensor {name!r} has {num_dims} dimensions, and 1 to {MAX_DIMS} are allowed")
         shape = tuple(self._number(U64) for _ in range(num_dims))[::-1]
         number = self._number(U32)
         kind = TYPES_BY_NUMBER.get(number)
         if kind is None:
-            raise self.bad(f"tensor {name!r} has the type number {number}, which quire does not know")
+            raise self.bad(f"tensor {name!r} has the unknown type number {number}")
         if min(shape) < 1 or shape[-1] % kind.block_size:
             raise self.bad(
                 f"tensor {name!r} of type {kind.name} has shape {shape}: each dimension must be at least 1 and the "
@@ -270,8 +271,8 @@ class Header:
             )
         return TensorInfo(name, shape, kind, self._number(U64), prod(shape[:-1]) * kind.row_bytes(shape[-1]))
 
-    def _placed(self, info: TensorInfo) -> TensorInfo:
-        """The same tensor with its offset counted from the start of the file."""
+    def _with_file_offset(self, info: TensorInfo) -> TensorInfo:
+        """The tensor with its offset from the start of the file instead of the tensor data."""
         if info.offset % self.alignment:
             raise self.bad(f"tensor {info.name!r} is at offset {info.offset}, not a multiple of {self.alignment}")
         start = self.data_start + info.offset

@@ -1,7 +1,7 @@
 """ModelConfig from the metadata of a GGUF file.
 
-Some of what a model needs is not written there: it follows from the architecture, from which tensors there are and from
-their shapes. `config.py` reads the file.
+The metadata is not complete: some values follow from the architecture, from the set of tensors and from their shapes.
+`config.py` reads the file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from quire.models.config import ModelConfig, Rope
-from quire.weights.fields import Fields, check_heads, share_of
+from quire.weights.fields import Fields, check_heads, default_head_dim
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
 
 MAX_LAYERS = 4096
-GEMMA3_PATTERN = 6  # every sixth layer sees everything
+GEMMA3_PATTERN = 6  # every sixth layer has full attention
 GEMMA3_27B_LAYERS = 62
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -32,7 +32,7 @@ def config_from_gguf(
     *,
     where: str = "the GGUF file",
 ) -> ModelConfig:
-    """From metadata and the tensors' shapes; `divisors` are the values of rope_freqs.weight, where a file has it."""
+    """From metadata and the tensors' shapes; `divisors` are the values of rope_freqs.weight, if the file has it."""
     general = Fields(metadata, where)
     architecture = general.text("general.architecture")
     read = ARCHITECTURES.get(architecture)
@@ -42,11 +42,13 @@ def config_from_gguf(
         )
     if general.count("split.count", 1, least=0) > 1:
         raise general.unsupported(
-            f"this is one of {metadata['split.count']} files that a model was split into. Merge them into one first."
+            f"this is one of {metadata['split.count']} files of a split model. Merge them into one file first."
         )
     fields = Fields(metadata, where, f"{architecture}.")
     if fields.count("expert_count", 0, least=0):
-        raise fields.unsupported(f"it is a mixture of {fields.get('expert_count')} experts, which quire does not have.")
+        raise fields.unsupported(
+            f"it is a mixture of {fields.get('expert_count')} experts, which quire does not support."
+        )
     sampling = sampling_from_gguf(metadata, where)
     return replace(read(fields, shapes, divisors), eos_token_ids=eos_token_ids(general), sampling=sampling)
 
@@ -66,7 +68,7 @@ def read_qwen3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None)
 
 
 def read_gemma3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None) -> ModelConfig:
-    """Norm weights have their 1 added already. Only the 27B model scales attention by something else than its heads."""
+    """GGUF files store norm weights with the 1 added. Only the 27B model's attention scale is not head_dim ** -0.5."""
     config = plain_config(fields, shapes, "gemma3", divisors, theta=1e6)
     large = config.num_layers == GEMMA3_27B_LAYERS
     return replace(
@@ -97,12 +99,12 @@ def plain_config(
     theta: float = 10_000.0,
     interleaved: bool = False,
 ) -> ModelConfig:
-    """What all architectures share; `theta` is the default of rope.freq_base."""
+    """The values that all architectures share. `theta` is the default of rope.freq_base."""
     num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length")
     num_layers, max_len = fields.count("block_count", most=MAX_LAYERS), fields.count("context_length")
-    head_dim = fields.count("attention.key_length", share_of(hidden_size, num_heads))
+    head_dim = fields.count("attention.key_length", default_head_dim(hidden_size, num_heads))
     if fields.count("attention.value_length", head_dim) != head_dim:
-        raise fields.unsupported("its values are not as long as its keys, which quire does not support.")
+        raise fields.unsupported("its values and keys have different head sizes, which quire does not support.")
     return ModelConfig(
         family=family,
         vocab_size=vocab_size(fields, shapes),
@@ -126,10 +128,10 @@ def plain_config(
 
 
 def vocab_size(fields: Fields, shapes: Shapes) -> int:
-    """The embedding's rows: the one number that is always there and always right."""
+    """The number of rows of the embedding, which every file has."""
     shape = shapes.get("token_embd.weight")
     if shape is None or len(shape) != 2:
-        raise fields.bad("it has no token_embd.weight of two dimensions, so no vocabulary")
+        raise fields.bad("it has no token_embd.weight of two dimensions")
     return shape[0]
 
 
@@ -138,7 +140,7 @@ def read_window(fields: Fields) -> int | None:
 
 
 def gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The pattern is a period, or a truth value a layer (true: it has a window)."""
+    """The pattern is a period, or a bool for each layer that is true if the layer has a window."""
     window, pattern = read_window(fields), fields.get("attention.sliding_window_pattern")
     if not isinstance(pattern, np.ndarray):
         period = fields.count("attention.sliding_window_pattern", GEMMA3_PATTERN)
@@ -149,6 +151,6 @@ def gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def eos_token_ids(general: Fields) -> tuple[int, ...]:
-    """Each token that ends an answer: end of sequence, of turn, of message."""
+    """The tokens that end an answer: end of sequence, of turn and of message."""
     tokens = [token for key in EOS_KEYS for token in general.token_ids(f"tokenizer.ggml.{key}")]
     return tuple(dict.fromkeys(tokens))

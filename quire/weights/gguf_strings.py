@@ -1,6 +1,6 @@
-"""Arrays of strings in a GGUF file, decoded when they are asked for: only tokenizers want the large ones.
+"""Arrays of strings in a GGUF file, decoded on demand: only tokenizers use the large ones.
 
-Read by the extension where it is there, else one by one; what comes out is the same.
+The native extension reads them if it is available. Otherwise Python does, with the same result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def extension() -> ModuleType | None:
 
 
 def skip(data: mmap.mmap, at: int, count: int) -> tuple[int, int]:
-    """How many of `count` strings there are from `at` on, and where the last of them ends."""
+    """How many of `count` strings from offset `at` on are complete, and the offset behind the last complete one."""
     if (module := extension()) is not None:
         done, end = module.skip_strings(data, at, count)
         return done, end
@@ -40,7 +40,7 @@ def skip(data: mmap.mmap, at: int, count: int) -> tuple[int, int]:
 
 
 class Strings:
-    """`count` strings from `first` on, all of which are there; `bad` makes the error for one that is not text."""
+    """`count` complete strings from offset `first` on. `bad` makes the error for a string that is not UTF-8."""
 
     def __init__(self, data: mmap.mmap, first: int, count: int, bad: Bad) -> None:
         self._data = data
@@ -61,16 +61,16 @@ class Strings:
         return strings
 
     def pairs(self) -> list[tuple[str, str]] | None:
-        """Each cut in two at its first space; None if one cannot be."""
+        """Each string split at its first space; None if one of them cannot be split."""
         if (module := extension()) is not None:
             pairs: list[tuple[str, str]] = module.read_pairs(self._data, self._first, self._count)
         else:
-            cut = (string.partition(" ")[::2] for string in self._decoded())
-            pairs = [(left, right) for left, right in cut if left and right]
+            split = (string.partition(" ")[::2] for string in self._decoded())
+            pairs = [(left, right) for left, right in split if left and right]
         return pairs if len(pairs) == self._count else None
 
     def _decoded(self) -> Iterator[str]:
-        """Up to the first that is not UTF-8."""
+        """The strings up to the first that is not UTF-8."""
         data, at = self._data, self._first
         for _ in range(self._count):
             start = at + 8

@@ -1,6 +1,6 @@
-"""ModelConfig from Hugging Face's `config.json`: a function a family, on what all families share.
+"""ModelConfig from Hugging Face's `config.json`: one function for each family, on top of `plain_config`.
 
-Every number is checked, and what quire cannot honour is refused. `config.py` reads the files.
+Every number is checked, and an option that quire does not support is an error. `config.py` reads the files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from quire.models.config import ModelConfig, Rope
-from quire.weights.fields import Fields, check_heads, share_of
+from quire.weights.fields import Fields, check_heads, default_head_dim
 from quire.weights.rope import gemma_ropes_from_json, rope_from_json
 from quire.weights.sampling import sampling_from_json
 
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_py
 
 Windows = tuple[int | None, ...]
 
-# Gemma 3's published configurations leave out what its class has as default.
+# Gemma 3's published configurations omit the defaults of its configuration class.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -45,7 +45,7 @@ def config_from_json(
         raise top.unsupported(f"model type {model_type!r} is not supported; quire has {', '.join(FAMILIES)}.")
     if top.has("quantization_config"):
         raise top.unsupported(
-            "its weights are quantized (quantization_config); quire reads those from GGUF files only."
+            "its weights are quantized (quantization_config); quire reads quantized weights from GGUF files only."
         )
     text = top if model_type != "gemma3" else top.section("text_config")
     if text is None:
@@ -84,9 +84,9 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     given = {key: value for key, value in fields.values.items() if value is not None}
     fields = Fields(GEMMA3_DEFAULTS | given, fields.where)
     if fields.flag("use_bidirectional_attention", False):
-        raise fields.unsupported("use_bidirectional_attention is set; quire generates text and has no use for it.")
+        raise fields.unsupported("use_bidirectional_attention is set; quire supports causal attention only.")
     bias = fields.flag("attention_bias", False)
-    config = plain_config(fields, "gemma3", activation_key="hidden_activation", read_rope=gemma_wide_rope)
+    config = plain_config(fields, "gemma3", activation_key="hidden_activation", read_rope=gemma_global_rope)
     return replace(
         config,
         local_rope=gemma_ropes_from_json(fields, head_dim=config.head_dim, max_len=config.max_len)[1],
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
 }
 
 
-def gemma_wide_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
+def gemma_global_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
     return gemma_ropes_from_json(fields, head_dim=head_dim, max_len=max_len)[0]
 
 
@@ -122,10 +122,10 @@ def plain_config(
     activation_key: str = "hidden_act",
     read_rope: Callable[..., Rope] = rope_from_json,
 ) -> ModelConfig:
-    """What all families share; `head_dim` is the family's default for it."""
+    """The values that all families share. `head_dim` is the family's default."""
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     num_layers, max_len = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.count("max_position_embeddings")
-    head_dim = fields.count("head_dim", head_dim or share_of(hidden_size, num_heads))
+    head_dim = fields.count("head_dim", head_dim or default_head_dim(hidden_size, num_heads))
     return ModelConfig(
         family=family,
         vocab_size=fields.count("vocab_size"),
@@ -152,14 +152,14 @@ def read_activation(fields: Fields, key: str) -> Literal["silu", "gelu_tanh"]:
 
 
 def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Windows | None:
-    """A window a layer as `layer_types` says, or None where a configuration has no such list."""
+    """The window of each layer from `layer_types`, or None if the configuration has no such list."""
     types = fields.get("layer_types")
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != num_layers:
         raise fields.bad(f"layer_types must be a list with an entry for each of {num_layers} layers")
-    if strange := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
-        raise fields.unsupported(f"layer type {strange[0]!r} is not supported; quire has full and sliding_attention.")
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise fields.unsupported(f"layer type {unknown[0]!r} is not supported; quire has full and sliding_attention.")
     if window is None and "sliding_attention" in types:
         raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,7 +1,6 @@
-"""From a path to a model that is ready to run. The engine calls `load_model`.
+"""Builds a model that is ready to run from a path. The engine calls `opened`, `survey` and `build_model`.
 
-A path is a `.gguf` file or a directory with a `config.json` and safetensors beside it. Finding, fetching and naming
-models is `store.py`'s.
+A path is a `.gguf` file or a directory with `config.json` and safetensors. `quire/store/` finds and downloads them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from quire.layers.source import Part, Shape
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.weights.checkpoint import Checkpoint, CheckpointSource, GGUFCheckpoint, SafetensorsCheckpoint, StoredPart
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, StoredPart
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
+from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import may_stay_unread
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from quire.weights.survey import Survey, check
 
 Progress = Callable[[int, int], None]
@@ -32,9 +33,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, what its files said about it, and the memory its weights take.
+    """A model ready to run, its configuration, and the memory that its weights take.
 
-    `unused` are the tensors that the files have and the model does not need; others than these would be refused.
+    `unused` are tensors in the files that the model does not need. `names.may_stay_unread` allows each of them.
     """
 
     model: Decoder
@@ -54,7 +55,7 @@ def load_model(
     max_len: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Open the files, and build the model that they describe: see `build_model`."""
+    """Open the files and build the model that they describe. See `build_model` for the options."""
     with opened(path) as (config, checkpoint):
         config = shorten(config, max_len, path)
         return build_model(
@@ -82,9 +83,9 @@ def build_model(
 ) -> LoadedModel:
     """Build the model and fill it with the checkpoint's weights.
 
-    Matrices are packed for our own kernels if `ops` are those, and plain ones rounded if `quantize` says so. Otherwise
-    they become dense, or with `packed` stay in the blocks they are stored in. `progress` is told how many bytes of how
-    many have been read.
+    If `ops` are quire's own CPU kernels, matrices are packed for them, and plain ones are quantized as `quantize` says.
+    Otherwise they become dense, or with `packed` keep their quantized blocks. `progress` gets the bytes read so far and
+    the total.
     """
     total = sum(stored.nbytes for stored in survey(config, checkpoint, ops))
     on_read = counter(total, progress)
@@ -106,7 +107,7 @@ def build_model(
 def build_random_model(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ops: Kernels, quantize: str | None = None
 ) -> LoadedModel:
-    """The model with numbers from a seed, for measuring: no weights are read."""
+    """The model with random weights, for benchmarks. Only the configuration is read."""
     source = RandomWeights(0, dtype, device, ops.linear, ops.native, quantize)
     return LoadedModel(MODELS[config.family](config, source, ops), config, source.nbytes)
 
@@ -130,8 +131,8 @@ def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
 
 
 def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[StoredPart]:
-    """How the checkpoint stores the parts that the model asks for; it has all of their tensors, in the right shape."""
-    found = [checkpoint.find(part, cols) for part, cols in ask(config, ops)]
+    """How the checkpoint stores each part that the model declares. All their tensors exist, in the right shape."""
+    found = [checkpoint.find(part, cols) for part, cols in declared_parts(config, ops)]
     available = checkpoint.shapes
     ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
     expected: dict[str, Shape] = {}
@@ -141,20 +142,20 @@ def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[St
     return found
 
 
-def ask(config: ModelConfig, ops: Kernels) -> list[tuple[Part, int | None]]:
-    """The parts that a model asks a source for, with their columns if they are of a matrix."""
+def declared_parts(config: ModelConfig, ops: Kernels) -> list[tuple[Part, int | None]]:
+    """The parts that a model reads from a source, with the columns of their matrix, or None for a vector."""
     source = Survey()
     MODELS[config.family](replace(config, max_len=1), source, ops)  # max_len sizes tables, not weights
-    return source.asked
+    return source.declared
 
 
 def count_weights(config: ModelConfig, ops: Kernels) -> int:
-    """Numbers in all of a model's weights."""
-    return sum(num_values(part, cols) for part, cols in ask(config, ops))
+    """The number of a model's parameters."""
+    return sum(num_values(part, cols) for part, cols in declared_parts(config, ops))
 
 
 def weight_bytes(found: Sequence[StoredPart], dtype: torch.dtype, *, packed: bool = False) -> int:
-    """Bytes that `build_model` will take for weights that are not packed for our own CPU kernels."""
+    """Bytes of the weights that `build_model` makes when it does not pack them for quire's own CPU kernels."""
     return sum(
         stored.nbytes
         if packed and stored.quantized and stored.cols is not None
@@ -168,7 +169,7 @@ def num_values(part: Part, cols: int | None) -> int:
 
 
 def counter(total: int, progress: Progress | None) -> Callable[[int], None]:
-    """Adds up bytes and tells `progress`."""
+    """A function that adds up bytes and calls `progress` with the sum and the total."""
     done = 0
 
     def add(num_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""What tensors are called: the canonical names are Hugging Face's, and here is what files call them.
+"""Names of tensors: from the canonical names, which are Hugging Face's, to those in files.
 
-Layers ask by canonical name ("model.layers.0.mlp.down_proj.weight"); the checkpoint readers look up here what their
-files call it. Also which tensors of a file may stay unread.
+Layers use canonical names ("model.layers.0.mlp.down_proj.weight"), and checkpoints translate them with these tables.
+`may_stay_unread` lists the tensors that a file may have in excess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GGUF_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 
-# In Gemma 3 the norm after the attention is its own, and the one before the MLP has another name.
+# Gemma 3 has a norm after attention, so its norm before the MLP has another canonical name.
 GGUF_LAYER_GEMMA3 = {
     **GGUF_LAYER,
     "post_attention_layernorm": "post_attention_norm",
@@ -36,7 +36,7 @@ GGUF_LAYER_GEMMA3 = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
-# Multimodal checkpoints keep the text model under one of these; the first that matches is replaced.
+# Multimodal checkpoints store the text model under one of these prefixes. The first that matches is replaced.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -51,7 +51,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def gguf_name(name: str, family: str) -> str:
-    """The canonical name as a GGUF file of that family has it; a name without a counterpart is returned as it is."""
+    """The name in a GGUF file of that family. A name without a GGUF counterpart is returned unchanged."""
     stem, _, suffix = name.rpartition(".")
     if stem in GGUF_TOP:
         return f"{GGUF_TOP[stem]}.{suffix}"
@@ -63,7 +63,7 @@ def gguf_name(name: str, family: str) -> str:
 
 
 def text_name(name: str) -> str:
-    """A safetensors name without the prefix that multimodal checkpoints put before their text model."""
+    """A safetensors name without the text model prefix of multimodal checkpoints."""
     for prefix, canonical in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return canonical + name.removeprefix(prefix)
@@ -71,7 +71,7 @@ def text_name(name: str) -> str:
 
 
 def may_stay_unread(name: str, *, tied: bool) -> bool:
-    """Tensors that a file may hold though no model asks for them."""
+    """Whether a file may have this tensor although the model does not use it."""
     if tied and name in ("lm_head.weight", "output.weight"):
         return True
     return bool(UNREAD_GGUF.fullmatch(name) or UNREAD_SAFETENSORS.fullmatch(name))

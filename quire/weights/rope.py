@@ -1,6 +1,7 @@
-"""Rotary positions as configurations write them: `config.json` old and new, and GGUF metadata.
+"""Rope parameters from configurations: both forms of `config.json`, and GGUF metadata.
 
-Only reads; what the numbers mean is in `models/rope.py`. `config.py` calls this.
+`rope_parameters` is the new form of `config.json`; `rope_theta` and `rope_scaling` are the old one. `models/rope.py`
+computes the rotation. `json_config.py` and `gguf_config.py` call this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ KINDS = "default, linear, llama3 and yarn"
 
 
 def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
-    """The one rope of a model whose layers all rotate alike."""
+    """The rope of a model whose layers all have the same one."""
     parameters = config.section("rope_parameters")
     if parameters is None:
         return old_rope(
@@ -26,23 +27,23 @@ def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
         )
     if not per_layer(parameters):
         return new_rope(parameters, head_dim=head_dim, max_len=max_len)
-    given = [parameters.section(key) for key in parameters.values]
-    ropes = {new_rope(one, head_dim=head_dim, max_len=max_len) for one in given if one is not None}
+    sections = [parameters.section(key) for key in parameters.values]
+    ropes = {new_rope(each, head_dim=head_dim, max_len=max_len) for each in sections if each is not None}
     if len(ropes) != 1:
-        raise config.unsupported(f"rope_parameters has {len(ropes)} kinds of layers; this family has one.")
+        raise config.unsupported(f"rope_parameters has {len(ropes)} different ropes; this family has one.")
     return ropes.pop()
 
 
 def gemma_ropes_from_json(config: Fields, *, head_dim: int, max_len: int) -> tuple[Rope, Rope]:
-    """Gemma 3's two ropes: for layers that see everything, and for those with a window."""
+    """Gemma 3's two ropes: of layers with full attention, and of layers with a window."""
     parameters = config.section("rope_parameters")
     if parameters is None or not per_layer(parameters):
         scaling = config.section("rope_scaling") if parameters is None else parameters
-        wide = old_rope(config, "rope_theta", 1e6, head_dim=head_dim, max_len=max_len, scaling=scaling)
-        return wide, old_rope(config, "rope_local_base_freq", head_dim=head_dim, max_len=max_len)
-    nothing = Fields({}, config.where)
-    wide = new_rope(parameters.section("full_attention") or nothing, 1e6, head_dim=head_dim, max_len=max_len)
-    return wide, new_rope(parameters.section("sliding_attention") or nothing, head_dim=head_dim, max_len=max_len)
+        full = old_rope(config, "rope_theta", 1e6, head_dim=head_dim, max_len=max_len, scaling=scaling)
+        return full, old_rope(config, "rope_local_base_freq", head_dim=head_dim, max_len=max_len)
+    empty = Fields({}, config.where)
+    full = new_rope(parameters.section("full_attention") or empty, 1e6, head_dim=head_dim, max_len=max_len)
+    return full, new_rope(parameters.section("sliding_attention") or empty, head_dim=head_dim, max_len=max_len)
 
 
 def per_layer(parameters: Fields) -> bool:
@@ -74,10 +75,12 @@ def new_rope(parameters: Fields, theta: float = 10_000.0, *, head_dim: int, max_
 
 
 def rotated_dim(fields: Fields, head_dim: int) -> int:
-    """How many of a head's dimensions rotate."""
+    """The number of a head's dimensions that rotate."""
     dim = int(head_dim * fields.number("partial_rotary_factor", 1.0))
     if dim < 2 or dim > head_dim or dim % 2:
-        raise fields.bad(f"{dim} of {head_dim} dimensions of a head would rotate, and it must be an even share of them")
+        raise fields.bad(
+            f"{dim} of {head_dim} dimensions of a head would rotate, and the number must be even and from 2"
+        )
     return dim
 
 
@@ -115,17 +118,17 @@ def yarn_scaling(fields: Fields, factor: float, original: int) -> RopeScaling:
 
 
 def yarn_attention_factor(fields: Fields, factor: float) -> float | None:
-    """The explicit one, or the ratio that `mscale` and `mscale_all_dim` stand for."""
+    """`attention_factor`, or the ratio that follows from `mscale` and `mscale_all_dim`."""
     if fields.has("attention_factor") or not (fields.get("mscale") and fields.get("mscale_all_dim")):
         return fields.optional_number("attention_factor")
-    stretch = 0.1 * math.log(max(factor, 1.0))
-    return (stretch * fields.number("mscale") + 1.0) / (stretch * fields.number("mscale_all_dim") + 1.0)
+    log_factor = 0.1 * math.log(max(factor, 1.0))
+    return (log_factor * fields.number("mscale") + 1.0) / (log_factor * fields.number("mscale_all_dim") + 1.0)
 
 
 def rope_from_gguf(
     fields: Fields, *, head_dim: int, max_len: int, theta: float, interleaved: bool, divisors: Sequence[float] | None
 ) -> Rope:
-    """`divisors` are the values of the file's rope_freqs.weight, which holds llama3's stretch ready-made."""
+    """`divisors` are the values of rope_freqs.weight, in which converters store llama3's scaling."""
     dim = fields.count("rope.dimension_count", head_dim, least=2, most=head_dim)
     if dim % 2:
         raise fields.bad(f"{fields.prefix}rope.dimension_count is {dim}, and must be even")
@@ -151,7 +154,7 @@ def check_divisors(fields: Fields, divisors: Sequence[float], dim: int) -> None:
 def scaling_from_gguf(fields: Fields, max_len: int) -> RopeScaling | None:
     key = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
     kind = fields.text("rope.scaling.type", "linear")
-    unset = type(fields.get(key)) is float and fields.get(key) == 0.0  # how some converters write "none"
+    unset = type(fields.get(key)) is float and fields.get(key) == 0.0  # some converters write 0.0 for "none"
     factor = 1.0 if unset else fields.number(key, 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None

@@ -1,7 +1,7 @@
 """SafetensorsFiles: the tensors of a directory, in one `model.safetensors` or in the shards of an index.
 
-A tensor is read when it is asked for, from a file that is opened for it and closed after: so no more than one tensor is
-ever mapped. `checkpoint.py` calls this; names are the file's own.
+Each read opens and closes the file, so that only the tensors in use are memory-mapped. Names are those in the files.
+`safetensors_checkpoint.py` calls this.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies and what it is."""
+    """The file, the shape and the type of one tensor."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: F32, BF16, ...
+    dtype: str  # in safetensors' notation: F32, BF16, ...
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 class SafetensorsFiles:
-    """The tensors of one model directory, by the names that the files give them."""
+    """The tensors of one model directory, by their names in the files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,19 +49,19 @@ class SafetensorsFiles:
             found = read_header(file)
             if missing := expected - found.keys():
                 raise BadModelFile(
-                    f"{file} lacks {len(missing)} tensors that {INDEX} places there, such as {min(missing)!r}. "
+                    f"{file} lacks {len(missing)} tensors that {INDEX} lists for it, such as {min(missing)!r}. "
                     "Download it again."
                 )
             self.tensors.update(found)
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is stored. It refers to the mapped file, so copy it and let it go."""
+        """The tensor as it is stored. It keeps the file mapped, so copy it and drop it."""
         with opened(self.tensors[name].file) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     def read_floats(self, name: str) -> Tensor:
-        """The same, of a tensor that holds the numbers themselves."""
+        """The same, of a tensor that must be of a floating point type."""
         stored = self.tensors[name]
         if stored.dtype not in FLOATS:
             raise UnsupportedModel(
@@ -71,12 +71,12 @@ class SafetensorsFiles:
 
 
 def find_files(directory: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, each with the tensors that it must hold (none are named without an index)."""
+    """The files of a checkpoint, each with the names of its tensors in the index, if there is an index."""
     if (directory / INDEX).is_file():
         return read_index(directory)
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: set()}
-    raise ModelNotFound(f"{directory} has neither {SINGLE} nor {INDEX}. Check that the model was downloaded whole.")
+    raise ModelNotFound(f"{directory} has neither {SINGLE} nor {INDEX}. Download the model again.")
 
 
 def read_index(directory: Path) -> dict[Path, set[str]]:
@@ -90,7 +90,7 @@ def read_index(directory: Path) -> dict[Path, set[str]]:
 
 
 def shard_path(directory: Path, shard: object) -> Path:
-    """The shard's path, which must be a file right in the model's directory."""
+    """The shard's path, which must be a file directly in the model's directory."""
     if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\:\0"):
         raise BadModelFile(
             f"{directory / INDEX} names the shard {shard!r}, which is not a plain file name. Do not use this model."
@@ -104,15 +104,15 @@ def shard_path(directory: Path, shard: object) -> Path:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     with opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
-            part = file.get_slice(name)
-            tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            view = file.get_slice(name)
+            tensors[name] = StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
     return tensors
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """The file as the safetensors library opens it, its errors turned into ours."""
+    """The file, opened by the safetensors library. Its errors are raised as BadModelFile."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

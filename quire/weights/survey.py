@@ -1,7 +1,7 @@
-"""Does a checkpoint fit a model? Found out before a single weight is read.
+"""Checks that a checkpoint matches a model, before any weight is read.
 
-A model built on a `Survey` costs no memory and leaves a list of what it asked for; `check` holds that against what the
-files have. `loader.py` calls both.
+A model built on a `Survey` takes no memory and leaves a list of the parts that it declares. `check` compares the
+tensors of these parts with those in the files. `loader.py` calls both.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from quire.errors import WeightMismatch
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Dense, Weight
 
-MAX_NAMED = 5  # tensors of each kind of trouble that the message names
+MAX_NAMED = 5  # tensors that the message names for each kind of mismatch
 
 
 class Survey:
-    """A `Source` of tensors without data, which notes what was asked for: parts, with columns if of a matrix."""
+    """A `Source` of tensors without data. It records each part, with the columns of its matrix or None for a vector."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Part, int | None]] = []
+        self.declared: list[tuple[Part, int | None]] = []
 
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
-        self.asked += [(part, cols) for part in parts]
+        self.declared += [(part, cols) for part in parts]
         return Dense(torch.empty(sum(part.rows for part in parts), parts[0].width(cols), device="meta"))
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        self.asked += [(part, None) for part in parts]
+        self.declared += [(part, None) for part in parts]
         return torch.empty(sum(part.rows for part in parts), device="meta")
 
 
 def check(expected: Mapping[str, Shape], available: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
-    """Raise one WeightMismatch that tells everything that does not fit."""
+    """Raise one WeightMismatch that lists all differences."""
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in available]
-    left_over = [
+    unexpected = [
         f"{name} {list(shape)}" for name, shape in available.items() if name not in expected and name not in ignored
     ]
     reshaped = [
@@ -44,14 +44,14 @@ def check(expected: Mapping[str, Shape], available: Mapping[str, Shape], ignored
         for name, shape in expected.items()
         if name in available and available[name] != shape
     ]
-    troubles = [
+    mismatches = [
         listed(what, names)
-        for what, names in (("missing", missing), ("left over", left_over), ("of the wrong shape", reshaped))
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", reshaped))
         if names
     ]
-    if troubles:
+    if mismatches:
         raise WeightMismatch(
-            f"The tensors are not those of the model that the configuration describes: {'; '.join(troubles)}. "
+            f"The tensors do not match the model that the configuration describes: {'; '.join(mismatches)}. "
             "Check that the file is complete, and that configuration and weights belong together."
         )
 

@@ -93,9 +93,15 @@ def test_info(default_model) -> None:
 
 
 def test_models_and_pull(default_model) -> None:
-    (row,) = json.loads(quire("models", "--json").stdout)["models"]
-    assert row["name"] == "smollm2:135m"
-    assert row["cached"]
+    rows = {row["name"]: row for row in json.loads(quire("models", "--json").stdout)["models"]}
+    default, gated = rows["smollm2:135m"], rows["llama3.2:1b"]
+    assert (default["cached"], default["path"]) == (True, str(default_model))
+    assert (default["estimated"], default["repository"]) == (False, None)
+    assert (gated["gated"], gated["repository"]) == (True, "meta-llama/Llama-3.2-1B-Instruct")
+    assert gated["size_bytes"] == gated["memory_bytes"] == 2 * 1_235_814_400
+    text = quire("models").stdout
+    assert "about 2.30 GiB" in text
+    assert "hf auth login" in text
     done = quire("pull", "smollm2:135m")
     assert done.returncode == 0
     assert str(default_model) in done.stderr

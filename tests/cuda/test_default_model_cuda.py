@@ -18,7 +18,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.errors import ModelNotFound
-from quire.weights.store import resolve
+from quire.store import resolve
 
 pytestmark = pytest.mark.cuda
 

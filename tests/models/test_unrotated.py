@@ -21,8 +21,9 @@ from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.source import Part, Source, fused_parts
-from quire.weights.checkpoint import CheckpointSource, SafetensorsCheckpoint
+from quire.weights.checkpoint import CheckpointSource
 from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.tools.native import CPU, NativePagedCache, kernels_of, ops_of
 from tests.tools.paged import PagedCache
 

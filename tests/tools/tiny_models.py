@@ -66,7 +66,7 @@ def tiny_weights(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
     MODELS[config.family](config, survey, cpu_ops())
     source = RandomWeights(seed, torch.float32, torch.device("cpu"))
     weights = {}
-    for part, cols in survey.asked:
+    for part, cols in survey.declared:
         if cols is None:
             weights[part.name] = source.vector([part]) - (1.0 if config.norm_offset else 0.0)
         else:

@@ -430,7 +430,7 @@ def test_wrong_gguf_numbers_are_named(key):
     ("change", "words"),
     [
         ({"num_hidden_layers": 5000}, "num_hidden_layers"),
-        ({"num_key_value_heads": 2}, "9 attention heads cannot share 2"),
+        ({"num_key_value_heads": 2}, "9 attention heads are not a multiple of 2"),
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "head_dim is missing"),
         ({"head_dim": 63}, "63 of 63 dimensions"),
         ({"partial_rotary_factor": 2.0}, "128 of 64 dimensions"),

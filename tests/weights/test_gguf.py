@@ -177,7 +177,7 @@ def test_array_longer_than_the_file(tmp_path, kind, count):
 
 def test_string_in_an_array_past_the_end(tmp_path):
     data = u32(8) + u64(2) + string("fine") + u64(2**62) + b"x"
-    refused(tmp_path, gguf_bytes({"a": Raw(9, data)}, {}), "'a'", "the file ends in number 1")
+    refused(tmp_path, gguf_bytes({"a": Raw(9, data)}, {}), "'a'", "the file ends in string 1")
 
 
 def test_array_nested_too_deep(tmp_path):

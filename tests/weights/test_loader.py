@@ -13,7 +13,7 @@ from quire.layers.source import Part
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.weight import Dense, Stacked
-from quire.weights import checkpoint
+from quire.weights import gguf_checkpoint, safetensors_checkpoint
 from quire.weights.config import read_config
 from quire.weights.loader import load_model
 from quire.weights.safetensors import SafetensorsFiles
@@ -95,7 +95,7 @@ class HostCopies(TorchDispatchMode):
 
 
 def stored(path):
-    return checkpoint.SafetensorsCheckpoint(SafetensorsFiles(path))
+    return safetensors_checkpoint.SafetensorsCheckpoint(SafetensorsFiles(path))
 
 
 def fill(source, name, out):
@@ -104,7 +104,7 @@ def fill(source, name, out):
 
 
 def test_plain_tensors_go_to_a_device_in_pieces_and_are_cast_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SENT_BYTES", 1024)
+    monkeypatch.setattr(safetensors_checkpoint, "COPY_BYTES", 1024)
     source, name = stored(tiny_directory(tmp_path)), "model.embed_tokens.weight"
     whole = source.files.read(name)
     with HostCopies() as copies:
@@ -170,7 +170,7 @@ def test_progress_ends_at_the_total(tmp_path, packed):
 def test_slices_on_many_threads_make_the_same_weights(tmp_path, monkeypatch, packed):
     path = tiny_gguf(tmp_path / "model.gguf", kind=GGMLType.Q8_0)
     expected = load(path, packed=packed).embedding.weight.dense()
-    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 500)
+    monkeypatch.setattr(gguf_checkpoint, "SLICE_BYTES", 500)
     torch.set_num_threads(3)
     sliced = load(path, packed=packed).embedding.weight.dense()
     assert torch.get_num_threads() == 3
@@ -202,7 +202,7 @@ def test_missing_left_over_and_reshaped_tensors_are_told_together(tmp_path):
         load(path)
     message = str(error.value)
     assert "1 missing (blk.1.attn_v.weight [32, 64])" in message
-    assert "1 left over (blk.0.attn_gate.weight [2, 2])" in message
+    assert "1 unexpected (blk.0.attn_gate.weight [2, 2])" in message
     assert "1 of the wrong shape (output_norm.weight is [63] instead of [64])" in message
 
 

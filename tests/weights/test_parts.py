@@ -20,19 +20,14 @@ from quire.models.registry import MODELS
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
 from quire.quant.weight import Dense, Weight
-from quire.weights.checkpoint import (
-    Checkpoint,
-    CheckpointSource,
-    GGUFCheckpoint,
-    SafetensorsCheckpoint,
-    StoredPart,
-    Work,
-)
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, StoredPart, Work
 from quire.weights.config import read_config
 from quire.weights.gguf import GGUFFile
+from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.loader import count_weights, load_model, opened, survey, weight_bytes
 from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.tools.gguf_writer import tensor, write_gguf
 from tests.tools.native import native_of
 from tests.tools.tiny_models import cpu_ops, tiny_config, tiny_directory, tiny_gguf, tiny_weights, write_directory
@@ -410,5 +405,5 @@ def test_unused_tensors_are_listed_or_refused(tmp_path) -> None:
     assert torch.equal(loaded.model.head.weight.dense(), weights["model.embed_tokens.weight"])
     assert loaded.weight_bytes == 4 * sum(each.numel() for each in tiny_weights("llama").values())
     folder = write_directory(tmp_path / "more", tiny_config("llama"), weights | {"more": torch.ones(8)})
-    with pytest.raises(WeightMismatch, match=r"1 left over \(more \[8\]\)"):
+    with pytest.raises(WeightMismatch, match=r"1 unexpected \(more \[8\]\)"):
         load_model(folder, dtype=torch.float32, device=CPU, ops=cpu_ops())

@@ -46,7 +46,7 @@ def test_random_weights_are_scaled():
 def test_a_survey_notes_every_part_and_holds_nothing():
     survey = Survey()
     weight, vector = survey.matrix([Part("q", 8), Part("k", 2)], 16), survey.vector([Part("b", 3)])
-    assert survey.asked == [(Part("q", 8), 16), (Part("k", 2), 16), (Part("b", 3), None)]
+    assert survey.declared == [(Part("q", 8), 16), (Part("k", 2), 16), (Part("b", 3), None)]
     assert weight.shape == (10, 16)
     assert vector.shape == (3,)
     assert vector.is_meta

