@@ -62,12 +62,12 @@ async def prepare(context: RequestContext, body: ResponsesRequest, responses: Te
     )
     prompt = await context.service.templates.prepare(chat)
     params = body.sampling_params(context.service.ready.sampling, **prompt.sampling_params())
-    exchange = await context.service.open_chat(prompt, params, context, body.priority or 0)
+    output_processor = await context.service.open_chat(prompt, params, context, body.priority or 0)
     builder = ResponseBuilder(new_document(context, body, tools, params))
     stored = StoredResponse(builder, items, events=[] if body.background and body.stream else None)
     return ResponseGeneration(
         context.service,
-        exchange,
+        output_processor,
         prompt.parser(),
         stored,
         responses if body.stored else None,
