@@ -183,7 +183,7 @@ def tool_use_id(call_id: str) -> str:
 
 
 def read_input(arguments: str) -> Document:
-    """The arguments of a tool call. Of a call that was cut off, the part that is there."""
+    """The arguments of a tool call. If the call was cut off, these are the arguments so far."""
     value: Document = from_json(arguments, allow_partial=True) if arguments else {}
     return value
 

@@ -64,7 +64,7 @@ class Choice:
             not self.num_tokens,
             answer.token_ids[self.num_tokens :],
             (answer.logprobs or [])[self.num_tokens :],
-            "length" if reason == "abort" else reason,  # an aborted answer is as long as it got
+            "length" if reason == "abort" else reason,  # the API has no reason for an aborted answer
         )
         document = write(delta)
         if document is not None:
@@ -162,8 +162,8 @@ def top_tokens(position: PositionLogprobs, num_top: int) -> PositionLogprobs:
 
 
 def token_name(token_id: int, tokenizer: Tokenizer) -> str:
-    """The text of a token. Part of a character is named by its bytes, as in OpenAI's API, and a token without text by
-    its id, as in vLLM's."""
+    """The text of a token. An incomplete character is named by its bytes, as in OpenAI's API. A token without text is
+    named by its id, as in vLLM's."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode() or f"token_id:{token_id}"

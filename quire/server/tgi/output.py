@@ -142,11 +142,11 @@ def mean_logprob(answer: CompletionOutput) -> float:
 
 
 class TokenTexts:
-    """Cuts the text of one answer into a piece for each token.
+    """Splits the text of one answer into a piece for each token.
 
-    A piece has the characters that its token completes. A token that is the first part of a character has an empty
-    piece, and so has a special token, because the answer leaves it out. The pieces together are the answer. Text that
-    the detokenizer still holds (it may become a stop string) is held here too.
+    A piece has the characters that its token completes. A token that holds only the first bytes of a character has an
+    empty piece, and so has a special token, because the answer leaves it out. The pieces together are the answer. Text
+    that the detokenizer holds back (it may become a stop string) is held back here too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -158,7 +158,7 @@ class TokenTexts:
     def take(self, answer: CompletionOutput) -> list[str]:
         """The new pieces whose text is final.
 
-        The last token has the rest: bytes of an incomplete character, or its part up to the end of the stop string.
+        The last token has the rest: bytes of an incomplete character, or its text up to the end of the stop string.
         """
         self._measure(answer)
         num_final, length = len(answer.token_ids), len(answer.text)

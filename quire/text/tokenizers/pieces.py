@@ -120,7 +120,9 @@ def _is_understood(step: Mapping[str, Any]) -> bool:
         case _:
             understood = True
     if not understood:
-        raise UnsupportedModel(f"tokenizer.json has a {step['type']} decoder that quire does not know: {dict(step)}.")
+        raise UnsupportedModel(
+            f"tokenizer.json has a {step['type']} decoder that quire does not support: {dict(step)}."
+        )
     return True
 
 
