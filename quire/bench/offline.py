@@ -25,7 +25,7 @@ from quire.kernels import isa
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchResult:
     """One batch size. tpot_ms is the time between two tokens of one request; rates are over the whole batch."""
 
     batch: int
@@ -66,10 +66,10 @@ def run(
     return {"machine": machine(), "model": config.model, "rows": [asdict(row) for row in rows], "start_s": start_s}
 
 
-def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> Row:
+def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> BatchResult:
     prefill = run_batch(client, batch, prompt_tokens, 1)
     whole = run_batch(client, batch, prompt_tokens, output_tokens)
-    return Row(
+    return BatchResult(
         batch,
         prompt_tokens,
         output_tokens,
@@ -119,10 +119,10 @@ def run_batch(client: InProcess, batch: int, prompt_tokens: int, output_tokens: 
     return BatchRun(now_s, last_s - first_s, num_decoded)
 
 
-def median(rows: list[Row]) -> Row:
+def median(rows: list[BatchResult]) -> BatchResult:
     """The median of each figure."""
-    columns = {name: statistics.median(getattr(row, name) for row in rows) for name in Row.__slots__}
-    return Row(**columns)
+    columns = {name: statistics.median(getattr(row, name) for row in rows) for name in BatchResult.__slots__}
+    return BatchResult(**columns)
 
 
 def machine() -> dict[str, Any]:

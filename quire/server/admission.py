@@ -1,6 +1,6 @@
 """Admission control: limits on the requests and prompt tokens that run or wait. A request above them is refused.
 
-A request counts from its admission to its end. The engine has the queue itself. A refusal has a Retry-After, computed
+A request counts from its admission to its end. The queue itself is in the engine. A refusal has a Retry-After, computed
 from the throughput of about the last half minute.
 """
 
@@ -52,11 +52,11 @@ class Admission:
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Raise if these requests would exceed a limit. `num_tokens`: their prompt tokens in all."""
         if self.draining:
-            raise ShuttingDown("The server is shutting down and takes no new requests; ask another one.")
+            raise ShuttingDown("The server is shutting down and accepts no new requests; send it to another server.")
         if num_requests > self.max_requests or num_tokens > self.max_tokens:
             raise InvalidParams(
-                f"One call asks for {num_requests:,} answers to {num_tokens:,} prompt tokens in all, but the server "
-                f"takes at most {self.max_requests:,} answers and {self.max_tokens:,} prompt tokens. Split it."
+                f"One call has {num_requests:,} answers to {num_tokens:,} prompt tokens in all, but the server "
+                f"accepts at most {self.max_requests:,} answers and {self.max_tokens:,} prompt tokens. Split it."
             )
         if self.num_requests + num_requests > self.max_requests:
             raise Overloaded(

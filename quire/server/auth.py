@@ -73,14 +73,16 @@ def load_api_keys(api_key: str | None, api_key_file: str | None) -> ApiKeys:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         where = f"{api_key_file}, line {number}"
-        parts = line.split()
-        if len(parts) != 2 or not NAME.fullmatch(parts[0]):
+        words = line.split()
+        if len(words) != 2 or not NAME.fullmatch(words[0]):
             raise InvalidParams(f"{where}: write a name (letters, digits, '.', '_', '-'), a space and the key.")
-        if parts[0] in keys:
-            raise InvalidParams(f"{where}: the name {parts[0]!r} is there twice.")
-        keys[parts[0]] = check_key(where, parts[1])
+        if words[0] in keys:
+            raise InvalidParams(f"{where}: the name {words[0]!r} occurs twice; rename one.")
+        keys[words[0]] = check_key(where, words[1])
     if not keys:
-        raise InvalidParams(f"api_key_file {api_key_file} holds no key; nobody could ask anything.")
+        raise InvalidParams(
+            f"api_key_file {api_key_file} has no key in it, so every request would be refused; add one."
+        )
     return ApiKeys(keys)
 
 

@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             self._limits.refusals.add()
-            self._refuse(TooManyConnections("The server has as many connections as it can have; try again later."))
+            self._refuse(TooManyConnections("The server has its maximum number of connections; try again later."))
         else:
             self._start_timer()
 

@@ -43,9 +43,9 @@ async def generate(request: Request) -> Response:
     """Generate one token with the engine."""
     context = request_context(request)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    exchange = await context.service.open({"prompt_token_ids": [0]}, params, context)
-    await with_cancellation(request.receive, context.service.complete([exchange]))
-    return JSONResponse({"status": "ok", "token_ids": exchange.output.outputs[0].token_ids})
+    output_processor = await context.service.open({"prompt_token_ids": [0]}, params, context)
+    await with_cancellation(request.receive, context.service.complete([output_processor]))
+    return JSONResponse({"status": "ok", "token_ids": output_processor.output.outputs[0].token_ids})
 
 
 @router.get("/metrics", response_class=Response, responses=text_schema("text/plain"))

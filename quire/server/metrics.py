@@ -60,11 +60,11 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.cached_tokens = counter("cached_prompt_tokens", "Of those, tokens found in the prefix cache.")
         self.output_tokens = counter("output_tokens", "Tokens that were produced.")
-        self.preemptions = counter("preemptions", "Requests that had to make room for others.")
-        self.swaps = counter("swaps", "Of those, requests whose cache was kept in the host's memory meanwhile.")
+        self.preemptions = counter("preemptions", "Requests that were preempted.")
+        self.swaps = counter("swaps", "Of those, requests whose blocks were swapped out to host memory.")
         self.restarts = counter("engine_restarts", "Times that the engine was started again.")
         self.running = gauge("requests_running", "Requests that are being computed.")
-        self.waiting = gauge("requests_waiting", "Requests that wait for their turn.")
+        self.waiting = gauge("requests_waiting", "Requests that wait in the queue.")
         self.kv_use = gauge("kv_cache_use_ratio", "Share of the cache's blocks that running requests hold.")
         self.ready = gauge("engine_ready", "1 while an engine can compute.")
         self.ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS)
@@ -73,9 +73,6 @@ class Metrics:
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
         self.num_blocks = 1
         self._preemptions = self._swaps = 0
-
-    def start_timer(self, exchanges: Sequence[OutputProcessor]) -> RequestTimer:
-        return RequestTimer(self, exchanges)
 
     def on_step(self, stepped: Stepped) -> None:
         self.running.set(stepped.num_running)
@@ -99,9 +96,9 @@ class Metrics:
 class RequestTimer:
     """Measures the answers of one HTTP request."""
 
-    def __init__(self, metrics: Metrics, exchanges: Sequence[OutputProcessor]) -> None:
+    def __init__(self, metrics: Metrics, output_processors: Sequence[OutputProcessor]) -> None:
         self._metrics = metrics
-        self._exchanges = exchanges
+        self._output_processors = output_processors
         self._begin_s = time.perf_counter()
         self._last_s: dict[str, float] = {}
 
@@ -124,8 +121,8 @@ class RequestTimer:
     def stop(self) -> None:
         """All answers have ended, or the client has disconnected."""
         metrics = self._metrics
-        for exchange in self._exchanges:
-            output = exchange.output
+        for processor in self._output_processors:
+            output = processor.output
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             metrics.cached_tokens.inc(output.num_cached_tokens)
             for answer in output.outputs:

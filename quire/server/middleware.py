@@ -80,7 +80,7 @@ class RequestMiddleware:
 
     def _make_context(self, access_log: AccessLog) -> RequestContext:
         if self.service is None:
-            raise NotReady("The model is being loaded; ask again in a moment.")
+            raise NotReady("The model is being loaded; try again in a moment.")
         return RequestContext(self.service, access_log.tenant, access_log.request_id, int(time.time()))
 
 
@@ -99,7 +99,7 @@ def read_api_key(headers: dict[bytes, bytes]) -> str | None:
 
 
 class AccessLog:
-    """The log line of one request. Its `send` sees the status, and adds the request id to the response's headers."""
+    """The log line of one request. Its `send` records the status, and adds the request id to the response's headers."""
 
     def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
         self.request_id = request_id

@@ -93,15 +93,15 @@ def error_location(error: Mapping[str, Any], body: Any) -> list[str | int]:
     if error["type"] == "json_invalid":
         return []
     location: list[str | int] = []
-    path = [part for index, part in enumerate(error["loc"]) if index or part not in ("body", "query", "path")]
-    for index, part in enumerate(path):
-        exists = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+    path = [key for index, key in enumerate(error["loc"]) if index or key not in ("body", "query", "path")]
+    for index, key in enumerate(path):
+        exists = key in body if isinstance(body, dict) else isinstance(body, list) and isinstance(key, int)
         is_missing = error["type"] == "missing" and index == len(path) - 1
         if not (exists or is_missing or error["loc"][0] in ("query", "path")):
             continue
-        location.append(part)
+        location.append(key)
         if exists:
-            body = body[part]
+            body = body[key]
     return location
 
 

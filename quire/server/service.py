@@ -1,7 +1,7 @@
 """Service: the model as the routes use it. It tokenizes prompts, runs requests under the server's limits, and counts.
 
 It has no fields and no documents of an API; those are in the API's own folder. `RequestContext` is what the middleware
-hands to a route.
+passes to a route.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.server.admission import Admission
 from quire.server.auth import Tenant
 from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
 from quire.server.config import ServerConfig
-from quire.server.metrics import Metrics
+from quire.server.metrics import Metrics, RequestTimer
 from quire.text.detokenizer import PromptText, locate_prompt
 from quire.text.grammar.checker import GrammarChecker
 from quire.text.input_processor import InputProcessor, Prompt
@@ -108,23 +108,22 @@ class Service:
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt, "prompt_token_ids": await self.encode_prompt(prompt)}
-        # Clients may send the same request id twice, the engine must not see it twice.
+        # Clients may send the same request id twice; the engine's ids are unique.
         request_id = f"{context.request_id}-{next(self._prompt_numbers)}"
         tenant = context.tenant
-        exchange = self._input_processor.process(
+        output_processor = self._input_processor.process(
             prompt, params, request_id, priority=priority, salt=tenant.salt, tenant=tenant.name, keep_special_ids=kept
         )
-        self.admission.check(exchange.num_sequences, len(exchange.output.prompt_token_ids))
-        return exchange
+        self.admission.check(output_processor.num_sequences, len(output_processor.output.prompt_token_ids))
+        return output_processor
 
     async def open_chat(
         self, prompt: ChatPrompt, params: SamplingParams, context: RequestContext, priority: int = 0
     ) -> OutputProcessor:
         await self.check_grammar(params)
-        text = await prompt.render()
+        kept, text = prompt.kept_token_ids(), await prompt.render()
         tokens = await self.encode_prompt(text, add_special_tokens=False)
-        tokenized = {"prompt": text, "prompt_token_ids": tokens}
-        return await self.open(tokenized, params, context, priority, prompt.kept_token_ids())
+        return await self.open({"prompt": text, "prompt_token_ids": tokens}, params, context, priority, kept)
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt. A prompt that cannot fit the context is refused before it is encoded."""
@@ -134,9 +133,9 @@ class Service:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._run_text_work(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def locate_prompt(self, exchange: OutputProcessor) -> PromptText:
+    async def locate_prompt(self, output_processor: OutputProcessor) -> PromptText:
         """The text of a prompt, and the offsets of its tokens."""
-        text, token_ids = exchange.output.prompt, exchange.output.prompt_token_ids
+        text, token_ids = output_processor.output.prompt, output_processor.output.prompt_token_ids
         size = len(token_ids) if text is None else len(text)
         return await self._run_text_work(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
 
@@ -156,37 +155,38 @@ class Service:
 
     # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, exchanges: Sequence[OutputProcessor]) -> AsyncIterator[set[OutputProcessor]]:
-        """Run the exchanges of one HTTP request to their end. Each time some of them have grown, they are yielded.
+    async def generate(self, output_processors: Sequence[OutputProcessor]) -> AsyncIterator[set[OutputProcessor]]:
+        """Run the requests of one HTTP request to their end. Yields the output processors whose output has grown.
 
-        Closing the iterator aborts them. An answer that fails, or a request that exceeds its deadline, raises.
+        Closing the iterator aborts the requests. An answer that fails, or a request that exceeds its deadline, raises.
         """
-        requests = [request for exchange in exchanges for request in exchange.requests]
-        exchange_of = {request.id: exchange for exchange in exchanges for request in exchange.requests}
-        num_tokens = sum(len(exchange.requests[0].prompt) for exchange in exchanges)
-        with self.admission.admit(sum(exchange.num_sequences for exchange in exchanges), num_tokens):
-            timer = self.metrics.start_timer(exchanges)
-            deadline = Deadline(self.client, exchanges, self.config.request_timeout)
+        owners = {request.id: processor for processor in output_processors for request in processor.requests}
+        requests = [request for processor in output_processors for request in processor.requests]
+        num_sequences = sum(processor.num_sequences for processor in output_processors)
+        num_tokens = sum(len(processor.requests[0].prompt) for processor in output_processors)
+        with self.admission.admit(num_sequences, num_tokens):
+            timer = RequestTimer(self.metrics, output_processors)
+            deadline = Deadline(self.client, output_processors, self.config.request_timeout)
             stream = self.client.submit(requests)
             try:
                 async for updates in stream:
                     deadline.check()
-                    grown = {exchange_of[update.id] for update in updates}
+                    grown = {owners[update.id] for update in updates}
                     for update in updates:
-                        if exchange_of[update.id].process(update):
+                        if owners[update.id].process(update):
                             self.client.abort(update.id)
                     timer.observe(updates)
-                    for exchange in grown:
-                        raise_failure(exchange)
+                    for processor in grown:
+                        raise_failure(processor)
                     yield grown
             finally:
                 deadline.cancel()
                 await stream.aclose()  # type: ignore[attr-defined]
                 timer.stop()
 
-    async def complete(self, exchanges: Sequence[OutputProcessor]) -> None:
-        """Run exchanges to their end."""
-        async for _ in self.generate(exchanges):
+    async def complete(self, output_processors: Sequence[OutputProcessor]) -> None:
+        """Run requests to their end."""
+        async for _ in self.generate(output_processors):
             pass
 
     def on_step(self, stepped: Stepped) -> None:
@@ -206,20 +206,20 @@ class Service:
 
 
 async def stream_chat(
-    service: Service, exchange: OutputProcessor, parser: ChatParser
+    service: Service, output_processor: OutputProcessor, parser: ChatParser
 ) -> AsyncGenerator[list[Event], None]:
-    """The one answer of an exchange as text and tool calls, while it grows. It ends early if the parser is finished."""
-    answer = exchange.output.outputs[0]
-    async with aclosing(service.generate([exchange])) as stream:  # type: ignore[type-var]
+    """The one answer to a prompt as text and tool calls, while it grows. It ends early if the parser is finished."""
+    answer = output_processor.output.outputs[0]
+    async with aclosing(service.generate([output_processor])) as stream:  # type: ignore[type-var]
         async for _ in stream:
             yield parser.push(answer.text, is_last=answer.finished)
             if parser.finished:
                 return
 
 
-def raise_failure(exchange: OutputProcessor) -> None:
+def raise_failure(output_processor: OutputProcessor) -> None:
     """Raise the error of an answer that failed."""
-    for answer in exchange.output.outputs:
+    for answer in output_processor.output.outputs:
         if answer.finish_reason == "error":
             message = answer.error or "The engine failed on this request."
             raise InvalidParams(message) if answer.refused else EngineError(message)
@@ -228,17 +228,17 @@ def raise_failure(exchange: OutputProcessor) -> None:
 class Deadline:
     """Aborts requests that have run for too long, even if their client reads nothing."""
 
-    def __init__(self, client: Supervised, exchanges: Sequence[OutputProcessor], seconds: float) -> None:
+    def __init__(self, client: Supervised, output_processors: Sequence[OutputProcessor], seconds: float) -> None:
         self._client = client
-        self._exchanges = exchanges
+        self._output_processors = output_processors
         self._seconds = seconds
         self._exceeded = False
         self._timer = asyncio.get_running_loop().call_later(seconds, self._abort)
 
     def _abort(self) -> None:
         self._exceeded = True
-        for exchange in self._exchanges:
-            for request_id in exchange.unfinished_ids:
+        for processor in self._output_processors:
+            for request_id in processor.unfinished_ids:
                 self._client.abort(request_id)
 
     def check(self) -> None:

@@ -19,13 +19,13 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns tokens into text that no later token can change.
+    """Decodes tokens into text that no later token can change.
 
     The strings that `push` and `finish` return, concatenated, are `text`. Without a stop string that equals
     `tokenizer.decode` of all tokens, however the tokens are grouped into calls.
 
     skip_special_tokens   special tokens produce no text, except those in `keep_special_ids`
-    include_stop          the stop string is a part of the text
+    include_stop          the stop string is included in the text
     min_tokens            a stop string that is completed within this many tokens is ignored
     continues             the tokens continue an existing text, so a leading space belongs to the answer and is kept
     """
@@ -124,10 +124,10 @@ class StopMatch:
 
 
 class StopStringScanner:
-    """Searches text that arrives in parts for stop strings.
+    """Searches text that arrives in pieces for stop strings.
 
     Finds the stop string that ends first; if several end at the same character, the longest. Characters at the end of
-    the text that may begin a stop string are held. The next search needs no other part of the earlier text.
+    the text that may begin a stop string are held. The next search needs nothing else of the earlier text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ class StopStringScanner:
 class TokenOffsets:
     """The character offset at which each token begins (`text_offset`), for tokens that arrive one after another.
 
-    A token that holds only a part of a character begins where that character does.
+    A token that holds only some bytes of a character begins where that character does.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:

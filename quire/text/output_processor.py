@@ -32,6 +32,7 @@ class OutputProcessor:
     ) -> None:
         params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
+        self.num_sequences = params.num_sequences  # computed side by side for this prompt
         self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(i) for i in range(params.n)])
         self._tokenizer = tokenizer
         self._indices = {request.id: index for index, request in enumerate(requests)}
@@ -58,11 +59,6 @@ class OutputProcessor:
         return self.output.finished
 
     @property
-    def num_sequences(self) -> int:
-        """How many sequences are computed for the prompt side by side."""
-        return self.requests[0].params.num_sequences
-
-    @property
     def unfinished_ids(self) -> list[str]:
         """The ids of the requests whose answers have not finished."""
         return [request_id for request_id, index in self._indices.items() if not self.output.outputs[index].finished]
@@ -71,15 +67,16 @@ class OutputProcessor:
         """Add an update to the output. True if a stop string has ended the answer: the caller aborts the request."""
         index = self._indices[update.id]
         request, answer = self.requests[index], self.output.outputs[index]
-        if answer.finished:
+        if answer.finish_reason is not None:
             return False
         self._add_detail(update, answer)
         if request.params.use_beam_search:
             self._add_beams(request, update)
             return False
         answer.token_ids += update.tokens
-        self._add_text(request, answer, self._detokenizers[index], update)
-        return answer.finished and update.finish is None
+        detokenizer = self._detokenizers[index]
+        self._add_text(request, answer, detokenizer, update)
+        return detokenizer.stop_hit is not None and update.finish is None
 
     def snapshot(self) -> RequestOutput:
         """A copy of the output that later updates do not change."""

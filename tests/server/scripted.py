@@ -11,8 +11,8 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.service import raise_failure
 
 
-def make_exchange(num_prompt: int = 5) -> Any:
-    """As much of an exchange as a route looks at."""
+def make_output_processor(num_prompt: int = 5) -> Any:
+    """The fields of an OutputProcessor that a route reads."""
     return SimpleNamespace(output=RequestOutput("0", None, [0] * num_prompt, [CompletionOutput(0)]))
 
 
@@ -25,18 +25,18 @@ class ScriptedService:
     error: Exception | None = None
     num_closed: int = 0
     model: str = "scripted"
-    exchanges: list[Any] = field(default_factory=list)
+    output_processors: list[Any] = field(default_factory=list)
 
-    async def generate(self, exchanges: Sequence[Any]) -> AsyncIterator[set[Any]]:
-        (exchange,) = exchanges
-        answer = exchange.output.outputs[0]
+    async def generate(self, output_processors: Sequence[Any]) -> AsyncIterator[set[Any]]:
+        (output_processor,) = output_processors
+        answer = output_processor.output.outputs[0]
         try:
             for index, text in enumerate(self.texts):
                 answer.text += text
                 answer.token_ids.append(index)
                 if index == len(self.texts) - 1 and self.error is None:
                     answer.finish_reason = self.finish
-                raise_failure(exchange)
+                raise_failure(output_processor)
                 yield {index}
             if self.error is not None:
                 raise self.error

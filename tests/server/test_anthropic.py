@@ -19,7 +19,7 @@ from quire.text.tools.definitions import ToolChoice, make_tool
 from quire.text.tools.formats import HERMES
 from quire.text.tools.parser import ToolParser
 from tests.server.running import Running, wait_for
-from tests.server.scripted import ScriptedService, make_exchange
+from tests.server.scripted import ScriptedService, make_output_processor
 from tests.server.test_responses import running
 
 pytestmark = pytest.mark.server
@@ -321,8 +321,9 @@ class TestParts:
 def make_generation(
     texts: list[str], parser: ToolParser | None = None, **more: Any
 ) -> tuple[MessageGeneration, ScriptedService]:
-    service, exchange = ScriptedService(texts, **more), make_exchange()
-    return MessageGeneration(service, exchange, ChatParser(parser), MessageBuilder("scripted", exchange)), service  # type: ignore[arg-type]
+    service, output_processor = ScriptedService(texts, **more), make_output_processor()
+    builder = MessageBuilder("scripted", output_processor)  # type: ignore[arg-type]
+    return MessageGeneration(service, output_processor, ChatParser(parser), builder), service  # type: ignore[arg-type]
 
 
 async def gather(generation: MessageGeneration) -> list[dict[str, Any]]:

@@ -45,8 +45,8 @@ class Service:
     async def open(self, prompt: Any, params: Any, context: Any, priority: int) -> OutputProcessor:
         return self.intake.process(prompt, params, "a", priority=priority)
 
-    async def locate_prompt(self, exchange: OutputProcessor) -> PromptText:
-        return locate_prompt(self.tokenizer, exchange.output.prompt, exchange.output.prompt_token_ids)
+    async def locate_prompt(self, output_processor: OutputProcessor) -> PromptText:
+        return locate_prompt(self.tokenizer, output_processor.output.prompt, output_processor.output.prompt_token_ids)
 
 
 class Call:
@@ -69,16 +69,16 @@ def complete(
     """The documents of a completion that answers with these tokens, one for each of them when it streams."""
     body = CompletionRequest.model_validate({"prompt": prompt, **fields})
     call = Call(tokenizer)
-    exchanges, writer = asyncio.run(open_prompts(call, body))  # type: ignore[arg-type]
-    (exchange,), (choice,) = exchanges, list_choices(exchanges)
-    ids = exchange.output.prompt_token_ids
-    prompt_scores = scored(ids[1:], others) if exchange.output.prompt_logprobs is not None else None
+    output_processors, writer = asyncio.run(open_prompts(call, body))  # type: ignore[arg-type]
+    (output_processor,), (choice,) = output_processors, list_choices(output_processors)
+    ids = output_processor.output.prompt_token_ids
+    prompt_scores = scored(ids[1:], others) if output_processor.output.prompt_logprobs is not None else None
     groups = [[token] for token in answer] if body.stream else [answer]
     documents = []
     for index, group in enumerate(groups):
         finish = Finish.LENGTH if index == len(groups) - 1 else None
         logprobs = scored(group, others) if body.logprobs is not None else None
-        exchange.process(Update("a", list(group), finish, Detail(logprobs, None if index else prompt_scores)))
+        output_processor.process(Update("a", list(group), finish, Detail(logprobs, None if index else prompt_scores)))
         documents += filter(None, [choice.write(writer.write)])
     return documents
 
@@ -179,9 +179,9 @@ def test_a_token_keeps_the_space_that_it_begins_with() -> None:
 def test_bytes_are_the_tokens_own() -> None:
     padded = BYTE_LEVEL.vocab_size + 1
     llama = encode(BYTE_LEVEL, "🦙")
-    exchange = Service(BYTE_LEVEL).intake.process("he", sampling_params(request_body(logprobs=1), {}), "a")
-    exchange.process(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
-    content = chat_logprobs(exchange.output.outputs[0].logprobs, 1, BYTE_LEVEL)["content"]
+    output_processor = Service(BYTE_LEVEL).intake.process("he", sampling_params(request_body(logprobs=1), {}), "a")
+    output_processor.process(Update("a", list(llama), Finish.LENGTH, Detail(scored(llama, (padded,)))))
+    content = chat_logprobs(output_processor.output.outputs[0].logprobs, 1, BYTE_LEVEL)["content"]
     assert bytes(byte for one in content for byte in one["bytes"]) == "🦙".encode()
     (top,) = content[0]["top_logprobs"]
     assert (top["token"], top["bytes"]) == ("", [])

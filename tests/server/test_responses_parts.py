@@ -24,7 +24,7 @@ from quire.text.tools.definitions import ToolChoice, make_tool
 from quire.text.tools.formats import HERMES
 from quire.text.tools.parser import ToolParser
 from tests.server.openapi_schema import validate_event
-from tests.server.scripted import ScriptedService, make_exchange
+from tests.server.scripted import ScriptedService, make_output_processor
 
 pytestmark = pytest.mark.server
 
@@ -46,7 +46,8 @@ def make_document(response_id: str, status: str) -> dict[str, Any]:
 def make_generation(
     service: ScriptedService, stored: StoredResponse, responses: TenantResponses | None = None, **more: Any
 ) -> ResponseGeneration:
-    return ResponseGeneration(service, make_exchange(), ChatParser(more.pop("parser", None)), stored, responses, **more)  # type: ignore[arg-type]
+    parser = ChatParser(more.pop("parser", None))
+    return ResponseGeneration(service, make_output_processor(), parser, stored, responses, **more)  # type: ignore[arg-type]
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:
@@ -151,8 +152,8 @@ class TestFollowers:
             service = ScriptedService(["a", "b"])
             waiting = asyncio.Event()
 
-            async def wait(exchanges: Any) -> Any:
-                async for grown in ScriptedService.generate(service, exchanges):
+            async def wait(output_processors: Any) -> Any:
+                async for grown in ScriptedService.generate(service, output_processors):
                     yield grown
                     waiting.set()
                     await asyncio.sleep(60)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cpu
 TOKENIZERS = [Tokenizer.from_gguf(byte_level()), Tokenizer.from_gguf(sentencepiece())]
 
 
-def open_exchange(tokenizer: Tokenizer, stop: list[str]) -> OutputProcessor:
+def open_prompt(tokenizer: Tokenizer, stop: list[str]) -> OutputProcessor:
     intake = InputProcessor(tokenizer, tokenizer.vocab_size, 1 << 20)
     params = SamplingParams(max_tokens=None, stop=stop, include_stop_str_in_output=bool(stop))
     return intake.process({"prompt_token_ids": [0]}, params, "one")
@@ -41,11 +41,11 @@ def answers(draw):
 @given(answers())
 def test_pieces_are_the_answer(made):
     tokenizer, groups, stop = made
-    exchange = open_exchange(tokenizer, stop)
-    answer, texts, pieces = exchange.output.outputs[0], TokenTexts(tokenizer), []
+    output_processor = open_prompt(tokenizer, stop)
+    answer, texts, pieces = output_processor.output.outputs[0], TokenTexts(tokenizer), []
     for index, group in enumerate(groups):
         finish = Finish.LENGTH if index == len(groups) - 1 else None
-        exchange.process(Update("one", list(group), finish))
+        output_processor.process(Update("one", list(group), finish))
         pieces += texts.take(answer)
         assert answer.text.startswith("".join(pieces))
         if answer.finished:
@@ -60,7 +60,7 @@ def test_grouping_makes_no_difference(made):
     tokenizer, groups, stop = made
     tokens = [token for group in groups for token in group]
     one_by_one, at_once = TokenTexts(tokenizer), TokenTexts(tokenizer)
-    first, second = open_exchange(tokenizer, stop), open_exchange(tokenizer, stop)
+    first, second = open_prompt(tokenizer, stop), open_prompt(tokenizer, stop)
     pieces: list[str] = []
     for index, token in enumerate(tokens):
         first.process(Update("one", [token], Finish.LENGTH if index == len(tokens) - 1 else None))
@@ -72,18 +72,18 @@ def test_grouping_makes_no_difference(made):
 def test_half_a_character_waits_for_its_other_half():
     tokenizer = TOKENIZERS[1]  # has a token for each byte
     tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
-    exchange, texts = open_exchange(tokenizer, []), TokenTexts(tokenizer)
-    answer = exchange.output.outputs[0]
-    exchange.process(Update("one", tokens[:1]))
+    output_processor, texts = open_prompt(tokenizer, []), TokenTexts(tokenizer)
+    answer = output_processor.output.outputs[0]
+    output_processor.process(Update("one", tokens[:1]))
     assert texts.take(answer) == [""]
-    exchange.process(Update("one", tokens[1:], Finish.LENGTH))
+    output_processor.process(Update("one", tokens[1:], Finish.LENGTH))
     assert texts.take(answer) == ["é"]
 
 
 def test_special_tokens_have_no_text():
     tokenizer = TOKENIZERS[0]
     (special,) = {tokenizer.eos_token_id} & tokenizer.special_token_ids
-    exchange, texts = open_exchange(tokenizer, []), TokenTexts(tokenizer)
+    output_processor, texts = open_prompt(tokenizer, []), TokenTexts(tokenizer)
     tokens = tokenizer.encode("he", add_special_tokens=False)
-    exchange.process(Update("one", [*tokens, special], Finish.STOP))
-    assert texts.take(exchange.output.outputs[0])[-1] == ""
+    output_processor.process(Update("one", [*tokens, special], Finish.STOP))
+    assert texts.take(output_processor.output.outputs[0])[-1] == ""

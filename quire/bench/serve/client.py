@@ -143,7 +143,7 @@ async def fetch(pool: ConnectionPool, path: str) -> tuple[int, bytes]:
             reader = await pool.request(pool.target.get(path), keep)
     except (RequestFailure, TimeoutError) as error:
         reason = str(error) or f"no answer within {LOOKUP_S:g} s"
-        raise EngineError(f"{pool.target.url(path)} does not response: {reason}. Is the server running?") from None
+        raise EngineError(f"{pool.target.url(path)} does not respond: {reason}. Is the server running?") from None
     return reader.status, b"".join(pieces)
 
 
@@ -205,7 +205,7 @@ class StreamedResponse:
         self._error_body = b""
 
     def take(self, reader: ResponseReader, body: bytes, now: float) -> None:
-        """Called by the connection for each part of the body."""
+        """Called by the connection for each piece of the body."""
         if reader.status != OK:
             self._error_body += body[: MAX_DETAIL - len(self._error_body)]
             return

@@ -44,20 +44,20 @@ class Target:
     @classmethod
     def of(cls, url: str, api_key: str | None = None) -> Target:
         """Parse a URL with or without /v1."""
-        parts = urlsplit(url)
+        split = urlsplit(url)
         try:
-            port = parts.port
+            port = split.port
         except ValueError:
             raise InvalidParams(f"--base-url is {url!r}, whose port is not from 0 to 65535.") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if split.scheme not in ("http", "https") or not split.hostname or split.query or split.fragment:
             raise InvalidParams(f"--base-url is {url!r}; give an address such as http://127.0.0.1:8000.")
         if any(character.isspace() for character in url):
             raise InvalidParams(f"--base-url is {url!r}, which has a space in it.")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
             raise InvalidParams("--api-key may hold only printable ASCII characters and no spaces.")
-        secure = parts.scheme == "https"
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(secure, parts.hostname, port or (443 if secure else 80), prefix, api_key)
+        secure = split.scheme == "https"
+        prefix = split.path.rstrip("/").removesuffix("/v1")
+        return cls(secure, split.hostname, port or (443 if secure else 80), prefix, api_key)
 
     @property
     def address(self) -> str:
@@ -101,7 +101,7 @@ class ResponseReader:
         self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Parse bytes, and return the part of the body that they have."""
+        """Parse bytes, and return the body bytes among them."""
         if not self._has_head:
             self._num_head_bytes += len(data)
         try:
@@ -171,7 +171,7 @@ class ConnectionClosed(RequestFailure):
 
 
 class Connection(asyncio.Protocol):
-    """One socket. `request` sends a request and passes the parts of the response body to a callback."""
+    """One socket. `request` sends a request and passes the pieces of the response body to a callback."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

@@ -94,8 +94,8 @@ LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
 def parse_slo(text: str) -> dict[str, float]:
     """From "ttft:500,tpot:50" to milliseconds by name."""
     limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.partition(":")
+    for entry in text.split(","):
+        name, _, value = entry.partition(":")
         try:
             limit = float(value)
         except ValueError:
@@ -167,10 +167,10 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """A percentile of sorted values, with linear interpolation."""
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
+    index = (len(ordered) - 1) * percent / 100
+    low = math.floor(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (index - low)
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:

@@ -45,10 +45,10 @@ def counts(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def requests_line(summary: dict[str, Any]) -> str:
-    parts = [f"{summary['num_ok']:,} answered", f"{summary['num_failed']:,} failed"]
+    texts = [f"{summary['num_ok']:,} answered", f"{summary['num_failed']:,} failed"]
     if summary["num_unfinished"]:
-        parts.append(f"{summary['num_unfinished']:,} unfinished")
-    return ", ".join(parts)
+        texts.append(f"{summary['num_unfinished']:,} unfinished")
+    return ", ".join(texts)
 
 
 def latency(text: str, tails: dict[str, float] | None) -> str:
@@ -67,7 +67,7 @@ def notes(document: dict[str, Any]) -> Iterator[str]:
     for kind, error in document["errors"].items():
         yield f"{error['count']:,} failed with {kind}; the first: {error['first']}"
     if died := document.get("server_died"):
-        yield f"The server ended by itself with status {died['exit_status']}; its last words:\n{died['last_words']}"
+        yield f"The server ended by itself with status {died['exit_status']}; its last lines:\n{died['last_words']}"
     if trace := document.get("trace"):
         yield trace_note(trace)
     if summary["num_short"]:

@@ -1,7 +1,7 @@
 """`quire bench serve`: measure a server under load, as its clients see it.
 
 Any server with OpenAI's streaming completions can be measured; nothing here is specific to quire. This file connects
-the parts: `settings` -> requests (`workload`) -> times (`arrivals`) -> responses (`client`) -> results (`metrics`).
+the modules: `settings` -> requests (`workload`) -> times (`arrivals`) -> responses (`client`) -> results (`metrics`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """The part of a trace that is replayed, with its first request at 0, and the counts of what was left out."""
+    """The requests of a trace that are replayed, the first at time 0, and the counts of those left out."""
 
     entries: list[TraceRequest]
     num_read: int
@@ -81,7 +81,7 @@ def parse_time(text: str) -> float:
     """The seconds of a timestamp with any number of decimals. Without a zone it is UTC."""
     found = TIME.fullmatch(text.strip())
     if not found:
-        raise ValueError(f"{text!r} is no timestamp")
+        raise ValueError(f"{text!r} is not a timestamp")
     whole, fraction, zone = found.groups()
     return datetime.fromisoformat(whole + (zone or "+00:00")).timestamp() + float(fraction or 0)
 
@@ -102,7 +102,7 @@ def mooncake_request(row: dict[str, Any]) -> TraceRequest:
 
 
 def bad_line(path: Path, number: int, error: Exception) -> InvalidParams:
-    return InvalidParams(f"--trace {path}, line {number}, is no request: {type(error).__name__}: {error}.")
+    return InvalidParams(f"--trace {path}, line {number}, is not a request: {type(error).__name__}: {error}.")
 
 
 def slice_trace(

@@ -80,8 +80,8 @@ class PromptGenerator:
     def trace_ids(self, key: str, entry: TraceRequest) -> list[int]:
         return list(self._draw(TOKEN_IDS, segments(key, entry.blocks, entry.prompt_tokens, BLOCK_TOKENS)))
 
-    def _draw(self, units: Sequence[Unit], parts: list[tuple[str, int]]) -> Iterator[Unit]:
-        for key, count in parts:
+    def _draw(self, units: Sequence[Unit], counts: list[tuple[str, int]]) -> Iterator[Unit]:
+        for key, count in counts:
             # `choices` draws one by one, so a shorter segment is a prefix of a longer one with the same key.
             yield from random.Random(f"{self.seed} {key}").choices(units, k=count)
 

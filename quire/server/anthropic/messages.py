@@ -33,13 +33,13 @@ class MessageGeneration:
     """Generates one message. It runs while its events are read."""
 
     service: Service
-    exchange: OutputProcessor
+    output_processor: OutputProcessor
     parser: ChatParser
     builder: MessageBuilder
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         yield self.builder.begin()
-        async with aclosing(stream_chat(self.service, self.exchange, self.parser)) as stream:
+        async with aclosing(stream_chat(self.service, self.output_processor, self.parser)) as stream:
             async for pieces in stream:
                 if written := self.builder.write(pieces):
                     yield written
@@ -83,9 +83,9 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
 async def prepare(context: RequestContext, body: MessagesRequest) -> MessageGeneration:
     prompt = await context.service.templates.prepare(chat_input(body))
     params = body.sampling_params(context.service.ready.sampling, **prompt.sampling_params())
-    exchange = await context.service.open_chat(prompt, params, context, body.priority or 0)
+    output_processor = await context.service.open_chat(prompt, params, context, body.priority or 0)
     return MessageGeneration(
-        context.service, exchange, prompt.parser(), MessageBuilder(context.service.model, exchange)
+        context.service, output_processor, prompt.parser(), MessageBuilder(context.service.model, output_processor)
     )
 
 
@@ -100,7 +100,7 @@ class MessageBuilder:
     The document is the sum of its events, in a stream and in a whole response.
     """
 
-    def __init__(self, model: str, exchange: OutputProcessor) -> None:
+    def __init__(self, model: str, output_processor: OutputProcessor) -> None:
         self.document: Document = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -109,9 +109,9 @@ class MessageBuilder:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(exchange),
+            "usage": usage(output_processor),
         }
-        self._exchange = exchange
+        self._output_processor = output_processor
         self._block: Document | None = None  # the last block of the content, while it grows
         self._arguments = ""  # JSON text of the tool call that grows
 
@@ -125,8 +125,8 @@ class MessageBuilder:
     def end(self) -> list[bytes]:
         """The answer is complete or has reached its limit."""
         events = self._close()
-        delta = stop_fields(self._exchange.output.outputs[0], self.document["content"])
-        self.document |= {**delta, "usage": usage(self._exchange)}
+        delta = stop_fields(self._output_processor.output.outputs[0], self.document["content"])
+        self.document |= {**delta, "usage": usage(self._output_processor)}
         return [*events, emit("message_delta", delta=delta, usage=self.document["usage"]), emit("message_stop")]
 
     def fail(self, error: QuireError) -> list[bytes]:
@@ -183,7 +183,7 @@ def tool_use_id(call_id: str) -> str:
 
 
 def read_input(arguments: str) -> Document:
-    """The arguments of a tool call. Of a call that was cut off, the part that is there."""
+    """The arguments of a tool call. If the call was cut off, these are the arguments so far."""
     value: Document = from_json(arguments, allow_partial=True) if arguments else {}
     return value
 
@@ -199,9 +199,9 @@ def stop_fields(answer: CompletionOutput, content: Sequence[Document]) -> Docume
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def usage(exchange: OutputProcessor) -> Document:
+def usage(output_processor: OutputProcessor) -> Document:
     """input_tokens does not include tokens from the prefix cache."""
-    output = exchange.output
+    output = output_processor.output
     return {
         "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -204,7 +204,7 @@ def as_call(block: ToolUseBlock) -> Document:
 
 
 def as_result(block: ToolResultBlock) -> Document:
-    """Chat templates have no failed tool calls, so the text says it."""
+    """Chat templates have no field for a failed call, so its text begins with `Error:`."""
     text = text_of(block.content)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
 

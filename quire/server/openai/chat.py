@@ -42,19 +42,20 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     service = context.service
     prompt = await service.templates.prepare(chat_input(body))
     params = sampling_params(body, service.ready.sampling, prompt.sampling_params())
-    exchange = await service.open_chat(prompt, params, context, body.priority or 0)
-    writer = ChatWriter(context, body, [prompt.parser() for _ in exchange.output.outputs])
+    output_processor = await service.open_chat(prompt, params, context, body.priority or 0)
+    writer = ChatWriter(context, body, [prompt.parser() for _ in output_processor.output.outputs])
     if body.stream:
         head = writer.head("chat.completion.chunk")
-        return EventStreamResponse(stream_choices(service, [exchange], head, writer.write_chunk, body.stream_options))
-    choices = list_choices([exchange])
-    work = writer.follow(exchange, choices) if prompt.has_tools else service.complete([exchange])
+        events = stream_choices(service, [output_processor], head, writer.write_chunk, body.stream_options)
+        return EventStreamResponse(events)
+    choices = list_choices([output_processor])
+    work = writer.follow(output_processor, choices) if prompt.has_tools else service.complete([output_processor])
     await with_cancellation(request.receive, work)
     written = (choice.write(writer.write_message) for choice in choices)
     documents = [document for document in written if document is not None]  # a beam search may find fewer than n
-    document = {**writer.head("chat.completion"), "choices": documents, "usage": usage([exchange])}
+    document = {**writer.head("chat.completion"), "choices": documents, "usage": usage([output_processor])}
     if body.return_token_ids:
-        document["prompt_token_ids"] = exchange.output.prompt_token_ids
+        document["prompt_token_ids"] = output_processor.output.prompt_token_ids
     return JSONResponse(document)
 
 
@@ -104,7 +105,7 @@ class ChatWriter:
         }
 
     def write_chunk(self, delta: Delta) -> Document | None:
-        events = self.parse(delta.index, delta.exchange)
+        events = self.parse(delta.index, delta.output_processor)
         body = self.body
         if not (events or delta.is_first or delta.finish_reason or body.logprobs or body.return_token_ids):
             return None
@@ -114,7 +115,7 @@ class ChatWriter:
         return self.add_details(delta, {"index": delta.index, "delta": fields})
 
     def write_message(self, delta: Delta) -> Document:
-        self.parse(delta.index, delta.exchange)
+        self.parse(delta.index, delta.output_processor)
         parsed = collect_events(self.parsers[delta.index].events)
         message: Document = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
@@ -125,19 +126,19 @@ class ChatWriter:
             ]
         return self.add_details(delta, {"index": delta.index, "message": message})
 
-    async def follow(self, exchange: OutputProcessor, choices: Sequence[Choice]) -> None:
+    async def follow(self, output_processor: OutputProcessor, choices: Sequence[Choice]) -> None:
         """Run to the end and parse on the way: an answer whose only call is complete is aborted."""
-        async for _ in self.context.service.generate([exchange]):
+        async for _ in self.context.service.generate([output_processor]):
             for choice in choices:
-                self.parse(choice.index, exchange)
+                self.parse(choice.index, output_processor)
 
-    def parse(self, index: int, exchange: OutputProcessor) -> list[Event]:
+    def parse(self, index: int, output_processor: OutputProcessor) -> list[Event]:
         """New text and tool calls of an answer."""
-        parser, answer = self.parsers[index], exchange.output.outputs[index]
+        parser, answer = self.parsers[index], output_processor.output.outputs[index]
         is_last = answer.finish_reason is not None
         events = parser.push(answer.text, is_last=is_last)
         if parser.finished and not is_last:
-            self.context.service.client.abort(exchange.requests[index].id)
+            self.context.service.client.abort(output_processor.requests[index].id)
         return events
 
     def add_details(self, delta: Delta, document: Document) -> Document:
@@ -154,7 +155,7 @@ class ChatWriter:
         if body.return_token_ids:
             document["token_ids"] = delta.token_ids
         if body.prompt_logprobs is not None and delta.is_first:
-            document["prompt_logprobs"] = prompt_logprobs(delta.exchange.output, body.prompt_logprobs)
+            document["prompt_logprobs"] = prompt_logprobs(delta.output_processor.output, body.prompt_logprobs)
         return document
 
 

@@ -38,35 +38,36 @@ router = APIRouter()
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
     context = request_context(request, body.model)
-    exchanges, writer = await open_prompts(context, body)
+    output_processors, writer = await open_prompts(context, body)
     service = context.service
     if body.stream:
-        events = stream_choices(service, exchanges, writer.head(), writer.write, body.stream_options)
+        events = stream_choices(service, output_processors, writer.head(), writer.write, body.stream_options)
         return EventStreamResponse(events)
-    await with_cancellation(request.receive, service.complete(exchanges))
+    await with_cancellation(request.receive, service.complete(output_processors))
     # A beam search may find fewer answers than n.
-    written = (choice.write(writer.write) for choice in list_choices(exchanges))
+    written = (choice.write(writer.write) for choice in list_choices(output_processors))
     choices = [document for document in written if document is not None]
-    return JSONResponse({**writer.head(), "choices": choices, "usage": usage(exchanges)})
+    return JSONResponse({**writer.head(), "choices": choices, "usage": usage(output_processors)})
 
 
 async def open_prompts(
     context: RequestContext, body: CompletionRequest
 ) -> tuple[list[OutputProcessor], CompletionWriter]:
-    """An exchange for each prompt, and the writer of their answers."""
+    """An OutputProcessor for each prompt, and the writer of their answers."""
     service = context.service
     params = sampling_params(body, service.ready.sampling)
     await service.check_grammar(params)
     prompts, admission = body.prompts(service.config.max_prompts), service.admission
     admission.check(len(prompts) * params.num_sequences, 0)
-    exchanges = []
+    output_processors = []
     for prompt in prompts:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        exchanges.append(await service.open(given, params, context, body.priority or 0))
-    num_tokens = sum(len(exchange.output.prompt_token_ids) for exchange in exchanges)
+        output_processors.append(await service.open(given, params, context, body.priority or 0))
+    num_tokens = sum(len(processor.output.prompt_token_ids) for processor in output_processors)
     admission.check(len(prompts) * params.num_sequences, num_tokens)
-    located = {exchange: await service.locate_prompt(exchange) for exchange in exchanges} if body.echo else {}
-    return exchanges, CompletionWriter(context, body, located)
+    echoed = output_processors if body.echo else []
+    located = {processor: await service.locate_prompt(processor) for processor in echoed}
+    return output_processors, CompletionWriter(context, body, located)
 
 
 def sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -98,8 +99,8 @@ class CompletionWriter:
 
     def write(self, delta: Delta) -> Document | None:
         """The document of a delta; none while no character of it is complete."""
-        body, output, first = self.body, delta.exchange.output, delta.is_first
-        prompt = self.prompts[delta.exchange].text if first and body.echo else ""
+        body, output, first = self.body, delta.output_processor.output, delta.is_first
+        prompt = self.prompts[delta.output_processor].text if first and body.echo else ""
         has_details = body.logprobs is not None or body.return_token_ids
         if not (delta.text or prompt or delta.finish_reason or has_details):
             return None
@@ -119,8 +120,8 @@ class CompletionWriter:
 
     def logprobs(self, delta: Delta, num_top: int) -> Document:
         """Of the tokens of a delta, and in the first of them also of the echoed prompt."""
-        output, tokens = delta.exchange.output, delta.token_ids
-        prompt = self.prompts.get(delta.exchange)
+        output, tokens = delta.output_processor.output, delta.token_ids
+        prompt = self.prompts.get(delta.output_processor)
         positions: list[PositionLogprobs | None] = list(delta.logprobs)
         offsets = self.answer_offsets(delta)
         if prompt is not None and delta.is_first:
@@ -132,10 +133,10 @@ class CompletionWriter:
 
     def answer_offsets(self, delta: Delta) -> list[int]:
         """Where the tokens of a delta begin. The text leaves out a stop string, but its tokens are there."""
-        prompt = self.prompts.get(delta.exchange)
+        prompt = self.prompts.get(delta.output_processor)
         begin = len(prompt.text) if prompt is not None else 0
         if delta.index not in self.offsets:
-            skips = delta.exchange.requests[0].params.skip_special_tokens
+            skips = delta.output_processor.requests[0].params.skip_special_tokens
             detokenizer = Detokenizer(self.context.service.tokenizer, skip_special_tokens=skips, continues=True)
             self.offsets[delta.index] = TokenOffsets(detokenizer, begin)
         offsets = self.offsets[delta.index].push(delta.token_ids)

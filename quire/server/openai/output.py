@@ -27,7 +27,7 @@ class Delta:
     """What a choice has grown by since its last document."""
 
     index: int  # of the choice
-    exchange: OutputProcessor
+    output_processor: OutputProcessor
     answer: CompletionOutput
     text: str
     is_first: bool  # no earlier document has a token of the answer
@@ -44,7 +44,7 @@ class Choice:
     """One answer, and how much of it documents have."""
 
     index: int
-    exchange: OutputProcessor
+    output_processor: OutputProcessor
     answer: CompletionOutput
     num_chars: int = 0
     num_tokens: int = 0
@@ -58,13 +58,13 @@ class Choice:
             return None
         delta = Delta(
             self.index,
-            self.exchange,
+            self.output_processor,
             answer,
             answer.text[self.num_chars :],
             not self.num_tokens,
             answer.token_ids[self.num_tokens :],
             (answer.logprobs or [])[self.num_tokens :],
-            "length" if reason == "abort" else reason,  # an aborted answer is as long as it got
+            "length" if reason == "abort" else reason,  # the API has no reason for an aborted answer
         )
         document = write(delta)
         if document is not None:
@@ -72,46 +72,50 @@ class Choice:
         return document
 
 
-def list_choices(exchanges: Sequence[OutputProcessor]) -> list[Choice]:
-    pairs = [(exchange, answer) for exchange in exchanges for answer in exchange.output.outputs]
+def list_choices(output_processors: Sequence[OutputProcessor]) -> list[Choice]:
+    pairs = [(processor, answer) for processor in output_processors for answer in processor.output.outputs]
     return [Choice(index, *pair) for index, pair in enumerate(pairs)]
 
 
 async def stream_choices(
-    service: Service, exchanges: Sequence[OutputProcessor], head: Document, write: Write, options: StreamOptions | None
+    service: Service,
+    output_processors: Sequence[OutputProcessor],
+    head: Document,
+    write: Write,
+    options: StreamOptions | None,
 ) -> AsyncIterator[bytes]:
     """The events of a stream. The events of one step are sent together.
 
     The status has been sent before the first event, so an error becomes the last event.
     """
     choices_of: dict[OutputProcessor, list[Choice]] = {}
-    for choice in list_choices(exchanges):
-        choices_of.setdefault(choice.exchange, []).append(choice)
+    for choice in list_choices(output_processors):
+        choices_of.setdefault(choice.output_processor, []).append(choice)
     include_usage = options is not None and bool(options.include_usage)
     continuous_usage = options is not None and bool(options.continuous_usage_stats)
     try:
-        async with aclosing(service.generate(exchanges)) as stream:  # type: ignore[type-var]
+        async with aclosing(service.generate(output_processors)) as stream:  # type: ignore[type-var]
             async for grown in stream:
                 events = []
-                for exchange in grown:
-                    for choice in choices_of[exchange]:
+                for processor in grown:
+                    for choice in choices_of[processor]:
                         if (written := choice.write(write)) is None:
                             continue
                         document = {**head, "choices": [written]}
                         if include_usage or continuous_usage:
-                            document["usage"] = usage(exchanges) if continuous_usage else None
+                            document["usage"] = usage(output_processors) if continuous_usage else None
                         events.append(sse_event(document))
                 if events:
                     yield b"".join(events)
         if include_usage:
-            yield sse_event({**head, "choices": [], "usage": usage(exchanges)})
+            yield sse_event({**head, "choices": [], "usage": usage(output_processors)})
         yield DONE
     except QuireError as error:
         yield sse_event(openai_error(error))
 
 
-def usage(exchanges: Sequence[OutputProcessor]) -> Document:
-    outputs = [exchange.output for exchange in exchanges]
+def usage(output_processors: Sequence[OutputProcessor]) -> Document:
+    outputs = [processor.output for processor in output_processors]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     return {
@@ -158,8 +162,8 @@ def top_tokens(position: PositionLogprobs, num_top: int) -> PositionLogprobs:
 
 
 def token_name(token_id: int, tokenizer: Tokenizer) -> str:
-    """The text of a token. Part of a character is named by its bytes, as in OpenAI's API, and a token without text by
-    its id, as in vLLM's."""
+    """The text of a token. An incomplete character is named by its bytes, as in OpenAI's API. A token without text is
+    named by its id, as in vLLM's."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode() or f"token_id:{token_id}"

@@ -15,14 +15,16 @@ Document = dict[str, Any]
 
 
 class GenerateWriter:
-    """Writes the answers of one exchange as TGI's documents."""
+    """Writes the answers of one prompt as TGI's documents."""
 
-    def __init__(self, exchange: OutputProcessor, inputs: str, parameters: Parameters, tokenizer: Tokenizer) -> None:
-        self._exchange = exchange
+    def __init__(
+        self, output_processor: OutputProcessor, inputs: str, parameters: Parameters, tokenizer: Tokenizer
+    ) -> None:
+        self._output_processor = output_processor
         self._inputs = inputs
         self._parameters = parameters
         self._tokenizer = tokenizer
-        self._texts = [TokenTexts(tokenizer) for _ in exchange.output.outputs]
+        self._texts = [TokenTexts(tokenizer) for _ in output_processor.output.outputs]
         self._ended = False
 
     # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,7 +35,7 @@ class GenerateWriter:
         if not self._parameters.wants_details:
             return document
         document["details"] = self._details(best)
-        others = [answer for answer in self._exchange.output.outputs if answer is not best]
+        others = [answer for answer in self._output_processor.output.outputs if answer is not best]
         if others:
             document["details"]["best_of_sequences"] = [
                 {"generated_text": self._full_text(answer), **self._details(answer)} for answer in others
@@ -49,7 +51,7 @@ class GenerateWriter:
 
     def _prefill(self) -> list[Document]:
         """The tokens of the prompt, if decoder_input_details is set. The first has no log probability."""
-        output = self._exchange.output
+        output = self._output_processor.output
         return [
             {"id": token, "text": self._token_text(token), "logprob": position[token].logprob if position else None}
             for token, position in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
@@ -74,7 +76,7 @@ class GenerateWriter:
                 raise IncompleteGeneration("The answer was ended before it was complete.")
             documents[-1]["generated_text"] = self._full_text(answer)
             if self._parameters.wants_details:
-                num_prompt = len(self._exchange.output.prompt_token_ids)
+                num_prompt = len(self._output_processor.output.prompt_token_ids)
                 documents[-1]["details"] = {**self._summary(answer), "input_length": num_prompt}
         return documents
 
@@ -105,7 +107,7 @@ class GenerateWriter:
         return self._tokenizer.token_text(token)
 
     def _summary(self, answer: CompletionOutput) -> Document:
-        request = self._exchange.requests[answer.index]
+        request = self._output_processor.requests[answer.index]
         return {
             "finish_reason": finish_reason(answer),
             "generated_tokens": len(answer.token_ids),
@@ -126,9 +128,9 @@ def finish_reason(answer: CompletionOutput) -> str:
     return "stop_sequence" if isinstance(answer.stop_reason, str) else "eos_token"
 
 
-def best_of(exchange: OutputProcessor) -> CompletionOutput:
+def best_of(output_processor: OutputProcessor) -> CompletionOutput:
     """The answer with the highest mean log probability; of equals the first."""
-    answers = exchange.output.outputs
+    answers = output_processor.output.outputs
     if any(answer.finish_reason == "abort" for answer in answers):
         raise IncompleteGeneration("The answer was ended before it was complete.")
     return answers[0] if len(answers) == 1 else max(answers, key=mean_logprob)
@@ -140,11 +142,11 @@ def mean_logprob(answer: CompletionOutput) -> float:
 
 
 class TokenTexts:
-    """Cuts the text of one answer into a piece for each token.
+    """Splits the text of one answer into a piece for each token.
 
-    A piece has the characters that its token completes. A token that is the first part of a character has an empty
-    piece, and so has a special token, because the answer leaves it out. The pieces together are the answer. Text that
-    the detokenizer still holds (it may become a stop string) is held here too.
+    A piece has the characters that its token completes. A token that holds only the first bytes of a character has an
+    empty piece, and so has a special token, because the answer leaves it out. The pieces together are the answer. Text
+    that the detokenizer holds back (it may become a stop string) is held back here too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -156,7 +158,7 @@ class TokenTexts:
     def take(self, answer: CompletionOutput) -> list[str]:
         """The new pieces whose text is final.
 
-        The last token has the rest: bytes of an incomplete character, or its part up to the end of the stop string.
+        The last token has the rest: bytes of an incomplete character, or its text up to the end of the stop string.
         """
         self._measure(answer)
         num_final, length = len(answer.token_ids), len(answer.text)

@@ -91,7 +91,7 @@ class Parameters(RequestModel):
         if self.num_answers > 1 and stream:
             raise refusal("best_of", "which answer is the best is known at the end; a stream has one answer only")
         if self.decoder_input_details and stream:
-            raise refusal("decoder_input_details", "a stream has no place for the prompt's tokens; leave it out")
+            raise refusal("decoder_input_details", "a stream does not return the prompt's tokens; leave it out")
 
     def sampling_params(self, defaults: Mapping[str, Any], *, stream: bool, room: int) -> SamplingParams:
         """The model's `defaults`, then the fields of the request. `room`: tokens that the context has left.

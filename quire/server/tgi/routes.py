@@ -44,25 +44,25 @@ async def generate_either(request: Request, body: CompatGenerateRequest) -> Resp
 
 async def respond_whole(request: Request, body: GenerateRequest, *, in_list: bool) -> Response:
     context, timing = request_context(request), Timing()
-    exchange = await open_exchange(context, body, stream=False)
+    output_processor = await open_prompt(context, body, stream=False)
     timing.on_validated()
-    await with_cancellation(request.receive, complete(context, exchange, timing))
-    best = best_of(exchange)
-    document = GenerateWriter(exchange, body.inputs, body.parameters, context.service.tokenizer).response(best)
-    headers = timing.headers(context, body.inputs, exchange, len(best.token_ids))
+    await with_cancellation(request.receive, complete(context, output_processor, timing))
+    best = best_of(output_processor)
+    document = GenerateWriter(output_processor, body.inputs, body.parameters, context.service.tokenizer).response(best)
+    headers = timing.headers(context, body.inputs, output_processor, len(best.token_ids))
     return JSONResponse([document] if in_list else document, headers=headers)
 
 
 async def respond_stream(request: Request, body: GenerateRequest) -> Response:
     """The response starts with the first event. An error before it has a status of its own."""
     context = request_context(request)
-    exchange = await open_exchange(context, body, stream=True)
-    events = stream_tokens(context, body, exchange)
+    output_processor = await open_prompt(context, body, stream=True)
+    events = stream_tokens(context, body, output_processor)
     first = await with_cancellation(request.receive, anext(events))
     return EventStreamResponse(stream_from(first, events), base_headers(context, body.inputs))
 
 
-async def open_exchange(context: RequestContext, body: GenerateRequest, *, stream: bool) -> OutputProcessor:
+async def open_prompt(context: RequestContext, body: GenerateRequest, *, stream: bool) -> OutputProcessor:
     parameters, service = body.parameters, context.service
     parameters.check(stream=stream)
     if parameters.truncate is None:
@@ -75,18 +75,18 @@ async def open_exchange(context: RequestContext, body: GenerateRequest, *, strea
     return await service.open(prompt, params, context)
 
 
-async def complete(context: RequestContext, exchange: OutputProcessor, timing: Timing) -> None:
-    async for _ in context.service.generate([exchange]):
+async def complete(context: RequestContext, output_processor: OutputProcessor, timing: Timing) -> None:
+    async for _ in context.service.generate([output_processor]):
         timing.on_update()
 
 
 async def stream_tokens(
-    context: RequestContext, body: GenerateRequest, exchange: OutputProcessor
+    context: RequestContext, body: GenerateRequest, output_processor: OutputProcessor
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer, those of one step together."""
-    writer = GenerateWriter(exchange, body.inputs, body.parameters, context.service.tokenizer)
-    async for _ in context.service.generate([exchange]):
-        documents = writer.events(exchange.output.outputs[0])
+    writer = GenerateWriter(output_processor, body.inputs, body.parameters, context.service.tokenizer)
+    async for _ in context.service.generate([output_processor]):
+        documents = writer.events(output_processor.output.outputs[0])
         if documents:
             yield b"".join(map(sse_event, documents))
 
@@ -122,7 +122,7 @@ class Timing:
             self._first_token_s = time.monotonic()
 
     def headers(
-        self, context: RequestContext, inputs: str, exchange: OutputProcessor, num_generated: int
+        self, context: RequestContext, inputs: str, output_processor: OutputProcessor, num_generated: int
     ) -> dict[str, str]:
         """The headers of a complete answer."""
         end_s = time.monotonic()
@@ -139,7 +139,7 @@ class Timing:
             **base_headers(context, inputs),
             "x-compute-time": f"{end_s - self._arrival_s:.6f}",
             **{name: str(round(1000 * seconds)) for name, seconds in times_s.items()},
-            "x-prompt-tokens": str(len(exchange.output.prompt_token_ids)),
+            "x-prompt-tokens": str(len(output_processor.output.prompt_token_ids)),
             "x-generated-tokens": str(num_generated),
         }
 

@@ -1,4 +1,4 @@
-"""GrammarChecker: compiles grammars in a separate process, so that too costly ones do no harm.
+"""GrammarChecker: compiles grammars in a separate process, so that a costly one delays no other request.
 
 The server calls `GrammarChecker.check` before it accepts a request. The checker starts the worker (`python -m
 quire.text.grammar.checker`), keeps it running, and kills it when a grammar exceeds a limit. A message is a length and
@@ -116,7 +116,7 @@ class GrammarChecker:
             reason, may_pass = f"took longer than {self._timeout_s:g} s to compile", True
         except (EOFError, ConnectionError):
             status = await process.wait()
-            reason = LIMIT_SIGNALS.get(-status, f"ended the trial with status {status}")
+            reason = LIMIT_SIGNALS.get(-status, f"ended the check with status {status}")
             may_pass = -status not in LIMIT_SIGNALS
         self.num_worker_deaths += 1
         await self._end()
@@ -139,7 +139,7 @@ class GrammarChecker:
                 await send_and_receive(process, self._tokenizer_info)
         except (TimeoutError, EOFError, ConnectionError):
             await self._end()
-            raise EngineError("The process that tries grammars out could not be started; look into the log.") from None
+            raise EngineError("The process that checks grammars could not be started; the log says why.") from None
         return process
 
     async def _end(self) -> None:
@@ -180,7 +180,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 class DryRun:
     """Compiles a grammar and generates tokens from it, because some costs appear only when a string begins.
 
-    Tokens are drawn at random with a fixed seed. Most are punctuation, which leads to the next part of a JSON value.
+    Tokens are drawn at random with a fixed seed. Most are punctuation, which leads to the next element of a JSON value.
     """
 
     def __init__(self, compiler: GrammarCompiler, tokenizer_info: TokenizerInfo) -> None:

@@ -111,7 +111,7 @@ class ForcedTextTokenizer:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer_info."""
+    """Compiles grammars for one tokenizer."""
 
     def __init__(self, tokenizer_info: TokenizerInfo, encode: Callable[[str], list[int]] | None = None) -> None:
         try:
@@ -129,7 +129,7 @@ class GrammarCompiler:
         )
 
     def compile(self, spec: StructuredOutputs) -> LLMatcher:
-        """A matcher at the start of an answer. The first mask is computed, because it does a part of the work."""
+        """A matcher at the start of an answer. The first mask is computed, because that does some of the work."""
         matcher = self._llguidance.LLMatcher(
             self._tokenizer, self._to_llguidance(spec), log_level=0, limits=self._limits
         )
@@ -170,13 +170,13 @@ def drop_unknown_formats(schema: str) -> str:
     parsed = json.loads(schema)
     pending = [parsed]
     while pending:
-        part = pending.pop()
-        if isinstance(part, dict):
-            if isinstance(name := part.get("format"), str) and name not in FORMATS:
-                del part["format"]
-            pending += [value for key, value in part.items() if key not in VALUE_KEYWORDS]
-        elif isinstance(part, list):
-            pending += part
+        node = pending.pop()
+        if isinstance(node, dict):
+            if isinstance(name := node.get("format"), str) and name not in FORMATS:
+                del node["format"]
+            pending += [value for key, value in node.items() if key not in VALUE_KEYWORDS]
+        elif isinstance(node, list):
+            pending += node
     return json.dumps(parsed, ensure_ascii=False)
 
 
@@ -201,7 +201,7 @@ def grammar_to_lark(text: str) -> str:
     try:
         return any_to_lark(text)
     except RecursionError:
-        raise BadGrammar("The grammar nests too deep to be read; give its inner parts rules of their own.") from None
+        raise BadGrammar("The grammar nests too deep; move inner expressions into rules of their own.") from None
     except Exception as error:  # the converter raises plain Exceptions
         raise bad_grammar(str(error)) from None
 

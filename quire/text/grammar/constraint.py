@@ -1,7 +1,7 @@
 """Structured outputs: GrammarConstraint masks the tokens of one answer, GrammarBackend makes constraints for a model.
 
 Both use llguidance. Offline, `InputProcessor` makes the constraints; in a server, the engine's process does. The size
-of a grammar is limited in `compiler.py`. A server also tries each grammar out in a separate process (`checker.py`).
+of a grammar is limited in `compiler.py`. A server also checks each grammar in a separate process (`checker.py`).
 """
 
 from __future__ import annotations

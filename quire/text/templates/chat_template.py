@@ -14,8 +14,8 @@ import jinja2
 from jinja2 import nodes
 
 from quire.errors import InvalidParams, TemplateError, kind, show
-from quire.text.templates.budget import BoundExceeded, RenderBudget
-from quire.text.templates.sandbox import RaisedByTemplate, Sandbox
+from quire.text.templates.filters import bounded_filters
+from quire.text.templates.sandbox import BoundExceeded, RaisedByTemplate, RenderBudget, Sandbox
 
 MAX_SECONDS = 1.0
 MAX_CHARS = 4 * 1024 * 1024
@@ -89,26 +89,23 @@ class ChatTemplate:
             template = self._load(self._make_sandbox())
         budget = cast(Sandbox, template.environment).budget
         budget.reset()
-        text = self._generate(template, variables)
+        chunks, num_chars = [], 0
+        for chunk in template.generate(variables):
+            num_chars += len(chunk)
+            if num_chars > self._max_chars:
+                raise BoundExceeded(f"its output is longer than {self._max_chars} characters")
+            chunks.append(chunk)
         budget.reset()  # drops references to the conversation
         self._idle.append(template)  # not after an error, which may leave it in any state
-        return text
+        return "".join(chunks)
 
     def _make_sandbox(self) -> Sandbox:
-        return Sandbox(RenderBudget(self._max_seconds, self._max_chars))
+        budget = RenderBudget(self._max_seconds, self._max_chars)
+        return Sandbox(budget, bounded_filters(budget))
 
     def _load(self, sandbox: Sandbox) -> jinja2.Template:
         """The compiled template in an environment of its own, because an environment holds one budget."""
         return jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
-
-    def _generate(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        chunks, size = [], 0
-        for chunk in template.generate(variables):
-            size += len(chunk)
-            if size > self._max_chars:
-                raise BoundExceeded(f"its output is longer than {self._max_chars} characters")
-            chunks.append(chunk)
-        return "".join(chunks)
 
     def _parse(self, source: str, sandbox: Sandbox) -> nodes.Template:
         if len(source) > MAX_SOURCE_CHARS:

@@ -1,33 +1,24 @@
-"""Jinja's filters, operators and string methods, with a check of the result's size before it is created.
+"""The filters of chat templates: Jinja's, with a check of the result's size before it is created.
 
-Chat templates may use only the filters that are listed here. Sizes are upper estimates, since a real conversation stays
-far below the limits.
+Templates may use only the filters that are listed here. Sizes are upper estimates, since a real conversation stays far
+below the limits.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2.filters import FILTERS
 
-from quire.text.templates.budget import BoundExceeded, RenderBudget
+from quire.text.templates.sandbox import BoundExceeded, RenderBudget, check_percent, check_search
 
 Args = tuple[Any, ...]
 Check = Callable[[RenderBudget, Args, Mapping[str, Any]], None]
 
-_MAX_INT_BITS = 4096
 _MAX_DIGITS = 100
-_MAX_INT_DIGITS = 1240  # of an integer of _MAX_INT_BITS
-_MAX_COMPARISONS = 1 << 26
-_BRACE_FIELD = re.compile(r"\{[^{}]*\}")
-_NESTED_FIELD = re.compile(r"\{[^{}]*\{")
-_PERCENT_FIELD = re.compile(r"%[^A-Za-z%]*")
-_NUMBER = re.compile(r"\d+")
-_SLOW_METHODS = frozenset(("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"))
 
 # fmt: off
 _SEQUENCE_FILTERS = (
@@ -117,7 +108,7 @@ def _check_format(budget: RenderBudget, args: Args, kwargs: Mapping[str, Any]) -
 
 
 def _check_trim(budget: RenderBudget, args: Args, kwargs: Mapping[str, Any]) -> None:
-    _check_search(str(_argument(args, kwargs, 0, "value", "")), (*args[1:], *kwargs.values()))
+    check_search(str(_argument(args, kwargs, 0, "value", "")), (*args[1:], *kwargs.values()))
 
 
 _CHECKS: dict[str, Check] = {
@@ -135,78 +126,6 @@ _CHECKS: dict[str, Check] = {
     "title": _check_words,
     "wordcount": _check_words,
 }
-
-
-def check_braces(budget: RenderBudget, text: str, args: Args, kwargs: Mapping[str, Any]) -> None:
-    """Check `str.format` before it runs."""
-    if _NESTED_FIELD.search(text.replace("{{", "")):
-        raise BoundExceeded("it takes the width of a formatted field from a value")
-    _check_fields(budget, text, _BRACE_FIELD.findall(text), (*args, *kwargs.values()))
-
-
-def check_percent(budget: RenderBudget, text: str, args: Args) -> None:
-    """Check `text % args` before it runs."""
-    fields = _PERCENT_FIELD.findall(text)
-    if any("*" in field for field in fields):
-        raise BoundExceeded("it takes the width of a formatted field from a value")
-    _check_fields(budget, text, fields, args)
-
-
-def _check_fields(budget: RenderBudget, text: str, fields: Sequence[str], args: Args) -> None:
-    """A field has the width in its specification and may repeat any argument."""
-    for number in (number for field in fields for number in _NUMBER.findall(field)):
-        budget.check_chars(int(number[:12]))
-    budget.check_chars(len(text) + len(fields) * (budget.measure_all(args) + _MAX_INT_DIGITS))
-
-
-def check_method(budget: RenderBudget, text: str, name: str, args: Args) -> Args:
-    """Check a method of a string before it runs. Returns the arguments for the call."""
-    if name == "replace" and len(args) > 1:
-        budget.check_chars(len(text) + text.count(str(args[0])) * len(str(args[1])))
-    elif name == "join" and args:
-        items = budget.to_list(args[0])
-        budget.check_chars(budget.measure(items) + len(items) * len(text))
-        return (items,)
-    elif name in ("center", "ljust", "rjust", "zfill") and args and isinstance(args[0], int):
-        budget.check_chars(args[0])
-    elif name in _SLOW_METHODS:
-        _check_search(text, args)
-    return args
-
-
-def _check_search(text: str, args: Args) -> None:
-    """In the worst case these methods compare each character of the text with each of the argument."""
-    if any(len(text) * len(sought) > _MAX_COMPARISONS for sought in args if isinstance(sought, str)):
-        raise BoundExceeded(f"it seeks a long text in a long text with more than {_MAX_COMPARISONS} comparisons")
-
-
-def check_operator(budget: RenderBudget, operator: str, left: Any, right: Any) -> None:
-    """Check a binary operator before it runs."""
-    budget.check_time()
-    if operator == "*":
-        _check_product(budget, left, right)
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _check_int(left.bit_length() * max(right, 0))
-    elif operator == "+" and isinstance(left, str) and isinstance(right, str):
-        budget.check_chars(len(left) + len(right))
-    elif operator == "+" and isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        budget.check_elements(len(left) + len(right))
-    elif operator == "%" and isinstance(left, str):
-        check_percent(budget, left, right if isinstance(right, tuple) else (right,))
-
-
-def _check_product(budget: RenderBudget, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_int(left.bit_length() + right.bit_length())
-    for text, times in ((left, right), (right, left)):
-        if isinstance(text, Sequence) and isinstance(times, int):
-            fit = budget.check_chars if isinstance(text, str) else budget.check_elements
-            fit(len(text) * max(times, 0))
-
-
-def _check_int(num_bits: int) -> None:
-    if num_bits > _MAX_INT_BITS:
-        raise BoundExceeded(f"it made a number of more than {_MAX_INT_BITS} bits")
 
 
 def _to_json(

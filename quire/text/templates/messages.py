@@ -105,7 +105,7 @@ def _arguments_text(arguments: object, where: str) -> str:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         pass
-    raise InvalidParams(f"{where} is not the JSON text of an object; send it as it came, or leave the call out.", where)
+    raise InvalidParams(f"{where} is not the JSON text of an object; send it unchanged, or leave the call out.", where)
 
 
 def _calls_as_text(

@@ -1,8 +1,9 @@
-"""Sandbox: the Jinja environment of chat templates, which is Jinja's sandbox with a RenderBudget.
+"""Sandbox: the Jinja environment of chat templates, and RenderBudget, the limits of one rendering.
 
-`parse_guarded` rewrites the syntax tree of a template, because Jinja has hooks for calls, filters and operators, but
-none for loop iterations, literal text, `~`, slices and literals. GuardTransformer applies internal filters to these;
-their names contain a character that a template cannot write.
+A template comes from a model file or a request, so it is untrusted code. Sandbox is Jinja's sandbox; it checks every
+operation that can take long or create something large against the budget first. The budget limits time, text size,
+structure size and call depth. `parse_guarded` adds checks to the syntax tree (`guards.py`); filters have their checks
+in `filters.py`.
 
 An environment serves one rendering at a time, so its budget needs no lock. Creating an environment takes longer than a
 rendering, so `ChatTemplate` reuses them.
@@ -10,7 +11,11 @@ rendering, so `ChatTemplate` reuses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+import sys
+import time
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,13 +29,24 @@ from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, TemplateReference, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace, pass_context
-from jinja2.visitor import NodeTransformer
 
-from quire.text.templates.budget import BoundExceeded, RenderBudget
-from quire.text.templates.filters import bounded_filters, check_braces, check_method, check_operator
+from quire.text.templates.guards import CHECK_VALUE, CONCAT, SPEND, GuardTransformer
 
-MAX_TOKENS = 16_000
-SPEND, CHECK_VALUE, CONCAT = "spend!", "check_value!", "concat!"
+Args = tuple[Any, ...]
+
+_ELEMENT_SIZE = 16  # the size of a list element, in characters
+_MAX_CALL_DEPTH = 128
+_WORK_FACTOR = 32  # intermediate text may be this many times the output limit
+_STRUCTURES = (list, tuple, dict, KeysView, ValuesView, ItemsView)
+_MAX_INT_BITS = 4096
+_MAX_INT_DIGITS = 1240  # of an integer of _MAX_INT_BITS
+_MAX_COMPARISONS = 1 << 26
+_BRACE_FIELD = re.compile(r"\{[^{}]*\}")
+_NESTED_FIELD = re.compile(r"\{[^{}]*\{")
+_PERCENT_FIELD = re.compile(r"%[^A-Za-z%]*")
+_NUMBER = re.compile(r"\d+")
+_SLOW_METHODS = frozenset(("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"))
+MAX_TOKENS = 16_000  # of a template, for its parser
 _MAX_DATE_FORMAT = 256
 _RUNTIME = (Namespace, LoopContext, Macro, Cycler, Joiner, TemplateReference, BlockReference, Undefined)
 # fmt: off
@@ -50,6 +66,129 @@ _ATTRIBUTES: dict[type, frozenset[str]] = {
 }
 
 
+class BoundExceeded(Exception):
+    """A limit is exceeded. `ChatTemplate` converts it into a `TemplateError`."""
+
+
+@dataclass(slots=True)
+class RenderBudget:
+    """Used by one rendering in one thread. `reset` prepares it for the next."""
+
+    max_seconds: float
+    max_chars: int  # of each text, of each structure with its contents, and of the output
+    deadline: float = field(init=False)
+    work_left: int = field(init=False)
+    depth: int = field(init=False)
+    # The size of each structure by id. The structure is referenced, so that its id is not reused.
+    _sizes: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new rendering."""
+        self.depth = 0
+        self._sizes.clear()
+        self.deadline = time.monotonic() + self.max_seconds
+        self.work_left = _WORK_FACTOR * self.max_chars
+
+    def check_time(self) -> None:
+        """Raise if the time is over."""
+        if time.monotonic() > self.deadline:
+            raise BoundExceeded(f"it ran longer than {self.max_seconds:g} s")
+
+    def spend(self, work: int) -> None:
+        """Count bytes of intermediate text."""
+        self.check_time()
+        self.work_left -= work
+        if self.work_left < 0:
+            raise BoundExceeded(f"it made more than {_WORK_FACTOR * self.max_chars} bytes of text on its way")
+
+    def check_chars(self, num_chars: int) -> None:
+        """Check the length of a text before it is created."""
+        if num_chars > self.max_chars:
+            raise BoundExceeded(f"it made a text of more than {self.max_chars} characters")
+        self.spend(num_chars)
+
+    def check_elements(self, num_elements: int) -> None:
+        """Check the length of a list before it is created."""
+        if num_elements * _ELEMENT_SIZE > self.max_chars:
+            raise BoundExceeded(f"it made a list of more than {self.max_chars // _ELEMENT_SIZE} elements")
+        self.spend(num_elements * _ELEMENT_SIZE)
+
+    def enter_call(self) -> None:
+        """Count a nested call. The caller decrements `depth` when the call ends."""
+        if self.depth >= _MAX_CALL_DEPTH:
+            raise BoundExceeded(f"its calls are nested more than {_MAX_CALL_DEPTH} deep")
+        self.depth += 1
+
+    def measure(self, value: Any) -> int:
+        """The size of a value with all its contents. A shared value counts each time it occurs.
+
+        A limit on this size limits the cost of printing, comparing or hashing the value.
+        """
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, _STRUCTURES):
+            return 1
+        seen = self._sizes.get(id(value))
+        if seen is None:
+            seen = self._sizes[id(value)] = (value, self.measure_all(_elements(value)))
+        return seen[1]
+
+    def measure_all(self, elements: Iterable[Any]) -> int:
+        """The size of a structure with these elements."""
+        size = count = 0
+        for element in elements:
+            count += 1
+            size += _ELEMENT_SIZE + self.measure(element)
+            self._check_size(size)
+        self.spend(count * _ELEMENT_SIZE)
+        return size
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_chars:
+            raise BoundExceeded(f"it made a structure with more than {self.max_chars} characters in it")
+
+    def check_sum(self, value: Any, left: Any, right: Any) -> Any:
+        """Check the sum of two lists without iterating over it. Templates append messages this way, one by one."""
+        size = self.measure(left) + self.measure(right)
+        self._check_size(size)
+        self._sizes[id(value)] = (value, size)
+        return value
+
+    def check_value(self, value: Any) -> Any:
+        """Check a new value of the template. An iterator is wrapped, so that its values are checked."""
+        if isinstance(value, str):
+            self.check_chars(len(value))
+            self.spend(sys.getsizeof(value))
+        elif isinstance(value, _STRUCTURES):
+            self.measure(value)
+        elif isinstance(value, Iterator):
+            return self.iterate(value)
+        return value
+
+    def iterate(self, values: Iterable[Any]) -> Iterator[Any]:
+        """The same values, with a time check for each."""
+        for value in values:
+            self.check_time()
+            yield value
+
+    def to_list(self, values: Iterable[Any]) -> list[Any]:
+        """The values as a list, if it is not too long."""
+        collected = []
+        for value in self.iterate(values):
+            collected.append(value)
+            if len(collected) * _ELEMENT_SIZE > self.max_chars:
+                self.check_elements(len(collected))
+        self.measure(collected)
+        return collected
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    return (element for item in value.items() for element in item) if isinstance(value, dict) else value
+
+
 class RaisedByTemplate(jinja2.TemplateError):
     """The template called `raise_exception`."""
 
@@ -59,7 +198,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
-    def __init__(self, budget: RenderBudget) -> None:
+    def __init__(self, budget: RenderBudget, filters: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -69,8 +208,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.budget = budget
-        self.filters = bounded_filters(budget)
-        self.filters |= {SPEND: self._spend, CHECK_VALUE: budget.check_value, CONCAT: self._concat}
+        self.filters = {**filters, SPEND: self._spend, CHECK_VALUE: budget.check_value, CONCAT: self._concat}
         self.globals = {name: DEFAULT_NAMESPACE[name] for name in ("cycler", "joiner")} | {
             "range": self.globals["range"],
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
@@ -99,7 +237,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget.check_time()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            args = check_method(budget, owner, getattr(__obj, "__name__", ""), args)
+            args = _check_method(budget, owner, getattr(__obj, "__name__", ""), args)
         elif isinstance(__obj, Macro):
             budget.measure_all((*args, *kwargs.values()))
         budget.enter_call()
@@ -110,7 +248,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Check an operator, because its result can be much larger than its operands."""
-        check_operator(self.budget, operator, left, right)
+        _check_operator(self.budget, operator, left, right)
         result = super().call_binop(context, operator, left, right)
         if operator == "+" and isinstance(result, (list, tuple)):
             return self.budget.check_sum(result, left, right)
@@ -123,7 +261,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return None
 
         def bounded(*args: Any, **kwargs: Any) -> str:
-            check_braces(self.budget, value.__self__, args, kwargs)
+            _check_braces(self.budget, value.__self__, args, kwargs)
             return str(self.budget.check_value(wrapped(*args, **kwargs)))
 
         return bounded
@@ -132,9 +270,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.budget.spend(size)
         return True
 
-    def _concat(self, parts: Sequence[Any]) -> str:
-        self.budget.measure(parts)
-        return str(self.budget.check_value("".join(map(str, parts))))
+    def _concat(self, operands: Sequence[Any]) -> str:
+        self.budget.measure(operands)
+        return str(self.budget.check_value("".join(map(str, operands))))
 
     def _finalize(self, value: Any) -> Any:
         self.budget.spend(self.budget.measure(value))
@@ -173,59 +311,6 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-class GuardTransformer(NodeTransformer):
-    """Inserts the guards into a syntax tree."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        """Count each iteration, also those that the loop's condition skips."""
-        self.generic_visit(node)
-        node.body.insert(0, _spend_statement(0, node.lineno))
-        if node.test is not None:
-            passed = _apply_filter(nodes.Const(0), SPEND, node.lineno)
-            node.test = nodes.And(passed, node.test, lineno=node.lineno)
-        return node
-
-    def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:  # noqa: N802
-        """Count literal text each time it is output."""
-        self.generic_visit(node)
-        size = sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
-        return [_spend_statement(size, node.lineno), node]
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802
-        """Replace `a ~ b` by a filter that checks the length of the result."""
-        self.generic_visit(node)
-        parts = nodes.List(node.nodes, lineno=node.lineno)
-        return _apply_filter(parts, CONCAT, node.lineno)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
-        """Check slices, which are copies."""
-        self.generic_visit(node)
-        return _apply_filter(node, CHECK_VALUE, node.lineno) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_List(self, node: nodes.List) -> nodes.Expr:  # noqa: N802
-        """Check the size of a list when it is created."""
-        self.generic_visit(node)
-        return _apply_filter(node, CHECK_VALUE, node.lineno)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:  # noqa: N802
-        """Check the size of a dict when it is created."""
-        self.generic_visit(node)
-        return _apply_filter(node, CHECK_VALUE, node.lineno)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802
-        """Check the size of a tuple when it is created, unless it is the target of an assignment."""
-        self.generic_visit(node)
-        return _apply_filter(node, CHECK_VALUE, node.lineno) if node.ctx == "load" else node
-
-
-def _apply_filter(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=lineno)
-
-
-def _spend_statement(size: int, lineno: int) -> nodes.ExprStmt:
-    return nodes.ExprStmt(_apply_filter(nodes.Const(size, lineno=lineno), SPEND, lineno), lineno=lineno)
-
-
 class TokenLimit(Extension):
     """Limits the work of parsing and compiling, which has no budget."""
 
@@ -247,3 +332,78 @@ class GenerationTag(Extension):
         lineno = next(parser.stream).lineno
         body: Any = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=lineno)
+
+
+# ── checks of operators and string methods ────────────────────────────────────────────────────────────────────────
+
+
+def _check_braces(budget: RenderBudget, text: str, args: Args, kwargs: Mapping[str, Any]) -> None:
+    """Check `str.format` before it runs."""
+    if _NESTED_FIELD.search(text.replace("{{", "")):
+        raise BoundExceeded("it takes the width of a formatted field from a value")
+    _check_fields(budget, text, _BRACE_FIELD.findall(text), (*args, *kwargs.values()))
+
+
+def check_percent(budget: RenderBudget, text: str, args: Args) -> None:
+    """Check `text % args` before it runs."""
+    fields = _PERCENT_FIELD.findall(text)
+    if any("*" in field for field in fields):
+        raise BoundExceeded("it takes the width of a formatted field from a value")
+    _check_fields(budget, text, fields, args)
+
+
+def _check_fields(budget: RenderBudget, text: str, fields: Sequence[str], args: Args) -> None:
+    """A field has the width in its specification and may repeat any argument."""
+    for number in (number for spec in fields for number in _NUMBER.findall(spec)):
+        budget.check_chars(int(number[:12]))
+    budget.check_chars(len(text) + len(fields) * (budget.measure_all(args) + _MAX_INT_DIGITS))
+
+
+def _check_method(budget: RenderBudget, text: str, name: str, args: Args) -> Args:
+    """Check a method of a string before it runs. Returns the arguments for the call."""
+    if name == "replace" and len(args) > 1:
+        budget.check_chars(len(text) + text.count(str(args[0])) * len(str(args[1])))
+    elif name == "join" and args:
+        items = budget.to_list(args[0])
+        budget.check_chars(budget.measure(items) + len(items) * len(text))
+        return (items,)
+    elif name in ("center", "ljust", "rjust", "zfill") and args and isinstance(args[0], int):
+        budget.check_chars(args[0])
+    elif name in _SLOW_METHODS:
+        check_search(text, args)
+    return args
+
+
+def check_search(text: str, args: Args) -> None:
+    """In the worst case these methods compare each character of the text with each of the argument."""
+    if any(len(text) * len(sought) > _MAX_COMPARISONS for sought in args if isinstance(sought, str)):
+        raise BoundExceeded(f"it seeks a long text in a long text with more than {_MAX_COMPARISONS} comparisons")
+
+
+def _check_operator(budget: RenderBudget, operator: str, left: Any, right: Any) -> None:
+    """Check a binary operator before it runs."""
+    budget.check_time()
+    if operator == "*":
+        _check_product(budget, left, right)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_int(left.bit_length() * max(right, 0))
+    elif operator == "+" and isinstance(left, str) and isinstance(right, str):
+        budget.check_chars(len(left) + len(right))
+    elif operator == "+" and isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        budget.check_elements(len(left) + len(right))
+    elif operator == "%" and isinstance(left, str):
+        check_percent(budget, left, right if isinstance(right, tuple) else (right,))
+
+
+def _check_product(budget: RenderBudget, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_int(left.bit_length() + right.bit_length())
+    for text, times in ((left, right), (right, left)):
+        if isinstance(text, Sequence) and isinstance(times, int):
+            fit = budget.check_chars if isinstance(text, str) else budget.check_elements
+            fit(len(text) * max(times, 0))
+
+
+def _check_int(num_bits: int) -> None:
+    if num_bits > _MAX_INT_BITS:
+        raise BoundExceeded(f"it made a number of more than {_MAX_INT_BITS} bits")

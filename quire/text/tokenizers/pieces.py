@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -20,21 +19,29 @@ SPACE_MARK = "▁"
 ToBytes = Callable[[str], bytes]
 
 
-@dataclass(slots=True)
-class TokenPieces:
-    """Token id to bytes. `strip_leading_space`: the encoder adds a leading space, so decoding removes it."""
+class TokenPieces(dict[int, bytes]):
+    """Token id to bytes; empty bytes for an id that has no token. `pieces[token_id]` computes a missing entry.
 
-    id_to_token: Callable[[int], str | None]
-    to_bytes: ToBytes
-    strip_leading_space: bool
-    _known: dict[int, bytes]
+    strip_leading_space   the encoder adds a leading space, so decoding removes it
+    known                 bytes of added tokens, which `to_bytes` does not decode
+    """
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id that has no token."""
-        piece = self._known.get(token_id)
-        if piece is None:
-            token = self.id_to_token(token_id)
-            piece = self._known[token_id] = b"" if token is None else self.to_bytes(token)
+    def __init__(
+        self,
+        id_to_token: Callable[[int], str | None],
+        to_bytes: ToBytes,
+        *,
+        strip_leading_space: bool,
+        known: Mapping[int, bytes] | None = None,
+    ) -> None:
+        super().__init__(known or {})
+        self.id_to_token = id_to_token
+        self.strip_leading_space = strip_leading_space
+        self._to_bytes = to_bytes
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self.id_to_token(token_id)
+        piece = self[token_id] = b"" if token is None else self._to_bytes(token)
         return piece
 
     def join(self, token_ids: Iterable[int]) -> str:
@@ -56,12 +63,12 @@ def byte_level_pieces(id_to_token: Callable[[int], str | None], added: Mapping[i
         except KeyError:
             return token.encode()
 
-    return TokenPieces(id_to_token, to_bytes, strip_leading_space=False, _known=known)
+    return TokenPieces(id_to_token, to_bytes, strip_leading_space=False, known=known)
 
 
 def sentencepiece_pieces(id_to_token: Callable[[int], str | None], strip_leading_space: bool) -> TokenPieces:
     """SentencePiece: a token is text with ▁ for a space, or one byte written as <0xAB>."""
-    return TokenPieces(id_to_token, _sentencepiece_bytes, strip_leading_space, _known={})
+    return TokenPieces(id_to_token, _sentencepiece_bytes, strip_leading_space=strip_leading_space)
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
@@ -113,7 +120,9 @@ def _is_understood(step: Mapping[str, Any]) -> bool:
         case _:
             understood = True
     if not understood:
-        raise UnsupportedModel(f"tokenizer.json has a {step['type']} decoder that quire does not know: {dict(step)}.")
+        raise UnsupportedModel(
+            f"tokenizer.json has a {step['type']} decoder that quire does not support: {dict(step)}."
+        )
     return True
 
 

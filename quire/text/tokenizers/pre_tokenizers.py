@@ -145,6 +145,6 @@ def find_pre_tokenizer(name: str) -> PreTokenizerSpec:
         return PRE_TOKENIZERS[name]
     except KeyError:
         raise UnsupportedModel(
-            f"The model's tokenizer cuts words the {name!r} way (tokenizer.ggml.pre), which quire does not know; "
-            f"it knows {', '.join(sorted(PRE_TOKENIZERS))}."
+            f"The model's pre-tokenizer (tokenizer.ggml.pre) is {name!r}, which quire does not support; "
+            f"it supports {', '.join(sorted(PRE_TOKENIZERS))}."
         ) from None

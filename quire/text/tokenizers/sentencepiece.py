@@ -81,8 +81,8 @@ def _find_cuts(spans: _Spans) -> tuple[Ints, Ints]:
     for side in ("left", "right"):
         halves = spans.hash(spans.starts[owners], cuts) if side == "left" else spans.hash(cuts, spans.ends[owners])
         kept = np.flatnonzero(sieve[_sieve_index(halves)])
-        places = np.minimum(np.searchsorted(known, halves[kept]), len(known) - 1)
-        kept = kept[known[places] == halves[kept]]
+        nearest = np.minimum(np.searchsorted(known, halves[kept]), len(known) - 1)
+        kept = kept[known[nearest] == halves[kept]]
         owners, cuts = owners[kept], cuts[kept]
     return owners, cuts
 

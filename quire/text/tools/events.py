@@ -27,7 +27,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """A part of a call's arguments: JSON text as the model wrote it."""
+    """A piece of a call's arguments: JSON text as the model wrote it."""
 
     index: int
     text: str

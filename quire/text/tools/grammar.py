@@ -68,9 +68,9 @@ class _Writer:
 
     def text(self, text: str) -> str:
         """A text as literals, with special tokens as token ids."""
-        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", text) if self._special else [text]
+        pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text) if self._special else [text]
         return " ".join(
-            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part) for part in parts if part
+            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece) for piece in pieces if piece
         )
 
     def calls(self, parallel: bool) -> str:

@@ -1,4 +1,4 @@
-"""Incremental reading of text that arrives in parts. `parser.py` reads tool calls with it.
+"""Incremental reading of text that arrives in pieces. `parser.py` reads tool calls with it.
 
 `IncrementalReader` provides generators that read one character after the other. A generator yields when it has reached
 the end of the text so far, and is resumed when there is more. `JSONObjectScanner` finds the end of a JSON object, or
@@ -47,24 +47,24 @@ class Mismatch(Exception):
 
 
 class IncrementalReader:
-    """A position in a text that grows. Text before `consumed` is final; text up to `position` may be read again."""
+    """Reads a text that grows. Text before `consumed` is final; text up to `offset` may be read again."""
 
     def __init__(self) -> None:
         self.text = ""
         self.consumed = 0  # the text before this index is done
-        self.position = 0  # index of the next character
+        self.offset = 0  # index of the next character
         self.is_closed = False  # the text is complete
 
     def extend(self, text: str) -> None:
         """Append text and drop consumed text. Both indices move accordingly."""
         self.text = self.text[self.consumed :] + text
-        self.position -= self.consumed
+        self.offset -= self.consumed
         self.consumed = 0
 
     def consume(self, end: int) -> str:
         """Consume the text up to `end` and return it."""
         done = self.text[self.consumed : end]
-        self.consumed = self.position = end
+        self.consumed = self.offset = end
         return done
 
     def end_of_space(self, start: int) -> int:
@@ -74,26 +74,26 @@ class IncrementalReader:
 
     @property
     def at_end(self) -> bool:
-        return self.is_closed and self.position == len(self.text)
+        return self.is_closed and self.offset == len(self.text)
 
     def peek(self) -> Reading[str]:
         """The next character, or END."""
-        while self.position == len(self.text):
+        while self.offset == len(self.text):
             if self.is_closed:
                 return END
             yield
-        return self.text[self.position]
+        return self.text[self.offset]
 
     def read(self, text: str) -> Reading[None]:
         """Read exactly this text."""
         for character in text:
             if (yield from self.peek()) != character:
                 raise Mismatch
-            self.position += 1
+            self.offset += 1
 
     def skip_space(self) -> Reading[None]:
         while (character := (yield from self.peek())) and character in SPACE:
-            self.position += 1
+            self.offset += 1
 
     def read_word(self, choices: Collection[str] | None) -> Reading[str]:
         """Read a JSON string without escapes. With choices, it must be one of them."""
@@ -110,17 +110,17 @@ class IncrementalReader:
             fits = choices is None or any(choice.startswith(word) for choice in choices)
             if character in (END, "\\") or character < " " or len(word) > MAX_WORD or not fits:
                 raise Mismatch
-            self.position += 1
+            self.offset += 1
         if choices is not None and word not in choices:
             raise Mismatch
         return word
 
     def scan(self, scanner: JSONObjectScanner) -> Reading[str]:
-        """Read as much of a JSON object as has arrived. Empty if the next character is not a part of it."""
+        """Read as much of a JSON object as has arrived. Empty if the next character does not continue it."""
         yield from self.peek()
-        start = self.position
-        self.position = scanner.scan(self.text, start)
-        return self.text[start : self.position]
+        start = self.offset
+        self.offset = scanner.scan(self.text, start)
+        return self.text[start : self.offset]
 
 
 class JSONObjectScanner:
@@ -139,11 +139,11 @@ class JSONObjectScanner:
         """Scan `text` from `start`. Returns the index behind the object, of the first invalid character, or of the end
         of the text. After an invalid character nothing more is accepted.
         """
-        position = start
-        while position < len(text) and not self.done and not self._has_failed:
-            self._has_failed = not self._next(text[position])
-            position += not self._has_failed
-        return position
+        offset = start
+        while offset < len(text) and not self.done and not self._has_failed:
+            self._has_failed = not self._next(text[offset])
+            offset += not self._has_failed
+        return offset
 
     def _begin(self, character: str) -> bool:
         return character == "{" and self._enter(character)

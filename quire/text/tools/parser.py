@@ -33,7 +33,7 @@ _KEYS = ("name", *_ARGUMENTS, *_EXTRA_KEYS)
 
 
 class ToolParser:
-    """Call `push` for each part of the answer, then `finish` once. The ids of calls are derived from `id_source`."""
+    """Call `push` for each piece of the answer, then `finish` once. The ids of calls are derived from `id_source`."""
 
     def __init__(self, format: ToolFormat, choice: ToolChoice, id_source: str | None = None) -> None:
         self.finished = False
@@ -51,7 +51,7 @@ class ToolParser:
         self._follows_call = False  # only whitespace since the last call
 
     def push(self, text: str) -> list[Event]:
-        """Add a part of the answer. Returns the events that are final."""
+        """Add a piece of the answer. Returns the events that are final."""
         if not self._names:
             return [TextDelta(text)] if text else []
         if not self.finished:
@@ -72,7 +72,7 @@ class ToolParser:
                 next(self._attempt)
                 return
             except StopIteration:
-                self._reader.position = self._reader.consumed
+                self._reader.offset = self._reader.consumed
             except Mismatch:
                 self._handle_mismatch()
             self._attempt, self._in_call = None, False
@@ -101,7 +101,7 @@ class ToolParser:
         if reader.at_end and (self._in_call or self._is_forced or (self._follows_call and first == len(reader.text))):
             reader.consume(len(reader.text))
         elif self._in_call:
-            reader.position = reader.consumed
+            reader.offset = reader.consumed
         else:
             self._emit_text(min(first + 1, len(reader.text)))
 
@@ -122,7 +122,7 @@ class ToolParser:
         if format.closing:
             yield from reader.skip_space()
             yield from reader.read(format.closing)
-            reader.consume(reader.position)
+            reader.consume(reader.offset)
 
     def _read_list(self) -> Reading[None]:
         reader, separator = self._reader, "["
@@ -133,7 +133,7 @@ class ToolParser:
             yield from reader.skip_space()
             separator = "," if (yield from reader.peek()) == "," else "]"
         yield from reader.read("]")
-        reader.consume(reader.position)
+        reader.consume(reader.offset)
 
     def _read_sequence(self) -> Reading[None]:
         """Read objects that are separated by whitespace, a semicolon or nothing."""
@@ -143,7 +143,7 @@ class ToolParser:
             yield from reader.skip_space()
             following = yield from reader.peek()
             if following == ";":
-                reader.consume(reader.position + 1)
+                reader.consume(reader.offset + 1)
                 yield from reader.skip_space()
                 following = yield from reader.peek()
 
@@ -185,7 +185,7 @@ class ToolParser:
             yield from reader.read_word(None)
             yield from reader.skip_space()
         if (yield from reader.peek()) == "}":
-            reader.consume(reader.position + 1)
+            reader.consume(reader.offset + 1)
 
     def _read_key(self) -> Reading[str]:
         reader = self._reader
@@ -210,12 +210,12 @@ class ToolParser:
         yield from self._stream_arguments(name)
 
     def _read_arguments(self) -> Reading[str]:
-        scanner, parts = JSONObjectScanner(), list[str]()
+        scanner, pieces = JSONObjectScanner(), list[str]()
         while not scanner.done:
-            parts.append((yield from self._reader.scan(scanner)))
-            if not parts[-1]:
+            pieces.append((yield from self._reader.scan(scanner)))
+            if not pieces[-1]:
                 raise Mismatch
-        return "".join(parts)
+        return "".join(pieces)
 
     def _stream_arguments(self, name: str) -> Reading[None]:
         """Start a call and emit its arguments as they arrive."""
@@ -223,9 +223,9 @@ class ToolParser:
         if (yield from reader.peek()) != "{":
             raise Mismatch
         self._begin_call(name)
-        while not scanner.done and (part := (yield from reader.scan(scanner))):
-            self._events.add_text(self._num_calls - 1, part)
-            reader.consume(reader.position)
+        while not scanner.done and (piece := (yield from reader.scan(scanner))):
+            self._events.add_text(self._num_calls - 1, piece)
+            reader.consume(reader.offset)
         self._end_call(scanner.done)
 
     def _emit_call(self, name: str, arguments: str) -> None:
@@ -237,7 +237,7 @@ class ToolParser:
         index = self._num_calls
         self._num_calls += 1
         self._in_call, self._at_start, self._follows_call = True, False, True
-        self._reader.consume(self._reader.position)
+        self._reader.consume(self._reader.offset)
         self._events.add(ToolCallStart(index, make_call_id(self._id_source, index), name))
 
     def _end_call(self, complete: bool) -> None:
@@ -252,8 +252,8 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._parts: list[str] = []
-        self._call: int | None = None  # index of the call whose arguments the parts are; None: text
+        self._texts: list[str] = []
+        self._call: int | None = None  # index of the call whose arguments the texts are; None: text outside of calls
 
     def add(self, event: Event) -> None:
         self._flush()
@@ -266,12 +266,12 @@ class EventBuffer:
 
     def add_text(self, call: int | None, text: str) -> None:
         """Add text, or arguments of a call."""
-        assert call == self._call or not self._parts, "calls begin and end between text and arguments"
+        assert call == self._call or not self._texts, "calls begin and end between text and arguments"
         self._call = call
-        self._parts.append(text)
+        self._texts.append(text)
 
     def _flush(self) -> None:
-        text = "".join(self._parts)
-        self._parts.clear()
+        text = "".join(self._texts)
+        self._texts.clear()
         if text:
             self._events.append(TextDelta(text) if self._call is None else ArgumentsDelta(self._call, text))

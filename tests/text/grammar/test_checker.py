@@ -106,7 +106,7 @@ def test_a_killed_worker_is_replaced() -> None:
         first = checker.process_id
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(BadGrammar, match="ended the trial with status -9"):
+        with pytest.raises(BadGrammar, match="ended the check with status -9"):
             await checker.check(StructuredOutputs(regex="a"))
         await checker.check(StructuredOutputs(regex="b"))
         assert checker.process_id not in (None, first)

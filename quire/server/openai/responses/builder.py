@@ -66,7 +66,7 @@ class ResponseBuilder:
         return [*events, self._emit_response("response.failed")]
 
     def cancel(self) -> list[bytes]:
-        """The response is cancelled. The API has no event for that; the status in the document says it."""
+        """The response is cancelled. The API has no event for that, so the document's status is the only sign."""
         events = self._close("incomplete")
         self.document["status"] = "cancelled"
         return [*events, self._emit_response("response.incomplete")]
@@ -144,7 +144,7 @@ class ResponseBuilder:
 
 
 def error_code(error: QuireError) -> str:
-    """The error code of the API. It has few."""
+    """The error code of the API, which defines only a few."""
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"

@@ -24,7 +24,7 @@ class ResponseGeneration:
     """Generates one response. It is stored if `responses` is given."""
 
     service: Service
-    exchange: OutputProcessor
+    output_processor: OutputProcessor
     parser: ChatParser
     stored: StoredResponse
     responses: TenantResponses | None
@@ -49,16 +49,16 @@ class ResponseGeneration:
 
     async def _events(self) -> AsyncGenerator[list[bytes], None]:
         """All events. An error becomes the last event."""
-        builder, answer, num_scored = self.stored.builder, self.exchange.output.outputs[0], 0
+        builder, answer, num_scored = self.stored.builder, self.output_processor.output.outputs[0], 0
         try:
             yield builder.begin()
-            async with aclosing(stream_chat(self.service, self.exchange, self.parser)) as stream:
+            async with aclosing(stream_chat(self.service, self.output_processor, self.parser)) as stream:
                 async for pieces in stream:
                     scored = (answer.logprobs or [])[num_scored:]
                     num_scored += len(scored)
                     if written := builder.write(pieces, self._logprobs(scored)):
                         yield written
-            yield builder.end(answer, usage(self.exchange))
+            yield builder.end(answer, usage(self.output_processor))
         except QuireError as error:
             yield builder.fail(error)
 
@@ -87,8 +87,8 @@ async def cancel(stored: StoredResponse) -> None:
         await asyncio.gather(stored.task, return_exceptions=True)
 
 
-def usage(exchange: OutputProcessor) -> Document:
-    output = exchange.output
+def usage(output_processor: OutputProcessor) -> Document:
+    output = output_processor.output
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,

@@ -224,7 +224,7 @@ def output_part(text: str) -> Document:
 
 
 def as_messages(items: Sequence[Document], instructions: str | None) -> list[Document]:
-    """Items as chat messages. Tool calls become part of the assistant message before them."""
+    """Items as chat messages. Tool calls are added to the assistant message before them."""
     messages: list[Document] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         match item["type"]:

@@ -62,12 +62,12 @@ async def prepare(context: RequestContext, body: ResponsesRequest, responses: Te
     )
     prompt = await context.service.templates.prepare(chat)
     params = body.sampling_params(context.service.ready.sampling, **prompt.sampling_params())
-    exchange = await context.service.open_chat(prompt, params, context, body.priority or 0)
+    output_processor = await context.service.open_chat(prompt, params, context, body.priority or 0)
     builder = ResponseBuilder(new_document(context, body, tools, params))
     stored = StoredResponse(builder, items, events=[] if body.background and body.stream else None)
     return ResponseGeneration(
         context.service,
-        exchange,
+        output_processor,
         prompt.parser(),
         stored,
         responses if body.stored else None,
@@ -82,7 +82,9 @@ def earlier_items(body: ResponsesRequest, responses: TenantResponses) -> list[Do
     stored = responses.find(body.previous_response_id)
     status = stored.document["status"]
     if status not in ("completed", "incomplete"):
-        raise InvalidParams(f"previous_response_id: that response is {status}; go on from one that has been answered.")
+        raise InvalidParams(
+            f"previous_response_id: that response is {status}; continue one that is completed or incomplete."
+        )
     return [*stored.items, *stored.document["output"]]
 
 
@@ -140,7 +142,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a response that runs in the background. One that has ended does not change."""
     stored = tenant_responses(request).find(response_id)
     if stored.task is None:
-        raise InvalidParams("Only responses made with background can be cancelled; others end when their client goes.")
+        raise InvalidParams(
+            "Only responses made with background can be cancelled; others end when their client disconnects."
+        )
     await cancel(stored)
     return JSONResponse(stored.document)
 
@@ -167,10 +171,10 @@ async def list_input_items(
     if order == "desc":
         items.reverse()
     if after is not None:
-        position = next((index for index, item in enumerate(items) if item["id"] == after), None)
-        if position is None:
+        found = next((index for index, item in enumerate(items) if item["id"] == after), None)
+        if found is None:
             raise InvalidParams(f"after is {show(after)}, which is no item of this response.", "after")
-        items = items[position + 1 :]
+        items = items[found + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
     return JSONResponse({"object": "list", "data": page, "has_more": len(items) > limit, **ends})
