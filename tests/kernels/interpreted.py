@@ -42,7 +42,7 @@ def check_attention(dim: int, window: int | None, contexts: list[int], slopes: t
     )
     plain = paged.layers[0]
     k, v = (torch.randn(sum(contexts), 1, dim).half() for _ in "kv")
-    reference.store_kv(k, v, plain, paged.step(list(enumerate(contexts))).slots[0])
+    reference.store_kv(k, v, plain, paged.step(list(enumerate(contexts))).slot_mapping[0])
     paging = paged.step([(row, 1) for row in range(len(contexts))])
     k, v = (torch.randn(len(contexts), 1, dim).half() for _ in "kv")
     reference.store_kv(k, v, plain, paging.slot_mapping[0])
