@@ -1,7 +1,7 @@
 """The ops that models are made of, chosen for a device by `select`.
 
-`reference` is the interface. A backend is a module with functions of the same names and meanings; a name it lacks is
-taken from the reference. Importing this package loads no torch.
+`reference` is the interface. A backend is a module with functions of the same names and meanings. An op that a backend
+lacks is taken from the reference. Importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Kernels", "select"]
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Ops that do several of the others at once, for backends that launch each of them."""
+    """Fusions of several ops, for backends that launch kernels."""
 
     rope_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
-    rope_attention: Callable[..., Tensor]  # those, and attention
-    gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear, and silu_mul or gelu_mul
+    rope_attention: Callable[..., Tensor]  # rope, store_kv and attention
+    gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear and silu_mul or gelu_mul
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One device's ops; `reference` says what each takes and gives."""
+    """One device's ops; `reference` documents their arguments and results."""
 
     device: torch.device
     rms_norm: Callable[..., Any]  # a tensor, or (normed, sum) where a residual is passed
@@ -49,21 +49,21 @@ class Kernels:
     cache_shapes: Callable[[KVCacheSpec, str, int], BlockShape]
     record: Callable[..., Any]
     linear: Callable[[Tensor, Tensor], Tensor]
-    fused: Fused | None = None  # set on GPUs with our own kernels
-    native: Native | None = None  # set where weights must be packed for our own kernels
-    exact: bool = False  # set on GPUs where a row's numbers must not depend on the others
+    fused: Fused | None = None  # set on GPUs with Triton kernels
+    native: Native | None = None  # set if weights must be packed for the C++ kernels
+    exact: bool = False  # set on GPUs if a row's results must not depend on the other rows
 
     @property
     def row_unit(self) -> int:
-        """A product of many rows takes as long as one of the next multiple of so many."""
+        """A matmul of n rows takes as long as one of n rounded up to this multiple."""
         return 1 if self.fused is None else 128
 
 
 def select(
     device: str | torch.device, native: Native | None = None, *, plain: bool = False, exact: bool = False
 ) -> Kernels:
-    """The ops for a device: on a CPU those of our own, where `native` found them, or torch's; on a GPU those in Triton,
-    with `exact` those that give the same bits in any batch, or with `plain` the reference."""
+    """The ops for a device. On a CPU: the C++ kernels if `native` is given, else torch's. On a GPU: Triton kernels;
+    with `exact`, those that give the same bits in any batch; with `plain`, the reference."""
     import torch
 
     from quire.kernels import reference
@@ -86,14 +86,14 @@ def _backend(kind: str, native: Native | None, exact: bool) -> Any:
 
         return ops
     if kind == "cuda":
-        from quire.kernels.cuda import exact as same_bits
-        from quire.kernels.cuda import ops as in_triton
+        from quire.kernels.cuda import exact as exact_ops
+        from quire.kernels.cuda import ops as triton_ops
         from quire.kernels.cuda.attention.varlen_items import is_hopper
 
         if is_hopper() and not exact:
-            from quire.kernels.cuda.attention import varlen  # noqa: F401  a Triton that lacks what it needs is found out here
+            from quire.kernels.cuda.attention import varlen  # noqa: F401  fails here if Triton lacks Gluon
 
-        return same_bits if exact else in_triton
+        return exact_ops if exact else triton_ops
     from quire.kernels import reference
 
     return reference

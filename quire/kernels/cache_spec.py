@@ -1,7 +1,7 @@
-"""What a layer keeps in the cache. Groups, blocks, storage and swap are worked out from these declarations.
+"""What a layer stores in the cache. Groups, blocks, storage and swap are computed from these specs.
 
-A model makes one for each of its layers (`Decoder.cache_specs`). Whoever else uses the same blocks, such as a draft
-model, adds its own. The `cache_shapes` op says how a backend lays out a block; `engine/cache.py` puts blocks together.
+A model has one for each of its layers (`Decoder.cache_specs`). Another user of the same blocks, such as a draft model,
+adds its own. The `cache_shapes` op returns a backend's layout of a block. `engine/cache.py` allocates the blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one attention layer: for each token [num_kv_heads, head_dim] keys and as many values.
+    """Keys and values of one attention layer: [num_kv_heads, head_dim] keys and values a token.
 
     A latent (MLA) has no values of its own: they are the first `value_dim` numbers of each key.
     """
@@ -23,8 +23,8 @@ class KVCacheSpec:
     head_dim: int
     value_dim: int | None = None  # of a head; None: head_dim
     is_latent: bool = False
-    window: int | None = None  # how many tokens one sees, itself included; None for all
-    is_cross: bool = False  # cross-attention: holds the encoder's tokens, is filled once and does not grow
+    window: int | None = None  # tokens that a token sees, itself included; None for all
+    is_cross: bool = False  # cross-attention: the encoder's tokens; filled once, does not grow
     dtype: str | None = None  # None: the engine's kv_dtype
 
 
@@ -40,7 +40,7 @@ CacheSpec = KVCacheSpec | StateSpec
 
 
 class BlockShape(NamedTuple):
-    """One layer's part of a block: the shapes of its keys and its values. `v` is None where there are only keys."""
+    """The shapes of one layer's keys and values in a block. `v` is None if there are only keys."""
 
     k: tuple[int, ...]
     v: tuple[int, ...] | None

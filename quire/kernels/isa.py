@@ -1,8 +1,8 @@
-"""What this machine's CPU really executes, and what oneDNN inside torch must be told about it.
+"""Which instruction sets this machine's CPU runs, and the limit that oneDNN inside torch needs.
 
-A virtual machine may advertise AMX and still fault on the first tile instruction, which would take the whole process
-down; so AMX is tried out in a child process before it is believed. Standard library only: the entry points call
-`prepare` before a tensor is multiplied, and `quire info` prints what `read_cpu` finds. No kernels live here.
+A virtual machine may advertise AMX and still fault on the first tile instruction, which kills the process. So AMX is
+probed in a child process first. Standard library only. The entry points call `prepare` before the first matmul, and
+`quire info` prints the result of `read_cpu`. This module has no kernels.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ RETURN = bytes.fromhex("c3")
 # Palette 1; tiles 0, 1 and 2 have 64 bytes in each of 16 rows.
 TILE_CONFIG = b"\1".ljust(16, b"\0") + (b"\x40\0" * 3).ljust(32, b"\0") + (b"\x10" * 3).ljust(16, b"\0")
 
-# prctl 4 is PR_SET_DUMPABLE: a fault that we provoke leaves no core file. System call 158 is arch_prctl, 0x1023 is
-# ARCH_REQ_XCOMP_PERM and 18 the tile data, which the kernel withholds from a process until it asks.
+# prctl 4 is PR_SET_DUMPABLE: a fault in the probe leaves no core file. System call 158 is arch_prctl, 0x1023 is
+# ARCH_REQ_XCOMP_PERM and 18 the tile data, which a process must request from the kernel.
 CHILD = f"""
 import ctypes, mmap, sys
 code, config, ask = bytes.fromhex(sys.argv[1]), bytes.fromhex(sys.argv[2]), sys.argv[3] == "ask"
@@ -75,7 +75,7 @@ class AMX(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AMXState:
-    """Whether tile instructions run here; `detail` says how we know."""
+    """Whether tile instructions run on this machine; `detail` is the reason."""
 
     status: AMX
     detail: str
@@ -87,19 +87,19 @@ class CPU:
 
     vendor: str
     model: str
-    cores: int  # what affinity and the control group's quota leave to this process
+    cores: int  # that affinity and the control group's quota allow this process
     flags: frozenset[str]  # those of FLAGS_OF_INTEREST that are advertised
     amx: AMXState
 
 
 def tile_code(flags: frozenset[str]) -> bytes:
-    """A function that uses every kind of tile instruction that `flags` advertise and quire or oneDNN would issue."""
+    """A function with every kind of tile instruction that `flags` advertise and that quire or oneDNN uses."""
     dots = (DOT_INT8 if "amx_int8" in flags else b"") + (DOT_BF16 if "amx_bf16" in flags else b"")
     return LOAD_CONFIG + ZERO_TILES + dots + RELEASE_TILES + RETURN
 
 
 def run_code(code: bytes, *, ask_for_tiles: bool = True, timeout_s: float = PROBE_TIMEOUT_S) -> AMXState:
-    """Execute machine code in a child process; the state says whether it came back."""
+    """Execute machine code in a child process. The state says whether it returned."""
     ask = "ask" if ask_for_tiles else "skip"
     command = [sys.executable, "-I", "-S", "-c", CHILD, code.hex(), TILE_CONFIG.hex(), ask]
     try:
@@ -110,11 +110,11 @@ def run_code(code: bytes, *, ask_for_tiles: bool = True, timeout_s: float = PROB
         return AMXState(AMX.FAULTS, f"the probe did not come back within {timeout_s:g} s")
     except (OSError, ValueError) as error:
         return AMXState(AMX.FAULTS, f"the probe could not start: {error}")
-    return judge(child.returncode, child.stderr)
+    return probe_result(child.returncode, child.stderr)
 
 
-def judge(status: int, stderr: str) -> AMXState:
-    """Read a probe's exit status. Whatever is not a clean return counts as a fault: AMX is only used when proven."""
+def probe_result(status: int, stderr: str) -> AMXState:
+    """The state for a probe's exit status. Any status but 0 counts as a fault: AMX is used only if the probe ran."""
     if status == 0:
         return AMXState(AMX.RUNS, "tile instructions ran in a probe")
     if status < 0:
@@ -133,14 +133,14 @@ def signal_name(number: int) -> str:
 
 
 def probe_amx(flags: frozenset[str]) -> AMXState:
-    """Try AMX out where it is advertised. The flag alone proves nothing: see the module's docstring."""
+    """Probe AMX if it is advertised. The flag alone is not enough: see the module's docstring."""
     if "amx_tile" not in flags:
         return AMXState(AMX.ABSENT, "the CPU does not advertise amx_tile")
     return run_code(tile_code(flags))
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), probe: Callable[[frozenset[str]], AMXState] = probe_amx) -> CPU:
-    """Describe the CPU. Where there is no cpuinfo (another system than Linux), flags are empty and AMX is absent."""
+    """Describe the CPU. Without a cpuinfo (not Linux), flags are empty and AMX is absent."""
     fields = cpuinfo_fields(cpuinfo.read_text(errors="replace")) if cpuinfo.exists() else {}
     advertised = fields.get("flags", fields.get("Features", "")).split()
     flags = frozenset(FLAGS_OF_INTEREST).intersection(advertised)
@@ -163,7 +163,7 @@ def cpuinfo_fields(text: str) -> dict[str, str]:
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores this process may run on, at least 1. A quota of 2.5 cores counts as 2: threads that spin must not share."""
+    """Cores this process may run on, at least 1. A quota of 2.5 cores counts as 2: spinning threads share no core."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [read_quota(folder / "cpu.max") for folder in own_groups(cgroups, membership)]
     return max(1, int(min([allowed, *(quota for quota in quotas if quota is not None)])))
@@ -176,12 +176,12 @@ def own_groups(cgroups: Path, membership: Path) -> list[Path]:
     except OSError:
         return []
     path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    parts = Path(path).parts
-    return [cgroups.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+    names = Path(path).parts
+    return [cgroups.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
 
 
 def read_quota(cpu_max: Path) -> float | None:
-    """Cores that a group's cpu.max grants ("250000 100000" is 2.5); None where it sets no limit."""
+    """Cores that a group's cpu.max allows ("250000 100000" is 2.5); None if it sets no limit."""
     try:
         quota, period = cpu_max.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -190,7 +190,7 @@ def read_quota(cpu_max: Path) -> float | None:
 
 
 def onednn_limit(cpu: CPU) -> str | None:
-    """The highest instruction set oneDNN may use where AMX is advertised but faults; None where it may use all."""
+    """The highest instruction set that oneDNN may use if AMX is advertised but faults; None if it may use all."""
     if cpu.amx.status is not AMX.FAULTS:
         return None
     for flag, name in (
@@ -206,10 +206,10 @@ def onednn_limit(cpu: CPU) -> str | None:
 
 @functools.cache
 def prepare() -> CPU:
-    """Describe the CPU and keep oneDNN off instructions that fault; a limit that the user has set stands.
+    """Describe the CPU and limit oneDNN to instructions that do not fault. A limit set by the user stays.
 
-    Call it before the first product of tensors: oneDNN reads the variable once, when it is first used, so torch may be
-    imported already (seen with torch 2.13, oneDNN 3.12).
+    Call it before the first matmul: oneDNN reads the variable once, on first use. Torch may be imported before (tested
+    with torch 2.13, oneDNN 3.12).
     """
     cpu = read_cpu()
     limit = onednn_limit(cpu)

@@ -1,6 +1,6 @@
-"""Where the rows of one step live in the paged cache: what `store_kv` and `attention` need beside q, k and v.
+"""Paging: the block tables, lengths and slots of one step's rows. `store_kv` and `attention` take it.
 
-The runner fills a `Paging` once a step from the scheduler's plan; kernels read it and keep nothing.
+The runner fills a `Paging` once a step from the scheduler's plan. Kernels read it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Paging:
 
     query_starts: Tensor  # [rows + 1] int32
     seq_lens: Tensor  # [rows] int32
-    block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries behind a window are 0 and never read
-    slot_mapping: list[Tensor]  # per group that grows: [tokens] int64, block * block_size + offset: where k and v go
+    block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries before a window are 0 and never read
+    slot_mapping: list[Tensor]  # per group that grows: [tokens] int64, slots of k and v: block * block_size + offset
     block_size: int
     host_query_starts: list[int]
     host_seq_lens: list[int]
-    ancestors: Tensor | None = None  # [tokens, max_query] bool, for trees of drafts: which of its row's tokens one sees
-    encoder_lens: Tensor | None = None  # [rows] int32: tokens in the encoder groups, if there are such groups
-    work: Any = None  # what a backend has worked out about these rows, so that it does so once a step
+    ancestors: Tensor | None = None  # [tokens, max_query] bool, for draft trees: which of its row's tokens a token sees
+    encoder_lens: Tensor | None = None  # [rows] int32: tokens in the encoder groups, if any
+    work: Any = None  # a backend's own data about these rows, computed once a step
 
     def ends(self) -> Ends:
         """The same rows, each with its last token only."""
@@ -54,21 +54,21 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The last tokens of a step's rows, when nothing else of the step is wanted: its last layer computes no others."""
+    """The last tokens of a step's rows. If only these are sampled from, the last layer computes no other tokens."""
 
-    tokens: Tensor  # [rows] int64: where in the step they are
-    paging: Paging  # without a slot mapping: their keys and values are stored with the others'
+    tokens: Tensor  # [rows] int64: their indices in the step
+    paging: Paging  # without a slot mapping: the step's own paging stores all keys and values
 
 
 @dataclass(slots=True)
 class LayerCache:
-    """One layer's part of the cache. Layers of different groups may share storage: their block ids never meet.
+    """One layer's keys and values. Layers of different groups may share storage: their block ids are disjoint.
 
-    A block of keys, and one of values, is contiguous. Between two blocks there may be other layers' parts, so kernels
-    step from block to block by `k.stride(0)` and `v.stride(0)`.
+    A block of keys or values is contiguous. Between two blocks there may be other layers' data, so kernels step from
+    block to block by `k.stride(0)` and `v.stride(0)`.
     """
 
-    k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may lay a block out its own way
-    v: Tensor  # the same; of a latent (MLA) the first columns of `k`, and of a state all of it
-    group: int  # which of Paging.block_tables and Paging.slot_mapping is this layer's
+    k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may have another layout
+    v: Tensor  # as k; for a latent (MLA) the first columns of `k`, for a state `k` itself
+    group: int  # this layer's index in Paging.block_tables and Paging.slot_mapping
     block_size: int

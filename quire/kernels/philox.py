@@ -1,6 +1,6 @@
-"""Philox4x32-10: random numbers as a function of (key, counter), with no state to share, save or restore.
+"""Philox4x32-10: random numbers as a function of (key, counter), without state.
 
-Words are int64 tensors with values below 2**32, so that every device gives the same bits. `sampling.py` is the caller.
+Words are int64 tensors with values below 2**32, so that every device gives the same bits. `sampling.py` calls it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-NUM_WORDS = 4  # of a counter, and of what comes out
-LANES = 16  # ids side by side that get the same word of counters side by side: a vector kernel needs no shuffles
+NUM_WORDS = 4  # of a counter and of an output
+LANES = 16  # consecutive ids take the same word of consecutive counters, so vector kernels need no shuffles
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words out of a counter of four and a key of two; each is an int64 tensor of values < 2**32."""
+    """A counter of four words and a key of two -> four words. A word is an int64 tensor of values < 2**32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
-"""The ops, in plain torch: this module is the interface, and every backend is checked against it.
+"""The ops, in plain torch. This module is the interface, and every backend is checked against it.
 
-Correct before fast. Any device, float32, bfloat16 or float16; norms, rotations and softmax are computed in float32 and
-rounded once at the end. `select` in the package hands these out, overridden by a backend's functions of the same name.
+It runs on any device, in float32, bfloat16 or float16. Norms, rotations and softmax are computed in float32 and rounded
+once at the end. `select` returns these ops, overridden by a backend's functions of the same name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from quire.kernels.sampling import IN_PROMPT, sample
 __all__ = [
     "activate",
     "add",
+    "apply_token_bitmask",
     "attention",
     "cache_shapes",
     "gelu_mul",
     "layer_norm",
     "linear",
+    "penalize",
     "record",
     "rms_norm",
     "rope",
@@ -41,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """x [..., size], weight [size] -> x / rms(x) * weight, in x's dtype.
 
     With a residual (shaped like x) the sum of both is normed, and (normed, sum) is returned. A backend may write the
-    sum into `residual`, so a caller goes on with what is returned and not with what it passed.
+    sum into `residual`, so callers must not use the passed residual afterwards.
     """
     if residual is not None:
         x = x + residual
@@ -56,7 +58,7 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x [..., size], weight and bias [size] -> (x - mean) / deviation * weight + bias, in x's dtype.
 
-    A residual is added first, and its sum returned, as in `rms_norm`.
+    A residual is added first, and the sum is returned, as in `rms_norm`.
     """
     if residual is not None:
         x = x + residual
@@ -66,7 +68,7 @@ def layer_norm(
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """Two tensors of one shape -> their sum, where no norm adds them: an embedding and one of positions."""
+    """Two tensors of one shape -> their sum. Used where no norm adds them: token and position embeddings."""
     return x + y
 
 
@@ -74,7 +76,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bo
     """Rotate q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] to positions [tokens] int64.
 
     table [max_len, dim] float32 holds dim / 2 cosines, then dim / 2 sines, for each position. The first `dim` of the
-    head's dimensions are rotated, the others pass. Pairs are (2i, 2i + 1) if interleaved, else (i, i + dim / 2).
+    head's dimensions are rotated, the others are copied. Pairs are (2i, 2i + 1) if interleaved, else (i, i + dim / 2).
     """
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
@@ -82,18 +84,18 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bo
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dim = 2 * cos.shape[-1]
-    turned, passed = x[..., :dim].float(), x[..., dim:]
+    rotated, rest = x[..., :dim].float(), x[..., dim:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), passed), dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Put k and v [tokens, kv_heads, head_dim] into the cache at slots [tokens] int64: block * block_size + offset."""
+    """Write k and v [tokens, kv_heads, head_dim] to the cache at slots [tokens] int64: block * block_size + offset."""
     block, offset = slots // cache.block_size, slots % cache.block_size
     cache.k[block, offset] = k.to(cache.k.dtype)
     cache.v[block, offset] = v.to(cache.v.dtype)
@@ -109,20 +111,20 @@ def attention(
     slopes: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """q [tokens, heads, head_dim] -> [tokens, heads, head_dim], over the keys and values that block tables point to.
+    """q [tokens, heads, head_dim] -> [tokens, heads, head_dim], over the keys and values in the rows' block tables.
 
     Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
     only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
-    scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: each sees those
-    its mask names (itself among them) and its position is the row's context plus its depth.
+    scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: a token sees the
+    ancestors in its mask, which includes itself. Its position is the length of the row's context plus its depth.
     """
     out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):
         if start == stop:
             continue
         k, v = read_row(cache, paging, row, window)
-        at, keys_at, visible = see(paging, row, window, q.device)
-        bias = None if slopes is None else slopes.float()[:, None, None] * (keys_at - at[:, None])
+        query_positions, key_positions, visible = see(paging, row, window, q.device)
+        bias = None if slopes is None else slopes.float()[:, None, None] * (key_positions - query_positions[:, None])
         out[start:stop] = attend(q[start:stop], k, v, visible, bias, scale, softcap)
     return out
 
@@ -143,7 +145,7 @@ def attend(
 
 
 def read_row(cache: LayerCache, paging: Paging, row: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The keys and values that row's tokens may see, [m, kv_heads, dim] each: the context from `first_key` on."""
+    """The keys and values that a row's tokens may see, [m, kv_heads, dim] each: the context from `first_key` on."""
     first, seq_len, size = first_key(paging, row, window), paging.host_seq_lens[row], paging.block_size
     blocks = paging.block_tables[cache.group][row, first // size : -(-seq_len // size)]
     skip = first % size
@@ -152,7 +154,7 @@ def read_row(cache: LayerCache, paging: Paging, row: int, window: int | None) ->
 
 
 def first_key(paging: Paging, row: int, window: int | None) -> int:
-    """The first position that any of a row's tokens sees: what lies before it may be gone from the block table."""
+    """The first position that any of a row's tokens sees. Earlier entries of the block table may be freed blocks."""
     if window is None:
         return 0
     num_queries = paging.host_query_starts[row + 1] - paging.host_query_starts[row]
@@ -169,25 +171,25 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     else:
         own = paging.ancestors[start:stop, :n]
         depth = own.sum(1) - 1
-    at = context + depth
+    query_positions = context + depth
     past = torch.arange(first_key(paging, row, window), context, device=device)
-    keys_at = torch.cat((past, at))
+    key_positions = torch.cat((past, query_positions))
     visible = torch.cat((own.new_ones(n, len(past)), own), dim=1)
     if window is not None:
-        visible = visible & (keys_at > at[:, None] - window)
-    return at, keys_at, visible
+        visible = visible & (key_positions > query_positions[:, None] - window)
+    return query_positions, key_positions, visible
 
 
 def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
-    """How a block of a layer's keys and values lies in memory. `dtype` is the type for layers that declare none."""
+    """The memory layout of a block of a layer's keys and values. `dtype` is for layers that declare none."""
     k, v = ((block_size, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_dim or spec.head_dim))
     return BlockShape(k, None if spec.is_latent else v, DTYPES[spec.dtype or dtype])
 
 
 def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:
-    """A model that is called like `model`, always with the caches `kv` and up to `max_tokens` tokens, and is faster.
+    """A faster model that is called like `model`, always with the caches `kv` and up to `max_tokens` tokens.
 
-    A backend may write the model's ops down once and run them in one go; the reference calls it as it is.
+    A backend may record the model's ops once and run them in one call. The reference returns the model itself.
     """
     return model
 
@@ -223,8 +225,8 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set tokens whose bit is 0 to minus infinity, in place.
 
-    logits [n, vocab] float32; rows [m] int64; bits [m, bytes] uint8, the lowest bit of a byte first. Tokens behind the
-    last byte count as 0.
+    logits [n, vocab] float32; rows [m] int64; bits [m, bytes] uint8, the lowest bit of a byte first. The bits of
+    tokens after the last byte are 0.
     """
     size, numbers = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=bits.device)
     is_banned = (((bits[:, :, None] >> numbers) & 1) == 0).flatten(1)[:, :size]
@@ -233,17 +235,17 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def penalize(logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:
-    """Make tokens that occur before less likely, in place.
+    """Apply repetition, frequency and presence penalties, in place.
 
-    logits [n, vocab] float32; counts [rows, vocab] int32: how often each token occurs in the answer, plus IN_PROMPT if
+    logits [n, vocab] float32; counts [rows, vocab] int32: how often each token occurs in the output, plus IN_PROMPT if
     it occurs in the prompt. index [m, 2 + k] int64: the row of the logits, the row of the counts, and tokens that are
     counted once more (-1 is none). penalties [m, 3] float32: repetition, frequency and presence.
     """
-    rows, counted, more = index[:, 0], counts[index[:, 1]], index[:, 2:]
-    counted.scatter_add_(1, more.clamp(min=0), (more >= 0).to(counted.dtype))
+    rows, counted, extra = index[:, 0], counts[index[:, 1]], index[:, 2:]
+    counted.scatter_add_(1, extra.clamp(min=0), (extra >= 0).to(counted.dtype))
     repetition, frequency, presence = (penalties[:, column, None] for column in range(3))
     values = logits[rows]
     values = torch.where(counted > 0, torch.where(values > 0, values / repetition, values * repetition), values)
-    in_answer = counted & (IN_PROMPT - 1)
-    values -= frequency * in_answer + presence * (in_answer > 0)
+    in_output = counted & (IN_PROMPT - 1)
+    values -= frequency * in_output + presence * (in_output > 0)
     logits[rows] = values

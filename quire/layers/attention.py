@@ -18,9 +18,9 @@ from quire.layers.source import Part, Source
 class Attention:
     """Grouped-query attention under `name` in the checkpoint.
 
-    `window` is how many tokens one sees, itself included; `qk_norm`, one for queries and one for keys, is applied to
-    each head before it is rotated. Without `rotary` nothing is rotated; `slopes` [num_heads] float32 are ALiBi's.
-    `qkv` and `output` say where the projections are stored, if not under the usual names.
+    `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
+    keys, is applied to each head before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
+    ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Attention:
     ) -> None:
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
         qkv = qkv or [
-            Part(f"{name}.{part}_proj", heads * head_dim, split="rows", unit=head_dim)
-            for part, heads in zip("qkv", self.heads, strict=True)
+            Part(f"{name}.{letter}_proj", heads * head_dim, split="rows", unit=head_dim)
+            for letter, heads in zip("qkv", self.heads, strict=True)
         ]
         output = output or Part(f"{name}.o_proj", hidden_size, split="columns", unit=head_dim)
         self.qkv = Linear(source, qkv, hidden_size, bias=bias)
@@ -68,7 +68,7 @@ class Attention:
     def __call__(
         self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None
     ) -> Tensor:
-        """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]; with `ends`, a row for each of those"""
+        """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]; with `ends`, those tokens' rows only"""
         qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:

@@ -1,6 +1,6 @@
-"""The two ends of a model: Embedding turns tokens into vectors, Head turns vectors into a score for each token.
+"""Embedding turns tokens into vectors; Head turns vectors into logits.
 
-Where a checkpoint ties them they hold the same Weight.
+In a model with tied embeddings they hold the same Weight.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Embedding:
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [n] int64 -> [n, hidden_size]"""
         x = self.weight.rows(tokens)
-        # The factor is rounded to x's dtype first: that is how such models were trained.
+        # The factor is rounded to x's dtype: models with a scale were trained that way.
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
 
 
 class Head:
-    """Scores for the next token, in float32."""
+    """The output projection (lm_head): logits in float32."""
 
     def __init__(self, weight: Weight, *, softcap: float | None = None) -> None:
         self.weight = weight
@@ -42,10 +42,10 @@ class Head:
         return self.cap(self.weight.matmul(hidden))
 
     def cap(self, products: Tensor) -> Tensor:
-        """The logits that products of the matrix stand for, in float32."""
+        """Products of the matrix -> logits: float32, with the soft cap applied."""
         logits = products.float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The likeliest token of each of the given rows and its score before the cap, which changes no order."""
+        """The likeliest token of each of the given rows, and its logit before the cap. The cap changes no order."""
         return self.weight.argmax(hidden, rows)

@@ -1,4 +1,4 @@
-"""Linear: a matrix, however it is stored, and perhaps a bias. It does not know how its matrix is quantized."""
+"""Linear: a Weight of any storage format, and an optional bias."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.layers.source import Part, Source
 
 
 class Linear:
-    """y = x W^T + b, where W and b are those of the parts, one below the other; a part has the name of its layer."""
+    """y = x W^T + b. W and b are the concatenated parts. A part's name is that of a layer, not of a tensor."""
 
     def __init__(self, source: Source, parts: Sequence[Part], cols: int, *, bias: bool = False) -> None:
         self.weight = source.matrix([part.tensor("weight") for part in parts], cols)

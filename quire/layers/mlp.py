@@ -26,7 +26,7 @@ class GatedMLP:
         activation: Literal["silu", "gelu_tanh"] = "silu",
         bias: bool = False,
     ) -> None:
-        gate_up = [Part(f"{name}.{part}_proj", intermediate_size, split="rows") for part in ("gate", "up")]
+        gate_up = [Part(f"{name}.{layer}_proj", intermediate_size, split="rows") for layer in ("gate", "up")]
         self.gate_up = Linear(source, gate_up, hidden_size, bias=bias)
         down = Part(f"{name}.down_proj", hidden_size, split="columns")
         self.down = Linear(source, [down], intermediate_size, bias=bias)

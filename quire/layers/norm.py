@@ -24,7 +24,7 @@ class RMSNorm:
         return normed
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual, and the sum; both arguments are used up. Without a residual x is the sum."""
+        """The norm of x + residual, and the sum. Both arguments may be overwritten. Without residual, x is the sum."""
         if residual is None:
             return self(x), x
         normed, total = self.ops.rms_norm(x, self.weight, self.eps, residual)

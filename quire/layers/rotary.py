@@ -1,7 +1,7 @@
-"""RotaryTable: cosines and sines for every position, and the rules that stretch a model beyond its first context.
+"""RotaryTable: cosines and sines for every position, and the scaling rules for longer contexts.
 
-Computed in float32 and in the order that transformers uses, since models were trained with those numbers.
-`models/rope.py` picks the rules a configuration asks for; the `rope` op applies the table.
+All is computed in float32, in the order that transformers uses: models were trained with those numbers.
+`models/rope.py` picks the rule of a configuration; the `rope` op applies the table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plain_frequencies(dim: int, theta: float) -> Tensor:
 def stretch_llama3(
     plain: Tensor, *, factor: float, original_max_len: int, low_freq_factor: float, high_freq_factor: float
 ) -> Tensor:
-    """Frequencies under low_freq_factor turns a context are divided by `factor`, those over high_freq_factor kept."""
+    """Frequencies below low_freq_factor turns a context are divided by `factor`; those above high_freq_factor stay."""
     turns = original_max_len * plain / (2 * math.pi)
     return _blend(plain, plain / factor, (turns - low_freq_factor) / (high_freq_factor - low_freq_factor))
 
@@ -46,7 +46,7 @@ def stretch_yarn(
     beta_slow: float,
     truncate: bool,
 ) -> Tensor:
-    """As llama3, but blended evenly over the dimensions between beta_fast and beta_slow turns a context."""
+    """As llama3, with a linear blend over the dimensions between beta_fast and beta_slow turns a context."""
     dim = 2 * len(plain)
 
     def dimension(turns: float) -> float:
@@ -61,7 +61,7 @@ def stretch_yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """How much yarn scales queries and keys to keep attention sharp over a context stretched by `factor`."""
+    """YaRN's attention factor: the scale of queries and keys for a context stretched by `factor`."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

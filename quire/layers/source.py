@@ -1,9 +1,9 @@
-"""Where a layer gets its weights from: a checkpoint, random numbers, or a list of what would be asked for.
+"""Source: provides the weights of layers, from a checkpoint or from random numbers, or only lists their declarations.
 
-A layer declares each matrix as `Part`s, one below the other, by the names and the layout that a Hugging Face checkpoint
-has them in ("model.layers.0.mlp.down_proj.weight"); readers of other formats translate. How the numbers of a part are
-stored (dense, in GGUF blocks, by a quantization scheme) is not declared here: the checkpoint finds that out
-(`weights/checkpoint.py`). A model built from a source is ready to run.
+A layer declares each matrix as `Part`s, whose rows are concatenated. Names and layout are those of a Hugging Face
+checkpoint ("model.layers.0.mlp.down_proj.weight"); readers of other formats translate them. How a part is stored
+(dense, in GGUF blocks, by a quantization scheme) is not declared: `weights/checkpoint.py` finds it in the file. A model
+built from a source is ready to run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Shape = tuple[int, ...]
 class Part:
     """Rows of a matrix (or entries of a vector) that lie in one tensor of a checkpoint.
 
-    A stored tensor may hold several parts. With parts one below the other, `offset` is this one's first row. Where
-    the rows are stored in another order, `order` lists them as ranges of stored rows. `transposed` tensors are stored
-    as (in, out), which is how GPT-2 has them. Tensor parallelism splits the part by `split`, in multiples of `unit`.
+    A stored tensor may hold several parts. If they are concatenated, `offset` is this part's first row. If rows are
+    stored in another order, `order` lists them as ranges of stored rows. `transposed` tensors are stored as (in, out),
+    as GPT-2's are. Tensor parallelism splits the part by `split`, in multiples of `unit`.
     """
 
     name: str
     rows: int
     offset: int = 0
-    fused_rows: int | None = None  # of the stored tensor, where it holds more than this part
+    fused_rows: int | None = None  # of the stored tensor, if it holds more than this part
     order: tuple[range, ...] | None = None  # None: from `offset` on
     transposed: bool = False
-    split: Literal["rows", "columns"] | None = None  # None: every rank has all of it
-    unit: int = 1  # rows or columns that stay together: those of a head
+    split: Literal["rows", "columns"] | None = None  # None: every rank has the whole part
+    unit: int = 1  # rows or columns that are not split: those of a head
     columns: range | None = None  # None: all
 
     @property
@@ -53,7 +53,7 @@ class Part:
         return cols if self.columns is None else len(self.columns)
 
     def stored_runs(self, start: int, stop: int) -> tuple[range, ...]:
-        """The stored rows that this part's rows from `start` to `stop` are."""
+        """The stored rows of this part's rows from `start` to `stop`."""
         runs, first = [], 0
         for run in self.order or (range(self.offset, self.offset + self.rows),):
             if piece := run[max(start - first, 0) : max(stop - first, 0)]:
@@ -62,15 +62,15 @@ class Part:
         return tuple(runs)
 
     def tensor(self, kind: str) -> Part:
-        """The part of a layer's "weight" or "bias", where this one is named after the layer."""
+        """The part of a layer's "weight" or "bias" tensor. This part has the name of the layer."""
         return replace(self, name=f"{self.name}.{kind}")
 
     def in_plain_order(self) -> Part:
-        """The same part in a format that stores parts one below the other, and nothing transposed."""
+        """The same part in a format that stores parts concatenated and not transposed."""
         return replace(self, order=None, transposed=False)
 
     def shard(self, rank: int, size: int, cols: int | None) -> Part:
-        """What rank `rank` of `size` has of it; `cols` is None for a vector, whose columns cannot be split."""
+        """The shard of rank `rank` of `size`. `cols` is None for a vector, whose columns cannot be split."""
         if self.split == "rows":
             own = self._share(rank, size, self.rows)
             runs, offset = self.stored_runs(own.start, own.stop), self.offset + own.start
@@ -80,7 +80,7 @@ class Part:
         return self
 
     def _share(self, rank: int, size: int, count: int) -> range:
-        """An equal share of the units. Fewer units than ranks are shared: rank 1 of 4 has the first of 2."""
+        """An equal share of the units. Fewer units than ranks are replicated: ranks 0 and 1 of 4 have unit 0 of 2."""
         units = count // self.unit
         if units % size == 0 and units * self.unit == count:
             share = count // size
@@ -95,10 +95,10 @@ class Part:
 
 
 def fused_parts(part: Part, sizes: Sequence[int], num_groups: int = 1) -> list[Part]:
-    """The parts of one stored tensor, which all have what `part` has but rows and order.
+    """The parts of one stored tensor: copies of `part` with their own rows and order.
 
-    With several groups, a group's share of each part is stored together: q, k and v of the first head, then of the
-    second, as BLOOM and Falcon have them.
+    With several groups, the tensor stores group after group, each with its rows of every part: q, k and v of the first
+    head, then of the second, as in BLOOM and Falcon.
     """
     total, group = sum(sizes), sum(sizes) // num_groups
     parts, offset = [], 0
@@ -113,17 +113,17 @@ def fused_parts(part: Part, sizes: Sequence[int], num_groups: int = 1) -> list[P
 
 class Source(Protocol):
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
-        """One matrix [sum of rows, cols] whose rows are those of the parts, one below the other."""
+        """One matrix [sum of rows, cols] whose rows are those of the parts, concatenated."""
         ...
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        """One dense vector, the parts end to end: norm weights and biases."""
+        """One dense vector, the parts concatenated: norm weights and biases."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedSource:
-    """What one rank of several gets of another source: each part is split by itself, while it is read."""
+    """One rank's shard of another source. Each part is split while it is read."""
 
     whole: Source
     rank: int

@@ -1,7 +1,7 @@
-"""What a checkpoint says about its model, in one shape whatever file it came from.
+"""ModelConfig: the configuration of a model, in one form for all file formats.
 
-`weights/config.py` makes these from a `config.json` or from GGUF metadata; the models read them. Nothing here touches
-torch or a file.
+`weights/config.py` makes it from a `config.json` or from GGUF metadata; the models read it. This module uses neither
+torch nor files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How a model was stretched beyond the context it was first trained on."""
+    """How RoPE is scaled beyond the context of the first training."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -33,19 +33,19 @@ class Rope:
     theta: float = 10_000.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
-    divisors: tuple[float, ...] | None = None  # one a frequency (dim / 2): how GGUF files store llama3's stretch
+    divisors: tuple[float, ...] | None = None  # one a frequency (dim / 2): how GGUF files store llama3's scaling
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """How tokens are sampled where a request does not say. These numbers are for models that name none."""
+    """Sampling parameters for requests that do not set them. The defaults here are for models that name none."""
 
     temperature: float = 0.7
     top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    from_model: bool = False  # whether the model's files name any of them
+    from_model: bool = False  # the model's files set at least one of them
 
     def as_params(self) -> dict[str, float]:
         """By the names of SamplingParams."""
@@ -72,9 +72,9 @@ class ModelConfig:
     head_dim: int
     max_len: int
     rope: Rope
-    windows: tuple[int | None, ...]  # a layer each: how many tokens it sees (itself included), None for all
+    windows: tuple[int | None, ...]  # one a layer: tokens that a token sees (itself included), None for all
     norm_eps: float = 1e-6
-    local_rope: Rope | None = None  # for layers with a window, where they differ (Gemma 3)
+    local_rope: Rope | None = None  # of layers with a window, if it differs (Gemma 3)
     tie_embeddings: bool = False  # the output matrix is the embedding
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention's output projection

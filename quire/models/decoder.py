@@ -1,7 +1,7 @@
-"""Decoder: what all families share. Tokens are embedded, pass the layers, are normed, and the head scores the next.
+"""Decoder: what all families share. Tokens are embedded and pass through the layers, a norm and the head.
 
-A family is a Decoder with layers of its own; `build_attention` and `build_mlp` make the parts its configuration asks
-for. The engine runs a Decoder and holds the cache.
+A family is a Decoder with its own layers. `build_attention`, `build_mlp` and `build_norm` make the modules of a layer
+from the configuration. The engine runs a Decoder and holds the cache.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Layer(Protocol):
         cache: LayerCache,
         ends: Ends | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual [tokens, hidden_size] are two halves of a sum, as what comes out are: so norms can add them.
+        """x and residual, [tokens, hidden_size] each -> the next x and residual. The hidden state is their sum.
 
-        Both are used up. The first layer is given no residual. With `ends`, what comes out has a row for each of those.
+        Norms compute the sum. Both arguments may be overwritten. The first layer gets no residual. With `ends`, the
+        outputs have only the rows of those tokens.
         """
         ...
 
@@ -70,7 +71,7 @@ class Decoder:
     ) -> Tensor:
         """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm.
 
-        With `ends`, only hidden of those tokens, [rows, hidden_size]: the last layer is not computed for others.
+        With `ends`, hidden of those tokens only, [rows, hidden_size]. The last layer skips the other tokens.
         """
         x, residual = self.embedding(tokens), None
         for layer, cache in zip(self.layers[:-1], kv[:-1], strict=True):
@@ -79,7 +80,7 @@ class Decoder:
         return self.norm.add(x, residual)[0]
 
     def cache_specs(self) -> list[CacheSpec]:
-        """What each layer keeps of a token. The model is called with as many caches, in this order."""
+        """The cache spec of each layer. The model is called with one cache a layer, in this order."""
         return [layer.attention.cache_spec for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,11 +88,11 @@ class Decoder:
         return self.head(hidden)
 
     def products(self, hidden: Tensor) -> Tensor:
-        """Logits as the head computes them, before they are capped or made float32: their order is the same."""
+        """Logits before the soft cap and the cast to float32. Their order is the same."""
         return self.head.weight.matmul(hidden)
 
     def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The likeliest next token of each of the given rows, and its score: what greedy sampling needs of `logits`."""
+        """The likeliest next token of each of the given rows, and its logit before the cap: greedy sampling."""
         return self.head.argmax(hidden, rows)
 
 
@@ -123,7 +124,7 @@ def build_attention(
 
 
 def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP:
-    """Layer `index`'s feed-forward half, under its usual name."""
+    """Layer `index`'s MLP, under its usual name."""
     return GatedMLP(
         source,
         ops,

@@ -1,6 +1,6 @@
-"""Gemma 3, its text model: norms before and after each half of a layer, normed queries and keys, scaled embeddings.
+"""Gemma 3, text model: norms before and after attention and MLP, normed queries and keys, scaled embeddings.
 
-Most layers see a window and rotate with `ModelConfig.local_rope`; each sixth or so sees everything.
+Most layers have a sliding window and rotate with `ModelConfig.local_rope`. The others have full attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gemma3Layer:
         norm = partial(build_norm, config, source, ops, size=config.hidden_size)
         self.input_norm = norm(f"{name}.input_layernorm")
         self.attention = build_attention(config, source, ops, index, rotary, qk_norm=True)
-        self.attended_norm = norm(f"{name}.post_attention_layernorm")
+        self.post_attention_norm = norm(f"{name}.post_attention_layernorm")
         self.mlp_norm = norm(f"{name}.pre_feedforward_layernorm")
         self.mlp = build_mlp(config, source, ops, index)
         self.output_norm = norm(f"{name}.post_feedforward_layernorm")
@@ -41,7 +41,7 @@ class Gemma3Layer:
         ends: Ends | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_norm.add(x, residual)
-        x = self.attended_norm(self.attention(x, positions, paging, cache, ends))
+        x = self.post_attention_norm(self.attention(x, positions, paging, cache, ends))
         if ends is not None:
             residual = residual[ends.tokens]
         x, residual = self.mlp_norm.add(x, residual)
@@ -49,13 +49,13 @@ class Gemma3Layer:
 
 
 class Gemma3(Decoder):
-    """A Decoder of Gemma3Layers, with an embedding scaled by the square root of its size."""
+    """A Decoder of Gemma3Layers, with embeddings scaled by the square root of the hidden size."""
 
     def __init__(self, config: ModelConfig, source: Source, ops: Kernels) -> None:
-        wide = rotary_table(config.rope, config.max_len, ops.device)
-        local = rotary_table(config.local_rope, config.max_len, ops.device) if config.local_rope else wide
+        global_table = rotary_table(config.rope, config.max_len, ops.device)
+        local_table = rotary_table(config.local_rope, config.max_len, ops.device) if config.local_rope else global_table
         layers = [
-            Gemma3Layer(config, source, ops, index, wide if window is None else local)
+            Gemma3Layer(config, source, ops, index, global_table if window is None else local_table)
             for index, window in enumerate(config.windows)
         ]
         super().__init__(config, source, ops, layers, embedding_scale=config.hidden_size**0.5)

@@ -1,6 +1,6 @@
-"""Llama 2 and 3, and models of the same build such as SmolLM2: norm, attention, norm, gated MLP, and residuals.
+"""Llama 2 and 3, and models of the same architecture such as SmolLM2: norm, attention, norm, gated MLP, and residuals.
 
-Mistral, Qwen2 and Qwen3 are this model with a switch set; their files say which.
+`registry.py` also builds Mistral, Qwen2 and Qwen3 from it, and states how each differs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,24 @@
-"""Which class builds which family: `ModelConfig.family` is a key of `MODELS`."""
+"""The model families: `MODELS[config.family](config, source, ops)` builds a model.
+
+Mistral, Qwen2 and Qwen3 are Llamas. Comments state how a family differs from Llama.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from quire.kernels import Kernels
+from quire.layers.source import Source
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.gemma3 import Gemma3
 from quire.models.llama import Llama
-from quire.models.mistral import Mistral
-from quire.models.qwen2 import Qwen2
-from quire.models.qwen3 import Qwen3
 
-MODELS: dict[str, type[Llama] | type[Gemma3]] = {
+MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gemma3": Gemma3,
     "llama": Llama,
-    "mistral": Mistral,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
+    "mistral": Llama,  # sliding windows: `ModelConfig.windows`
+    "qwen2": Llama,  # Qwen2 and Qwen2.5. Biases on q, k and v: `ModelConfig.attention_bias`
+    "qwen3": partial(Llama, qk_norm=True),  # each head of q and k is normed before rotation
 }

@@ -1,4 +1,4 @@
-"""From a configuration's `Rope` to the table that attention layers rotate with. The models call it."""
+"""Builds the RotaryTable of a configuration's `Rope`. The models call it."""
 
 from __future__ import annotations
 

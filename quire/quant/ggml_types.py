@@ -1,7 +1,7 @@
 """The tensor types a GGUF file can name: how many values a block holds, and in how many bytes.
 
-Plain numbers, no torch: the file reader uses them to check sizes, `gguf_blocks.py` to unpack. A type listed here can be
-measured; whether it can also be computed with is `gguf_blocks.py`'s to say, and `PANEL_FORMATS` how it is packed.
+No torch. The file reader checks sizes with these numbers; `gguf_blocks.py` unpacks with them. `unpack.py` lists the
+types that quire can unpack, `PANEL_FORMATS` those that have a panel format.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GGMLType(Enum):
 
 TYPES_BY_NUMBER: dict[int, GGMLType] = {kind.number: kind for kind in GGMLType}
 
-# The panels of our own kernels that hold a type without loss; the others become float32.
+# The panel formats of the C++ kernels that hold a type without loss. Other types become float32.
 PANEL_FORMATS: dict[GGMLType, str] = {
     GGMLType.Q4_0: "q4_0",
     GGMLType.Q4_1: "q4_1",

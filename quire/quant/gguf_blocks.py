@@ -1,7 +1,7 @@
-"""GGUFBlocks: a matrix kept in the blocks of a GGUF file and unpacked where it is used.
+"""GGUFBlocks: a matrix in the quantized blocks of a GGUF file, unpacked on use.
 
-Slow to multiply with but small to keep; loading a dense model goes through `dense_into`. It knows nothing of files:
-`weights/checkpoint.py` hands it the bytes.
+Multiplication is slow, but memory use is small. Loading a dense model uses `dense_into`. `weights/checkpoint.py` reads
+the files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from quire.quant.ggml_types import GGMLType
 from quire.quant.unpack import UNPACKERS
 from quire.quant.weight import argmax_of_products
 
-SLICE_VALUES = 1 << 19  # unpacked at a time, which bounds the temporaries
+SLICE_VALUES = 1 << 19  # unpacked at a time: bounds the size of temporaries
 
 
 class GGUFBlocks:
-    """A matrix [rows, cols] as uint8 blocks [rows, row_bytes]. `dtype` is what `rows` answers in."""
+    """A matrix [rows, cols] as uint8 blocks [rows, row_bytes]. `rows` returns `dtype`."""
 
     def __init__(self, type: GGMLType, data: Tensor, cols: int, dtype: torch.dtype = torch.float32) -> None:
         check_supported(type)
@@ -41,8 +41,8 @@ class GGUFBlocks:
 
     def matmul(self, x: Tensor) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.shape[0])
-        for part in self._slices():
-            out[..., part] = torch.nn.functional.linear(x, self._unpack(self.data[part]).to(x.dtype))
+        for rows in self._slices():
+            out[..., rows] = torch.nn.functional.linear(x, self._unpack(self.data[rows]).to(x.dtype))
         return out
 
     def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -60,11 +60,11 @@ class GGUFBlocks:
         """Unpack into `out` [rows, cols], which may be a slice of a larger tensor, in out's dtype."""
         assert out.shape == self.shape, (out.shape, self.shape)
         direct = out.dtype == torch.float32 and out.is_contiguous()
-        for part in self._slices():
+        for rows in self._slices():
             if direct:
-                self._unpack_into(self.data[part], out[part])
+                self._unpack_into(self.data[rows], out[rows])
             else:
-                out[part] = self._unpack(self.data[part])
+                out[rows] = self._unpack(self.data[rows])
 
     def _slices(self) -> Iterator[slice]:
         step = max(1, SLICE_VALUES // self.cols)
@@ -81,7 +81,7 @@ class GGUFBlocks:
 
 
 def check_supported(type: GGMLType) -> None:
-    """Refuse tensor types that can be measured but not computed with."""
+    """Refuse tensor types that quire cannot unpack."""
     if type not in UNPACKERS:
         known = ", ".join(kind.name for kind in UNPACKERS)
         raise UnsupportedModel(f"Tensors of type {type.name} are not supported; quire reads {known}.")

@@ -1,7 +1,7 @@
 """PanelWeight: a matrix packed for the C++ kernels. `csrc/panels.h` describes the layout.
 
-Matrices of different storage that are used together (q, k and v of mixed types) are several panels, side by side in the
-output. Who fills them is `weights/checkpoint.py`, or `weights/random_weights.py`.
+A fused matrix of several formats (q, k and v of mixed types) is several `Panels`, whose outputs are concatenated.
+`weights/checkpoint.py` and `weights/random_weights.py` fill them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
 from quire.kernels.cpu.tape import DENSE_FORMATS, Value
-from quire.kernels.cpu.tape_memory import SPARE_ROWS, padded
+from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
 from quire.quant.weight import argmax_of_products
 
 ROWS_IN_PANEL = 16
@@ -24,98 +24,100 @@ PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a
 
 
 def rounded_format(stored: str, name: str, cols: int, quantize: str | None) -> str:
-    """As it is stored, or rounded to our own int8 or int4; the two ends of a model keep 8 bits."""
+    """The format as stored, or our int8 or int4 format. Embedding and head are never rounded to less than 8 bits."""
     if quantize is None or stored not in DENSE_FORMATS or cols % PANEL_BLOCK:
         return stored
     return "q4_1" if quantize == "int4" and ".layers." in name else "q8_0"
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
-    """Room for the rows of one product, as they are and in int8."""
+class Scratch:
+    """Memory for the input rows of one product, in float32 and in int8."""
 
     num_rows: int
     values: Tensor
     rounded: Tensor
 
     @classmethod
-    def make(cls, module: Any, num_rows: int, cols: int) -> Spare:
-        size = num_rows + SPARE_ROWS
+    def make(cls, module: Any, num_rows: int, cols: int) -> Scratch:
+        size = num_rows + PADDING_ROWS
         rounded = torch.empty(size * module.quantized_row_bytes(cols), dtype=torch.uint8)
         return cls(num_rows, torch.zeros(size, cols), rounded)
 
 
 class PanelWeight:
-    """One matrix of `parts`, which are the extension's `Panels`, one below the other."""
+    """One matrix: the rows of several of the extension's `Panels`, concatenated."""
 
-    def __init__(self, parts: Sequence[Any], native: Native) -> None:
-        self.parts = list(parts)
+    def __init__(self, panels: Sequence[Any], native: Native) -> None:
+        self.panels = list(panels)
         self.native = native
-        self._spare: Spare | None = None
+        self._scratch: Scratch | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(part.rows for part in self.parts), self.parts[0].cols
+        return sum(panels.rows for panels in self.panels), self.panels[0].cols
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(panels.nbytes for panels in self.panels)
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
-            return x.tape.matmul(x, self.parts)
+            return x.tape.matmul(x, self.panels)
         flat = x.reshape(-1, x.shape[-1]).float()
         out = torch.empty(len(flat), padded(self.shape[0]))[:, : self.shape[0]]
         first = 0
-        for part in self.parts:
-            self._multiply(part, flat, range(len(flat)), out[:, first:])
-            first += part.rows
+        for panels in self.panels:
+            self._multiply(panels, flat, range(len(flat)), out[:, first:])
+            first += panels.rows
         return out.reshape(*x.shape[:-1], -1).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
 
     def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        if len(self.parts) > 1:
+        if len(self.panels) > 1:
             return argmax_of_products(self, x, rows)
-        return self._multiply(self.parts[0], x, rows, None)
+        return self._multiply(self.panels[0], x, rows, None)
 
-    def _multiply(self, part: Any, x: Tensor, rows: Sequence[int], out: Tensor | None) -> tuple[list[int], list[float]]:
-        """Products of some rows of x into `out`, or else the largest of each."""
+    def _multiply(
+        self, panels: Any, x: Tensor, rows: Sequence[int], out: Tensor | None
+    ) -> tuple[list[int], list[float]]:
+        """Write the products of the given rows of x to `out`. Without `out`, return the argmax and max of each row."""
         if not rows:
             return [], []
         x = x if x.stride(1) == 1 else x.contiguous()
         module = self.native.module
-        if self._spare is None or self._spare.num_rows < len(rows):
-            self._spare = Spare.make(module, len(rows), part.cols)
-        found: tuple[list[int], list[float]] = module.multiply(
+        if self._scratch is None or self._scratch.num_rows < len(rows):
+            self._scratch = Scratch.make(module, len(rows), panels.cols)
+        argmax: tuple[list[int], list[float]] = module.multiply(
             self.native.isa,
             self.native.threads,
-            part,
+            panels,
             rows,
             (x.data_ptr(), x.stride(0)),
-            (self._spare.values.data_ptr(), part.cols),
-            (self._spare.rounded.data_ptr(), part.cols),
+            (self._scratch.values.data_ptr(), panels.cols),
+            (self._scratch.rounded.data_ptr(), panels.cols),
             (out.data_ptr(), out.stride(0)) if out is not None else (0, 0),
         )
-        return found
+        return argmax
 
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):
-            (part,) = self.parts
-            return index.tape.embed(part, by_position=index.are_positions)
+            (panels,) = self.panels
+            return index.tape.embed(panels, by_position=index.are_positions)
         out = torch.empty(len(index), self.shape[1])
-        for part, own, at in self._split(index):
-            found = torch.empty(len(own), self.shape[1])
-            part.unpack_rows(own.data_ptr(), len(own), found.data_ptr())
-            out[at] = found
+        for panels, local_rows, out_rows in self._split(index):
+            unpacked = torch.empty(len(local_rows), self.shape[1])
+            panels.unpack_rows(local_rows.data_ptr(), len(local_rows), unpacked.data_ptr())
+            out[out_rows] = unpacked
         return out
 
     def _split(self, index: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
-        """Each part with the rows of it that are asked for, and where they stand in the answer."""
-        found, first = [], 0
-        for part in self.parts:
-            at = ((index >= first) & (index < first + part.rows)).nonzero().flatten()
-            found.append((part, (index[at] - first).contiguous(), at))
-            first += part.rows
-        return found
+        """For each of the panels: the indexed rows that it holds, counted from its first row, and their output rows."""
+        pieces, first = [], 0
+        for panels in self.panels:
+            out_rows = ((index >= first) & (index < first + panels.rows)).nonzero().flatten()
+            pieces.append((panels, (index[out_rows] - first).contiguous(), out_rows))
+            first += panels.rows
+        return pieces
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense: Tensor = self.rows(torch.arange(self.shape[0])).to(dtype)
@@ -123,7 +125,7 @@ class PanelWeight:
 
 
 def join(rows: Sequence[int], formats: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Which parts of so many rows may share panels: neighbours of one format, each but the last whole panels."""
+    """Group parts that share panels: neighbours of one format, where all but the last fill whole panels."""
     groups: list[tuple[str, list[int]]] = []
     for index, kind in enumerate(formats):
         if groups and groups[-1][0] == kind and rows[index - 1] % ROWS_IN_PANEL == 0:

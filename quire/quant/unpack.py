@@ -16,17 +16,17 @@ from quire.quant.ggml_types import GGMLType
 
 Unpacker = Callable[[Tensor, Tensor], None]
 
-# Where the parts of a block lie, as byte ranges, is written in each unpacker; blocks of 256 values are called "super".
+# Byte ranges in the unpackers are the fields of a block. Blocks of 256 values are called super-blocks.
 
 
-def half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block, as float32 [n, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+def half(blocks: Tensor, offset: int) -> Tensor:
+    """The float16 at byte `offset` of each block, as float32 [n, 1]."""
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def two_halves(blocks: Tensor, at: int) -> tuple[Tensor, Tensor]:
-    """The float16 at byte `at` of each block, and the next one."""
-    both = blocks[:, at : at + 4].contiguous().view(torch.float16).float()
+def two_halves(blocks: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """The two float16 at byte `offset` of each block, as float32 [n, 1] each."""
+    both = blocks[:, offset : offset + 4].contiguous().view(torch.float16).float()
     return both[:, :1], both[:, 1:]
 
 
@@ -52,7 +52,7 @@ def bits(packed: Tensor) -> Tensor:
 
 @cache
 def octet_table(device: torch.device) -> Tensor:
-    """For each byte its bits as eight bytes, in one int64: a look-up is several times faster than shifting."""
+    """For each byte its bits as eight bytes, in one int64. A look-up is several times faster than shifts."""
     expanded = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
     return expanded.to(torch.uint8).view(torch.int64).view(256).to(device)
 
@@ -64,7 +64,7 @@ def bit_planes(packed: Tensor) -> Tensor:
 
 
 def scale_into(out: Tensor, values: Tensor, scales: Tensor, offsets: Tensor | None = None) -> None:
-    """out = values * scales (+ offsets), where a scale serves each of the equal runs that a block is cut into."""
+    """out = values * scales (+ offsets). scales [n, runs]: a block is cut into equal runs, with a scale each."""
     n, runs = scales.shape
     out.copy_(values)
     view = out.view(n, runs, -1)
@@ -115,7 +115,7 @@ def unpack_q2_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def unpack_q3_k(blocks: Tensor, out: Tensor) -> None:
-    """Values are 2 bits plus one in a mask whose clear bit means minus 4; scales are 6 bits, in two places."""
+    """Values are 2 bits plus one in a mask whose clear bit means minus 4; scales are 6 bits, in two fields."""
     values = crumbs(blocks[:, 32:96]).bitwise_or_(bit_planes(blocks[:, :32]) << 2).view(torch.int8).sub_(4)
     low = nibbles(blocks[:, 96:104], 8)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)

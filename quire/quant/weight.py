@@ -1,6 +1,6 @@
-"""A matrix of a model, however it is stored: the one thing a `Linear` or an `Embedding` holds.
+"""Weight: the matrix of a `Linear` or an `Embedding`, in any storage format.
 
-A quantization scheme is a class with these methods and nothing else in quire knows its name. `Dense` is the plain one.
+A quantization scheme is a class with these methods. Layers use only the protocol. `Dense` is an unquantized matrix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Weight(Protocol):
         ...
 
     def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """For each of the given rows of x [m, in]: its first largest product, by place and value; NaN above all."""
+        """For the given rows of x [m, in]: index and value of the largest product, first of equals; NaN is largest."""
         ...
 
     def rows(self, index: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Weight(Protocol):
 
 
 def argmax_of_products(weight: Weight, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-    """`Weight.argmax` by way of all products."""
+    """`Weight.argmax` from all products."""
     value, index = weight.matmul(x[torch.tensor(rows, device=x.device)]).float().max(dim=-1)
     return index.tolist(), value.tolist()
 
@@ -77,7 +77,7 @@ class Dense:
 
 
 class Stacked:
-    """Matrices of different storage on top of each other: what fusing q, k and v of mixed types gives."""
+    """Parts of different storage formats, with their rows concatenated: q, k and v of mixed types."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
         assert len({part.shape[1] for part in parts}) == 1

@@ -16,7 +16,7 @@ from quire.kernels import reference
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
-from quire.kernels.sampling import IN_PROMPT, gumbel, keep
+from quire.kernels.sampling import IN_PROMPT, gumbel, sampling_mask
 
 ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
@@ -79,7 +79,7 @@ def check(
 
 def kept_by(logits: Tensor, params: SamplingParams) -> Tensor:
     temperature, top_k, top_p, floor = settings_of(params)
-    return keep(logits, temperature, int(top_k), top_p, floor)
+    return sampling_mask(logits, temperature, int(top_k), top_p, floor)
 
 
 def weights_of(logits: Tensor, params: SamplingParams) -> Tensor:

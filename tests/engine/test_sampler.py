@@ -15,7 +15,7 @@ from quire.engine.logits_processors import banned_words
 from quire.engine.sampler import sort_keys
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import select
-from quire.kernels.sampling import gumbel, keep, keep_mass
+from quire.kernels.sampling import gumbel, sampling_mask, top_p_mask
 from tests.tools.sampling import changed, make_sampler, sample, samples_of
 
 pytestmark = pytest.mark.cpu
@@ -160,8 +160,8 @@ def test_top_k_and_min_p() -> None:
 def test_top_p_keeps_the_token_that_reaches_it() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.1, 0.1])
     logits = probabilities.log()
-    assert keep_mass(probabilities, logits, 0.5).tolist() == [True, False, False, False]
-    assert keep_mass(probabilities, logits, 0.51).tolist() == [True, True, False, False]
+    assert top_p_mask(probabilities, logits, 0.5).tolist() == [True, False, False, False]
+    assert top_p_mask(probabilities, logits, 0.51).tolist() == [True, True, False, False]
     assert set(draw(300, temperature=1.0, top_p=0.7)) == {1, 5}
 
 
@@ -169,7 +169,7 @@ def test_top_p_beyond_the_first_thousand_equals_a_full_sort() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = 0.1 * torch.randn(5000, generator=generator)
     probabilities = torch.softmax(logits, -1)
-    kept = keep_mass(probabilities, logits, 0.9)
+    kept = top_p_mask(probabilities, logits, 0.9)
     values, order = probabilities.sort(descending=True)
     count = int((values.double().cumsum(-1) - values.double() < 0.9).sum())
     assert count > 1024
@@ -183,7 +183,7 @@ def test_of_equal_logits_at_the_cut_the_lower_ids_are_kept() -> None:
 
     def kept(**options) -> list[int]:
         temperature, top_k, top_p, floor = settings_of(SamplingParams(**options))
-        return keep(logits, temperature, int(top_k), top_p, floor).nonzero().flatten().tolist()
+        return sampling_mask(logits, temperature, int(top_k), top_p, floor).nonzero().flatten().tolist()
 
     assert kept(top_k=1000) == sorted(twos + ones[:300])
     assert kept(top_k=3, temperature=0.5) == twos[:3]

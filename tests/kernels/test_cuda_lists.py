@@ -1,4 +1,4 @@
-"""What the host works out for the GPU's attention: which program takes which keys. Needs Triton and no GPU."""
+"""The work lists that the host makes for attention on the GPU. Needs Triton and no GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_splits_cover_each_context_once(seed: int) -> None:
         lengths = splits[:, 2] - splits[:, 1]
         assert (lengths[1:] <= lengths[:-1]).all(), "the longest come first"
         cut = splits[splits[:, 5] > 1]
-        assert len(set(cut[:, 3])) == len(cut), "two splits share a slot"
+        assert len(set(cut[:, 3])) == len(cut), "two splits share a partial"
         assert (cut[:, 3] < max_partials(kv_heads)).all()
 
 
@@ -106,7 +106,7 @@ def test_captured_steps_cut_their_rows_as_others_do(
         expected = split_contexts(np.zeros_like(ends), ends, kv_heads, room_for_splits(rows, kv_heads))
         expected[:, 7], expected[:, 0] = tokens[expected[:, 0]], numbers[expected[:, 0]]
         assert (used == expected).all()
-        assert (used[used[:, 5] > 1, 3] < max_partials(kv_heads)).all(), "a slot outside of the workspace"
+        assert (used[used[:, 5] > 1, 3] < max_partials(kv_heads)).all(), "a partial outside of the workspace"
 
 
 def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +134,16 @@ def test_items_cover_each_tile_once(seed: int) -> None:
         assert set(tiles) == {
             (row, first) for row, count in enumerate(counts) for first in range(0, count * group, varlen_items.TILE)
         }
-        for (row, first), parts in tiles.items():
+        for (row, first), splits in tiles.items():
             context = seq_lens[row] - counts[row]
             last = min((first + varlen_items.TILE - 1) // group, counts[row] - 1)
             lowest = 0 if window is None else max(context + first // group - window + 1, 0)
-            parts.sort(key=lambda part: part[4])
-            assert [part[4] for part in parts] == list(range(parts[0][5]))
-            assert parts[0][2] <= lowest
-            assert parts[0][2] % page == 0
-            assert parts[-1][3] == context + last + 1
-            assert all(a[3] == b[2] for a, b in pairwise(parts))
-        slots = [(item[6] + item[4]) for item in items if item[5] > 1]
-        assert len(set(slots)) == len(slots), "two parts share a slot"
-        assert all((slot + 1) * kv_heads <= varlen_items.PART_UNITS for slot in slots)
+            splits.sort(key=lambda split: split[4])
+            assert [split[4] for split in splits] == list(range(splits[0][5]))
+            assert splits[0][2] <= lowest
+            assert splits[0][2] % page == 0
+            assert splits[-1][3] == context + last + 1
+            assert all(a[3] == b[2] for a, b in pairwise(splits))
+        partials = [(item[6] + item[4]) for item in items if item[5] > 1]
+        assert len(set(partials)) == len(partials), "two splits share a partial"
+        assert all((partial + 1) * kv_heads <= varlen_items.MAX_PARTIALS for partial in partials)

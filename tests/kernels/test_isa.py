@@ -85,7 +85,7 @@ def test_child_that_cannot_start_is_a_fault(monkeypatch, tmp_path):
     ],
 )
 def test_judge_keeps_the_reason(status, stderr, detail):
-    assert isa.judge(status, stderr) == AMXState(AMX.FAULTS, detail)
+    assert isa.probe_result(status, stderr) == AMXState(AMX.FAULTS, detail)
 
 
 def test_no_child_is_started_where_nothing_is_advertised(monkeypatch):

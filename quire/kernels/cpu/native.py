@@ -1,7 +1,7 @@
-"""The C++ kernels: whether they are here, which of their instruction sets this machine runs, and on how many threads.
+"""The C++ kernels: whether the extension is built, which of its instruction sets the CPU runs, and the thread count.
 
-`find` is asked once an engine; without an extension (no compiler when quire was installed) or on a CPU older than AVX2
-it says so and the torch ops serve instead. What is computed with them is in `tape.py` and `native_ops.py`.
+`find` is called once an engine. Without an extension (no compiler when quire was installed), or on a CPU without AVX2,
+it returns the reason, and the torch ops are used. `tape.py` and `native_ops.py` call the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The extension, one of its instruction sets, and the threads of a team."""
+    """The extension, one of its instruction sets, and the number of threads."""
 
     module: ModuleType
     isa: str
@@ -32,13 +32,13 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why there are no kernels of our own, as a clause."""
+    """Why the extension cannot be used, as a clause."""
 
     reason: str
 
 
 def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
-    """The best kernels that were built and that this CPU runs."""
+    """The extension, with the best instruction set that is built and that this CPU runs."""
     module = load()
     if isinstance(module, Missing):
         return module
@@ -58,6 +58,6 @@ def load() -> ModuleType | Missing:
 
 
 def usable(cpu: CPU, built: list[str]) -> list[str]:
-    """The instruction sets that were built and that run here, best first."""
+    """The instruction sets that are built and that this CPU runs, best first."""
     fit = [isa for isa, needs in NEEDS.items() if isa in built and needs <= cpu.flags]
     return [isa for isa in fit if isa != "amx" or cpu.amx.status is AMX.RUNS]

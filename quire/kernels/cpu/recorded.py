@@ -1,6 +1,6 @@
-"""RecordedModel: a model whose forward pass has been put on a tape, and is run in one call a step.
+"""RecordedModel: a model whose forward pass is recorded on a tape and runs in one call a step.
 
-It is called like the model it was made from. The engine gets one from the `record` op; logits are still the model's.
+It is called like the model it was made from. The engine gets one from the `record` op. The model computes the logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepPaging:
-    """Stands in for a Paging while a model is recorded: ops name their group, and find its tables when they run."""
+    """Stands in for a Paging while a model is recorded. Ops record a group's index; `run` gets the tables."""
 
     slot_mapping: Sequence[int]
 

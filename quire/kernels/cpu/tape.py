@@ -1,9 +1,9 @@
-"""Tape: a model's ops written down once, to be run every step by one call.
+"""Tape: a model's ops, recorded once and run every step by one call.
 
-A model is called with `Value`s in place of tensors. Each op puts itself on the tape and answers with the value that it
-will compute; `finish` gives the values memory and hands the list to the C++ program. Values that nobody refers to any
-more give their memory to later ones, so Python's own reference counts are the plan of the buffers. Neighbours are fused
-while they are written down: a product's bias and gate, and the rounding to int8 that a following product needs.
+A model is called with `Value`s in place of tensors. Each op is appended to the tape and returns the value that it
+computes. `finish` allocates memory and builds the C++ program. The memory of a buffer is reused after Python has
+dropped the last reference to it. Neighbouring ops are fused while they are recorded: a product with its bias and its
+gate, and an op with the rounding to int8 that the next product needs.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.tape_memory import Memory, Reader, Slot, padded
+from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
 from quire.kernels.cpu.tape_ops import Embed, Matmul, Norm, Op, Recorded
 from quire.kernels.paging import Paging
 
-DENSE_FORMATS = ("f32", "bf16", "f16")  # of panels; the others are multiplied with activations in int8
+DENSE_FORMATS = ("f32", "bf16", "f16")  # of panels; other formats are multiplied with int8 activations
 
 
 class Buffer:
-    """What one op computes: rows of `width` values, and perhaps the same in int8."""
+    """The output of one op: rows of `width` values in float32 and in int8. Each is written only if it is needed."""
 
     def __init__(self, tape: Tape, width: int, producer: Op | None) -> None:
         self.tape = tape
         self.width = width
         self.producer = producer
-        self.values = Slot(tape.take(width, quantized=False))
-        self.quantized = Slot(tape.take(width, quantized=True))
+        self.values = Storage(tape.acquire(width, quantized=False))
+        self.quantized = Storage(tape.acquire(width, quantized=True))
 
     def __del__(self) -> None:
-        self.tape.give_back(self.values.memory, self.quantized.memory)
+        self.tape.release(self.values.memory, self.quantized.memory)
 
 
 class Value:
-    """A tensor of a step that is not there yet: `tail` is its shape behind the tokens."""
+    """Stands in for a tensor [tokens, *tail] while a model is recorded: columns of a buffer from `first` on."""
 
     dtype = torch.float32
     device = torch.device("cpu")
@@ -61,9 +61,10 @@ class Value:
     def whole(self) -> bool:
         return self.first == 0 and self.width == self.buffer.width
 
-    def read(self) -> Reader:
+    def read(self) -> Columns:
+        """Mark the values as needed and return their columns. Ops call this for their inputs and outputs."""
         self.buffer.values.needed = True
-        return Reader(self.buffer.values, self.first)
+        return Columns(self.buffer.values, self.first)
 
     def view(self, tokens: int, heads: int, head_dim: int) -> Value:
         assert tokens == -1, tokens
@@ -76,14 +77,14 @@ class Value:
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> list[Value]:
         assert dim == 1, dim
-        parts, first = [], self.first
+        values, first = [], self.first
         for size in sizes:
-            parts.append(Value(self.buffer, (size, *self.tail[1:]), first))
-            first += parts[-1].width
-        return parts
+            values.append(Value(self.buffer, (size, *self.tail[1:]), first))
+            first += values[-1].width
+        return values
 
     def __add__(self, other: Tensor | Value) -> Value:
-        """Another value of the step, or a bias."""
+        """Add another value of the step, or a bias."""
         return self.tape.add(self, other) if isinstance(other, Value) else self.tape.add_bias(self, other)
 
     def __mul__(self, factor: Tensor) -> Value:
@@ -98,29 +99,29 @@ class Tape:
     max_tokens: int
     ops: list[Op] = field(default_factory=list)
     _free: dict[tuple[int, bool], list[Memory]] = field(default_factory=dict)
-    _slots: list[Slot] = field(default_factory=list)
+    _storages: list[Storage] = field(default_factory=list)
     _program: Any = None
-    _multiplied: Buffer | None = None  # by the last op: not to be given to the gate that may yet join it
+    _matmul_input: Buffer | None = None  # of the last op: a gate that fuses with it must not reuse this memory
 
-    def take(self, width: int, *, quantized: bool) -> Memory:
+    def acquire(self, width: int, *, quantized: bool) -> Memory:
         free = self._free.setdefault((width, quantized), [])
         if free:
             return free.pop()
         row_bytes = self.native.module.quantized_row_bytes(width) if quantized else 4 * padded(width)
         return Memory(width, row_bytes)
 
-    def give_back(self, values: Memory, quantized: Memory) -> None:
+    def release(self, values: Memory, quantized: Memory) -> None:
         self._free[values.width, False].append(values)
         self._free[quantized.width, True].append(quantized)
 
     def new(self, tail: tuple[int, ...], producer: Op | None = None) -> Value:
         value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer), tail)
-        self._slots += [value.buffer.values, value.buffer.quantized]
+        self._storages += [value.buffer.values, value.buffer.quantized]
         return value
 
     def put(self, op: Op) -> None:
         self.ops.append(op)
-        self._multiplied = None
+        self._matmul_input = None
 
     def embed(self, weight: Any, *, by_position: bool = False) -> Value:
         out = self.new((weight.cols,))
@@ -143,17 +144,17 @@ class Tape:
         bias: Tensor | None = None,
         centered: bool = False,
     ) -> tuple[Value, Value]:
-        """The norm of x, or of x and a residual, and what was normed."""
+        """The norm of x, or of x + residual, and the norm's input."""
         groups = x.tail[0] if len(x.tail) == 2 else 1
         out, total = self.new(x.tail), x if residual is None else self.new(x.tail)
-        sources = (x.read(), residual.read() if residual else None, total.read() if residual else None)
-        op = Norm(*sources, weight, bias, centered, eps, groups, out.buffer.values, out.buffer.quantized)
+        columns = (x.read(), residual.read() if residual else None, total.read() if residual else None)
+        op = Norm(*columns, weight, bias, centered, eps, groups, out.buffer.values, out.buffer.quantized)
         out.buffer.producer = op
         self.put(op)
         return out, total
 
     def matmul(self, x: Value, weights: Sequence[Any]) -> Value:
-        """The products with several matrices, side by side."""
+        """The products with several matrices, concatenated along the columns."""
         out = self.new((sum(weight.rows for weight in weights),))
         first = 0
         for weight in weights:
@@ -162,7 +163,7 @@ class Tape:
             first += weight.rows
         if len(weights) == 1:
             out.buffer.producer = op
-            self._multiplied = x.buffer
+            self._matmul_input = x.buffer
         return out
 
     def _product(self, x: Value, weight: Any, out: Value, first: int) -> Matmul:
@@ -171,11 +172,11 @@ class Tape:
             x.buffer.values.needed = True
         else:
             quantize = self._round(x)
-        reader = Reader(x.buffer.values, x.first)
-        return Matmul(weight, reader, x.buffer.quantized, quantize, out.buffer.values, first)
+        columns = Columns(x.buffer.values, x.first)
+        return Matmul(weight, columns, x.buffer.quantized, quantize, out.buffer.values, first)
 
     def _round(self, x: Value) -> bool:
-        """Have x in int8; True if that is left to the product itself, False if an op before it does it."""
+        """Make x available in int8. True: the product rounds x itself. False: an earlier op does."""
         assert x.whole
         if x.buffer.quantized.needed:
             return False
@@ -194,7 +195,7 @@ class Tape:
         return x
 
     def add(self, x: Value, y: Value) -> Value:
-        """The sum of two values. A norm that follows adds them by itself: `norm` with a residual."""
+        """The sum of two values. Where a norm follows, use `norm` with a residual instead."""
         assert x.tail == y.tail, (x.tail, y.tail)
         out = self.new(x.tail)
         self.put(Recorded("add", {"a": x.read(), "b": y.read(), "y": out.read(), "size": x.width}))
@@ -210,9 +211,9 @@ class Tape:
         return Recorded("activate", arguments)
 
     def gate(self, x: Value, activation: str) -> Value:
-        """A single product right before becomes a gated one: its raw outputs are then never written.
+        """Fuse the gate into the product, if that is the last op. The product's own outputs are then never written.
 
-        Not one further back: what lies between may use the memory that is free for the gate now.
+        An earlier product cannot be fused: the ops after it may use the memory that the gate's output gets.
         """
         size = x.width // 2
         out = self.new((size,))
@@ -227,11 +228,11 @@ class Tape:
         return out
 
     def finish(self) -> None:
-        """Give memory to what is needed and build the program."""
-        self._multiplied = None
-        for slot in self._slots:
-            if slot.needed and slot.memory.tensor is None:
-                slot.memory.allocate(self.max_tokens)
+        """Allocate the memory of needed storages and build the program."""
+        self._matmul_input = None
+        for storage in self._storages:
+            if storage.needed and storage.memory.tensor is None:
+                storage.memory.allocate(self.max_tokens)
         self._program = self.native.module.Program(self.native.isa)
         for op in self.ops:
             op.emit(self._program)
@@ -241,22 +242,22 @@ class Tape:
         self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
 
     def run_timed(self, tokens: Tensor, positions: Tensor, paging: Paging) -> list[tuple[str, int]]:
-        """The same, answering with each op's kind and nanoseconds."""
+        """As `run`; returns the kind and the nanoseconds of each op."""
         arguments = step_arguments(tokens, positions, paging, len(tokens))
         return list(self._program.run_timed(self.native.threads, *arguments))
 
     def result(self, value: Value, num_tokens: int) -> Tensor:
-        """What a value became in the last run; good until the next."""
-        address = value.buffer.values.memory
-        assert address.tensor is not None
-        rows = address.tensor.view(torch.float32).view(-1, address.row_bytes // 4)
+        """The tensor of a value, [num_tokens, width]. The next run overwrites it."""
+        memory = value.buffer.values.memory
+        assert memory.tensor is not None
+        rows = memory.tensor.view(torch.float32).view(-1, memory.row_bytes // 4)
         return rows[:num_tokens, value.first : value.first + value.width]
 
 
 def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Paging | None, num_tokens: int) -> Any:
-    at, turned = (0 if tensor is None else tensor.data_ptr() for tensor in (tokens, positions))
+    token_address, position_address = (0 if x is None else x.data_ptr() for x in (tokens, positions))
     if paging is None:
-        return (num_tokens, 0, at, turned, 0, 0, [], 0, 0)
+        return (num_tokens, 0, token_address, position_address, 0, 0, [], 0, 0)
     groups = [
         (table.data_ptr(), table.stride(0), 0 if slots is None else slots.data_ptr())
         for table, slots in zip_longest(paging.block_tables, paging.slot_mapping)  # fixed groups have no slots
@@ -265,8 +266,8 @@ def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Pagi
     return (
         num_tokens,
         len(paging.host_seq_lens),
-        at,
-        turned,
+        token_address,
+        position_address,
         paging.query_starts.data_ptr(),
         paging.seq_lens.data_ptr(),
         groups,

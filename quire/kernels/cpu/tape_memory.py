@@ -1,6 +1,6 @@
-"""Where the values of a tape lie: memory that is shared out while ops are recorded, and mapped when the tape is done.
+"""The memory of a tape. It is assigned to buffers while ops are recorded, and mapped when the tape is finished.
 
-`tape.py` hands slots out and takes memory back; `tape_ops.py` asks them for addresses.
+`tape.py` makes storages and reuses their memory; `tape_ops.py` reads their addresses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SPARE_ROWS = 16  # behind the last row, that kernels may read
+PADDING_ROWS = 16  # after the last row: kernels may read them
 HUGE_PAGE = 1 << 21
-NOWHERE = (0, 0)
+NULL_VIEW = (0, 0)
 
 View = tuple[int, int]
 
@@ -27,7 +27,7 @@ class Memory:
         self.tensor: Tensor | None = None
 
     def allocate(self, rows: int) -> None:
-        self.tensor = huge_pages((rows + SPARE_ROWS) * self.row_bytes)
+        self.tensor = huge_pages((rows + PADDING_ROWS) * self.row_bytes)
 
     @property
     def address(self) -> int:
@@ -35,40 +35,40 @@ class Memory:
         return self.tensor.data_ptr()
 
 
-class Slot:
-    """A buffer's claim to memory. Only what an op reads is needed; what is not needed is never written."""
+class Storage:
+    """A buffer's use of a memory. It is `needed` if an op reads it. Ops do not write a storage that is not needed."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.needed = False
 
     def view(self, first: int = 0) -> View:
-        """Where column `first` begins and how many floats lie between two rows."""
-        return (self.memory.address + 4 * first, self.memory.row_bytes // 4) if self.needed else NOWHERE
+        """The address of column `first` in row 0, and the row stride in floats."""
+        return (self.memory.address + 4 * first, self.memory.row_bytes // 4) if self.needed else NULL_VIEW
 
     def quantized(self) -> View:
-        """Where the rows begin, and their columns."""
-        return (self.memory.address, self.memory.width) if self.needed else NOWHERE
+        """The address of row 0, and the number of columns."""
+        return (self.memory.address, self.memory.width) if self.needed else NULL_VIEW
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Columns of a slot from `first` on."""
+class Columns:
+    """The columns of a storage from `first` on."""
 
-    slot: Slot
+    storage: Storage
     first: int = 0
 
     def view(self) -> View:
-        return self.slot.view(self.first)
+        return self.storage.view(self.first)
 
 
 def padded(width: int) -> int:
-    """Floats between two rows: whole cache lines, and not so many that rows fall onto the same ones."""
+    """The row stride in floats: whole cache lines, and one more, so that rows do not share cache sets."""
     return -(-width // 16) * 16 + 16
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Bytes of zeros at a multiple of 2 MiB, in large pages where the system has them; unused ones cost nothing."""
+    """Zeroed bytes, aligned to 2 MiB, in huge pages where the system has them. Untouched pages take no memory."""
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE:
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -1,6 +1,6 @@
-"""The ops of a tape: what each reads and writes, and how it is put into the C++ program.
+"""The ops of a tape: what each reads and writes, and how it is added to the C++ program.
 
-`tape.py` makes them and, while the tape is being written, changes those that fuse with a neighbour.
+`tape.py` makes them. While the tape is recorded, it changes the ops that fuse with a neighbour.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels.cpu.tape_memory import NOWHERE, Reader, Slot
+from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage
 
 
 class Op(Protocol):
@@ -23,7 +23,7 @@ class Embed:
 
     weight: Any
     by_position: bool
-    out: Slot
+    out: Storage
     scale: float = 1.0
 
     def emit(self, program: Any) -> None:
@@ -34,16 +34,16 @@ class Embed:
 class Norm:
     """RMSNorm, or LayerNorm if it is centered."""
 
-    x: Reader
-    residual: Reader | None
-    sum: Reader | None
+    x: Columns
+    residual: Columns | None
+    sum: Columns | None
     weight: Tensor
     bias: Tensor | None
     centered: bool
     eps: float
     groups: int
-    y: Slot
-    quantized: Slot
+    y: Storage
+    quantized: Storage
 
     @property
     def rounds(self) -> bool:
@@ -52,8 +52,8 @@ class Norm:
     def emit(self, program: Any) -> None:
         program.norm(
             x=self.x.view(),
-            residual=self.residual.view() if self.residual else NOWHERE,
-            sum=self.sum.view() if self.sum else NOWHERE,
+            residual=self.residual.view() if self.residual else NULL_VIEW,
+            sum=self.sum.view() if self.sum else NULL_VIEW,
             weight=self.weight.data_ptr(),
             bias=self.bias.data_ptr() if self.bias is not None else 0,
             centered=self.centered,
@@ -67,15 +67,15 @@ class Norm:
 
 @dataclass(slots=True)
 class Matmul:
-    """y = x W^T + bias, or with an activation the gated product; x is rounded first unless its producer has done it."""
+    """y = x W^T + bias, or with an activation the gated product. With `quantize` it first rounds x to int8."""
 
     weight: Any
-    x: Reader
-    quantized: Slot
+    x: Columns
+    quantized: Storage
     quantize: bool
-    y: Slot
+    y: Storage
     first: int
-    gated: Slot | None = None
+    gated: Storage | None = None
     bias: Tensor | None = None
     activation: str = ""
 
@@ -88,7 +88,7 @@ class Matmul:
         return f"{self.weight.rows}x{self.weight.cols}"
 
     def emit(self, program: Any) -> None:
-        assert self.y.needed or (self.gated is not None and self.gated.needed), "nobody reads this product"
+        assert self.y.needed or (self.gated is not None and self.gated.needed), "no op reads this product"
         program.matmul(
             weight=self.weight,
             x=self.x.view(),
@@ -97,34 +97,34 @@ class Matmul:
             y=self.y.view(self.first),
             bias=self.bias.data_ptr() if self.bias is not None else 0,
             activation=self.activation,
-            gated=self.gated.quantized() if self.gated else NOWHERE,
+            gated=self.gated.quantized() if self.gated else NULL_VIEW,
         )
 
 
 @dataclass(slots=True)
 class Recorded:
-    """Any other op: the program's method and what it is called with. Slots and tensors are addressed when emitted."""
+    """Any other op: a method of the program and its arguments. `emit` replaces storages and tensors by addresses."""
 
     method: str
     arguments: dict[str, Any]
 
     def emit(self, program: Any) -> None:
-        getattr(program, self.method)(**{name: addressed(value) for name, value in self.arguments.items()})
+        getattr(program, self.method)(**{name: resolve_address(value) for name, value in self.arguments.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A layer's keys or values, [blocks, ...]. What lies between two blocks is not this layer's."""
+    """A layer's keys or values, [blocks, ...]. Between two blocks there may be memory of other layers."""
 
     items: Tensor
 
     def view(self) -> tuple[int, int]:
-        """The address of block 0, and bytes from one block to the next."""
+        """The address of block 0, and the block stride in bytes."""
         assert self.items[0].is_contiguous()
         return self.items.data_ptr(), self.items.stride(0) * self.items.element_size()
 
 
-def addressed(value: Any) -> Any:
-    if isinstance(value, Reader | Blocks):
+def resolve_address(value: Any) -> Any:
+    if isinstance(value, Columns | Blocks):
         return value.view()
     return value.data_ptr() if isinstance(value, Tensor) else value

@@ -27,8 +27,8 @@ def gelu(x):
 def _activate(x, y, count, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         value = silu(value)
     elif ACTIVATION == "gelu_tanh":
@@ -37,7 +37,7 @@ def _activate(x, y, count, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PDL: t
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     else:
         value = tl.where(value < 0.0, 0.0, value)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=at < count)
+    tl.store(y + offsets, value.to(y.dtype.element_ty), mask=offsets < count)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -1,9 +1,9 @@
-"""Ops whose sums do not depend on what is computed beside them: a token's numbers are the same, bit for bit, in any
-batch, chunk or order. `select` takes these for an engine that is to be exact; it pays for them with speed.
+"""Batch-invariant ops: a token's results are the same, bit for bit, in any batch, chunk or order. They are slower.
+`select` returns them with `exact`.
 
-Every product adds up its inputs in their order, on the same instruction whatever the number of rows. Attention walks
-through a context from its first key on, in tiles that lie at fixed places, and never splits it. Norms, gates and
-rotation compute each row by itself anyway.
+A matmul adds its inputs in order, with the same instruction for any number of rows. Attention starts at the first key
+of a context, in tiles at fixed positions, and never splits a context. Norms, gates and rotation compute each row
+independently in any case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels import Fused
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
-from quire.kernels.cuda.attention import dispatch as ways
+from quire.kernels.cuda.attention import dispatch
 from quire.kernels.cuda.gemm.skinny import Tile, multiply
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.ops import cache_shapes
@@ -28,21 +28,21 @@ __all__ = [
 ]  # fmt: skip
 
 FEW_ROWS = 64
-FEW, MANY = Tile(64, 128, 4, 5), Tile(128, 64, 8, 3, max_rows=128)
-IN_FLOAT32 = Tile(64, 32, 4, 2)
+FEW_ROWS_TILE, MANY_ROWS_TILE = Tile(64, 128, 4, 5), Tile(128, 64, 8, 3, max_rows=128)
+FLOAT32_TILE = Tile(64, 32, 4, 2)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in], weight [out, in] -> x W^T"""
     if x.dtype == torch.float32:
-        return multiply(x.contiguous(), weight, IN_FLOAT32)
+        return multiply(x.contiguous(), weight, FLOAT32_TILE)
     is_few = x.numel() <= FEW_ROWS * x.shape[-1]
-    return multiply(x.contiguous(), weight, FEW if is_few else MANY)
+    return multiply(x.contiguous(), weight, FEW_ROWS_TILE if is_few else MANY_ROWS_TILE)
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return (silu_mul if activation == "silu" else gelu_mul)(linear(x, weight))
 
 
-attention = partial(ways.attention, exact=True)
-fused = Fused(rope_store, partial(ways.rope_attention, exact=True), gated_linear)
+attention = partial(dispatch.attention, exact=True)
+fused = Fused(rope_store, partial(dispatch.rope_attention, exact=True), gated_linear)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on the GPU: one program a row, the residual added on the way."""
+"""RMSNorm and LayerNorm on the GPU, with an optional residual: one program a row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ def _norm(
     CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
-    at = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    values = tl.load(x + at // groups * x_row + at % groups * x_group + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row // groups * x_row + row % groups * x_group + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
     if HAS_RESIDUAL:
-        values += tl.load(residual + at * size + columns, mask=inside, other=0.0).to(tl.float32)
+        values += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        tl.store(total + at * size + columns, rounded, mask=inside)
+        tl.store(total + row * size + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     if CENTERED:
         values = tl.where(inside, values - tl.sum(values, axis=0) / size, 0.0)
@@ -35,7 +37,7 @@ def _norm(
     normed = values * factor * scale
     if HAS_BIAS:
         normed += shift
-    tl.store(y + at * size + columns, normed.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * size + columns, normed.to(y.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

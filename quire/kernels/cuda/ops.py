@@ -1,6 +1,6 @@
-"""The ops of `reference` on an NVIDIA GPU, in Triton. `select` takes from here what is here.
+"""The ops of `reference` on an NVIDIA GPU, in Triton. Ops that are not here are the reference's.
 
-A block of the cache is [kv_heads, block_size, head_dim]: one head's keys of a block lie side by side.
+A block of the cache is [kv_heads, block_size, head_dim]: one head's keys of a block are contiguous.
 """
 
 from __future__ import annotations

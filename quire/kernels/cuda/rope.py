@@ -1,7 +1,7 @@
-"""Rotation and the cache's write in one kernel: what comes out of the projection is read once.
+"""RoPE and the cache write in one kernel, which reads the projections once.
 
-Queries and keys are rotated in place, and keys and values go to their slots. A slot of -1 is nobody's: rows that
-only fill up a captured batch have those.
+Queries and keys are rotated in place, and keys and values are stored in their slots. A token of slot -1 is not stored:
+the padding rows of a captured batch have that slot.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ OTHER_MAX = tl.constexpr(3.3895e38)
 
 @triton.jit
 def fit(x, like):
-    """x as a cache holds it: what its type cannot say, or is no number, becomes the largest that it can. So a cache is
-    finite everywhere, and what attention takes times zero is zero."""
+    """x in the cache's type, clamped to its finite range. NaN becomes finite too. So the cache is finite everywhere,
+    and its values times zero are zero: attention relies on that."""
     most: tl.constexpr = (
         FP8_MAX
         if like.dtype.element_ty == tl.float8e4nv
@@ -48,7 +48,7 @@ def _rope_store(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots + token)
-    place = slot // block_size * block_stride + slot % block_size * DIM
+    slot_offset = slot // block_size * block_stride + slot % block_size * DIM
     pairs = tl.arange(0, HALF)
     first = 2 * pairs if INTERLEAVED else pairs
     second = first + 1 if INTERLEAVED else pairs + ROTARY_DIM // 2
@@ -60,39 +60,39 @@ def _rope_store(
 
     if tl.program_id(1) * HEADS < num_q:
         is_q = (heads < num_q)[:, None] & exists
-        at = q + token * q_row + heads[:, None] * DIM
-        a = tl.load(at + first[None, :], mask=is_q, other=0.0).to(tl.float32)
-        b = tl.load(at + second[None, :], mask=is_q, other=0.0).to(tl.float32)
+        q_ptrs = q + token * q_row + heads[:, None] * DIM
+        a = tl.load(q_ptrs + first[None, :], mask=is_q, other=0.0).to(tl.float32)
+        b = tl.load(q_ptrs + second[None, :], mask=is_q, other=0.0).to(tl.float32)
         a, b = _rotate_pair(a, b, cosines, sines)
-        tl.store(at + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
-        tl.store(at + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
+        tl.store(q_ptrs + first[None, :], a.to(q.dtype.element_ty), mask=is_q)
+        tl.store(q_ptrs + second[None, :], b.to(q.dtype.element_ty), mask=is_q)
 
     if (tl.program_id(1) + 1) * HEADS > num_q:
         key_heads = heads - num_q
         stored = (key_heads >= 0) & (key_heads < num_kv) & (slot >= 0)
         is_k = stored[:, None] & exists
-        at = k + token * k_row + key_heads[:, None] * DIM
-        a = tl.load(at + first[None, :], mask=is_k, other=0.0).to(tl.float32)
-        b = tl.load(at + second[None, :], mask=is_k, other=0.0).to(tl.float32)
+        k_ptrs = k + token * k_row + key_heads[:, None] * DIM
+        a = tl.load(k_ptrs + first[None, :], mask=is_k, other=0.0).to(tl.float32)
+        b = tl.load(k_ptrs + second[None, :], mask=is_k, other=0.0).to(tl.float32)
         a, b = _rotate_pair(a, b, cosines, sines)
         a, b = a.to(k.dtype.element_ty), b.to(k.dtype.element_ty)
-        tl.store(at + first[None, :], a, mask=is_k)
-        tl.store(at + second[None, :], b, mask=is_k)
-        to = keys + place + key_heads[:, None] * head_stride
-        tl.store(to + first[None, :], fit(a, keys), mask=is_k)
-        tl.store(to + second[None, :], fit(b, keys), mask=is_k)
+        tl.store(k_ptrs + first[None, :], a, mask=is_k)
+        tl.store(k_ptrs + second[None, :], b, mask=is_k)
+        key_ptrs = keys + slot_offset + key_heads[:, None] * head_stride
+        tl.store(key_ptrs + first[None, :], fit(a, keys), mask=is_k)
+        tl.store(key_ptrs + second[None, :], fit(b, keys), mask=is_k)
 
         columns = tl.arange(0, WIDTH)
         if ROTARY_DIM < DIM:
-            passed = stored[:, None] & ((columns >= ROTARY_DIM) & (columns < DIM))[None, :]
-            rest = tl.load(at + columns[None, :], mask=passed, other=0.0)
-            tl.store(to + columns[None, :], fit(rest, keys), mask=passed)
+            is_rest = stored[:, None] & ((columns >= ROTARY_DIM) & (columns < DIM))[None, :]
+            rest = tl.load(k_ptrs + columns[None, :], mask=is_rest, other=0.0)
+            tl.store(key_ptrs + columns[None, :], fit(rest, keys), mask=is_rest)
 
         is_v = stored[:, None] & (columns < DIM)[None, :]
-        at = v + token * v_row + key_heads[:, None] * DIM
-        to = values + place + key_heads[:, None] * head_stride
-        value = tl.load(at + columns[None, :], mask=is_v, other=0.0)
-        tl.store(to + columns[None, :], fit(value, values), mask=is_v)
+        v_ptrs = v + token * v_row + key_heads[:, None] * DIM
+        value_ptrs = values + slot_offset + key_heads[:, None] * head_stride
+        value = tl.load(v_ptrs + columns[None, :], mask=is_v, other=0.0)
+        tl.store(value_ptrs + columns[None, :], fit(value, values), mask=is_v)
 
 
 def rope_store(
@@ -127,11 +127,11 @@ def _store(
     columns = tl.arange(0, WIDTH)[None, :]
     slot = tl.load(slots + token)
     inside = (heads < num_kv) & (columns < DIM) & (slot >= 0)
-    to = slot // block_size * block_stride + slot % block_size * DIM + heads * head_stride + columns
+    offsets = slot // block_size * block_stride + slot % block_size * DIM + heads * head_stride + columns
     key = tl.load(k + token * k_row + heads * DIM + columns, mask=inside, other=0.0)
     value = tl.load(v + token * v_row + heads * DIM + columns, mask=inside, other=0.0)
-    tl.store(keys + to, fit(key, keys), mask=inside)
-    tl.store(values + to, fit(value, values), mask=inside)
+    tl.store(keys + offsets, fit(key, keys), mask=inside)
+    tl.store(values + offsets, fit(value, values), mask=inside)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -123,7 +123,7 @@ def test_blocks_of_any_size_give_the_same(family: str) -> None:
 def num_buffers(config: ModelConfig) -> int:
     ops = kernels_of()
     recorded = ops.record(native_model(config, ops), native_cache(config, "float32").layers, MAX_TOKENS)
-    return len({id(slot.memory) for slot in recorded.tape._slots if slot.needed})
+    return len({id(storage.memory) for storage in recorded.tape._storages if storage.needed})
 
 
 @each_family

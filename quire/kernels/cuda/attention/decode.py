@@ -1,11 +1,12 @@
-"""Attention of rows with one query each: a program takes a stretch of one row's context for one key head.
+"""Decode attention: rows with one query each. A program computes one split of a row's context for one key head.
 
-Keys and values are the rows of both products, and the few queries of a key head are the columns: eight of them, where
-queries as rows would have to be filled up to sixteen. Where heads share their keys with more, `single` is used.
+Keys and values are the rows of both products, and the query heads of a key head are the columns. A matrix instruction
+has at least 8 columns but 16 rows, so this pads queries less. With more than 8 query heads a key head,
+`single_query.py` is used.
 
-With `New`, rotation and the cache's write are done here too: a program turns its own queries, and the one whose stretch
-ends with the new token turns its key and stores both. What earlier steps stored is read before the projection ends, and
-so are the angles.
+With `New`, the kernel also rotates and writes to the cache: each program rotates its queries, and the program whose
+split ends with the new token rotates the new key and stores key and value. Cached keys, values and angles are loaded
+before the projection kernel has ended.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_f
 from quire.kernels.cuda.rope import fit
 from quire.kernels.paging import LayerCache, Paging
 
-QUERIES = 8  # columns that a matrix instruction has: the most query heads of a key head
-NEW_ROWS = 64  # with more, `New` costs more than kernels of their own do
+QUERIES = 8  # columns of a matrix instruction: the maximum number of query heads a key head
+NEW_ROWS = 64  # with more rows, `New` is slower than separate kernels
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _partner(columns, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _load_angles(table, columns, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of a row of the table, for each column: the cosine, and the sine with the sign of the partner's share."""
+    """From a row of the table, for each column: the cosine, and the sine with the sign of the partner's term."""
     _, angle, sign = _partner(columns, ROTARY_DIM, INTERLEAVED)
     is_rotary = columns < ROTARY_DIM
     cosines = tl.load(table + angle, mask=is_rotary, other=1.0)
@@ -49,7 +50,7 @@ def _load_angles(table, columns, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.const
 
 @triton.jit
 def _rotated(x, columns, inside, cosines, sines, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x points to heads [1, lanes]; what comes back is rotated by these angles, and rounded as a head is stored."""
+    """x points to heads [1, lanes]. Returns them rotated by these angles and rounded to their stored type."""
     partner, _, _ = _partner(columns, ROTARY_DIM, INTERLEAVED)
     own = tl.load(x + columns[:, None], mask=inside, other=0.0)
     other = tl.load(x + partner[:, None], mask=inside & (columns < ROTARY_DIM)[:, None], other=0.0)
@@ -58,75 +59,75 @@ def _rotated(x, columns, inside, cosines, sines, ROTARY_DIM: tl.constexpr, INTER
 
 
 @triton.jit
-def _read(
-    keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, WIDTH: tl.constexpr,
+def _load_tile(
+    keys, values, table, positions, visible, columns, block_stride, head_offset, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, IS_LARGE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's keys [places, columns] and values [columns, places]; zeros where nothing is seen."""
+    """A tile's keys [positions, columns] and values [columns, positions]; zeros where the mask is False."""
     if IS_MASKED:
-        block = tl.load(table + places // PAGE, mask=seen, other=0)
+        block = tl.load(table + positions // PAGE, mask=visible, other=0)
     else:
-        block = tl.load(table + places // PAGE)
+        block = tl.load(table + positions // PAGE)
     if IS_LARGE:
         block = block.to(tl.int64)
-    at = block * block_stride + head_at + places % PAGE * DIM
-    at_keys, at_values = keys + (at[:, None] + columns[None, :]), values + (at[None, :] + columns[:, None])
+    offset = block * block_stride + head_offset + positions % PAGE * DIM
+    key_ptrs, value_ptrs = keys + (offset[:, None] + columns[None, :]), values + (offset[None, :] + columns[:, None])
     is_column = columns < DIM
     if IS_MASKED:
-        key = tl.load(at_keys, mask=seen[:, None] & is_column[None, :], other=0.0)
-        value = tl.load(at_values, mask=seen[None, :] & is_column[:, None], other=0.0)
+        key = tl.load(key_ptrs, mask=visible[:, None] & is_column[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=visible[None, :] & is_column[:, None], other=0.0)
     elif DIM < WIDTH:
-        key = tl.load(at_keys, mask=is_column[None, :], other=0.0)
-        value = tl.load(at_values, mask=is_column[:, None], other=0.0)
+        key = tl.load(key_ptrs, mask=is_column[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=is_column[:, None], other=0.0)
     else:
-        key, value = tl.load(at_keys), tl.load(at_values)
+        key, value = tl.load(key_ptrs), tl.load(value_ptrs)
     return key, value
 
 
 @triton.jit
 def _update(
-    query, key, value, seen, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
+    query, key, value, visible, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """`update_softmax`, transposed: query and total [dim, queries], mass [keys, queries] and not summed yet."""
+    """`update_softmax`, transposed: query and total [dim, queries], mass [keys, queries], not yet summed over keys."""
     key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(key, query, input_precision="ieee")
     scores = score(products, distance[:, None], scale, cap, slope, HAS_CAP, HAS_SLOPES)
     if IS_MASKED:
-        scores = tl.where(seen[:, None], scores, float("-inf"))
+        scores = tl.where(visible[:, None], scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=0))
     safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
     weights = tl.exp2(scores - safe[None, :])
-    fading = tl.exp2(top - safe)[None, :]
-    total = tl.dot(value, weights.to(value.dtype), total * fading, input_precision="ieee")
-    return higher, mass * fading + weights, total
+    rescale = tl.exp2(top - safe)[None, :]
+    total = tl.dot(value, weights.to(value.dtype), total * rescale, input_precision="ieee")
+    return higher, mass * rescale + weights, total
 
 
 @triton.jit
-def _update_with_new(query, key, value, is_mine, top, mass, total, scale, cap, HAS_CAP: tl.constexpr):
-    """The newest token's key and value, [dim, 1] each, if they are this program's; mass is summed already."""
+def _update_with_new(query, key, value, has_newest, top, mass, total, scale, cap, HAS_CAP: tl.constexpr):
+    """Add the newest token's key and value, [dim, 1] each, if this program's split has them; mass is already summed."""
     products = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=0)
-    its_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # it lies at no distance from itself
-    its_score = tl.where(is_mine, its_score, float("-inf"))
-    higher = tl.maximum(top, its_score)
+    new_score = score(products, 0, scale, cap, 0.0, HAS_CAP, False)  # its distance to the query is 0
+    new_score = tl.where(has_newest, new_score, float("-inf"))
+    higher = tl.maximum(top, new_score)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weight, fading = tl.exp2(its_score - safe), tl.exp2(top - safe)
-    mass = mass * fading + weight
-    total = total * fading[None, :] + weight[None, :] * value.to(query.dtype).to(tl.float32)
+    weight, rescale = tl.exp2(new_score - safe), tl.exp2(top - safe)
+    mass = mass * rescale + weight
+    total = total * rescale[None, :] + weight[None, :] * value.to(query.dtype).to(tl.float32)
     return higher, mass, total
 
 
 @triton.jit
 def _decode(
-    q, k, v, keys, values, out, parts, tops, arrived, tables, splits, slopes, angles, scale, cap, window, q_row, k_row,
-    v_row, out_row, table_row, block_stride, head_stride,
+    q, k, v, keys, values, out, partials, tops, arrived, tables, splits, slopes, angles, scale, cap, window, q_row,
+    k_row, v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NEW: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
     KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
-    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
+    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
@@ -135,9 +136,9 @@ def _decode(
     begin, end, count = tl.load(split + 1), tl.load(split + 2), tl.load(split + 5)
     newest, token = tl.load(split + 6) - 1, tl.load(split + 7).to(tl.int64)
     first = tl.maximum(newest + 1 - window, 0) if HAS_WINDOW else 0
-    if HAS_WINDOW:  # only the first tile is masked by it, and tiles may be smaller than what splits begin at
+    if HAS_WINDOW:  # only the first tile is masked by it. A tile may be smaller than UNIT, where splits begin
         begin = tl.maximum(begin, first // TILE * TILE)
-    is_mine = (begin <= newest) & (newest < end)
+    has_newest = (begin <= newest) & (newest < end)
     stop = tl.minimum(end, newest) if IS_NEW else end
 
     lanes = tl.arange(0, QUERIES)
@@ -147,94 +148,101 @@ def _decode(
     is_column = columns < DIM
     heads = head * GROUP + lanes
     table = tables + row.to(tl.int64) * table_row
-    head_at = head * head_stride
+    head_offset = head * head_stride
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + heads, mask=is_query, other=0.0)[None, :]
 
     if not IS_NEW:
         wait_for_previous(PDL)
-    is_early: tl.constexpr = IS_NEW or HAS_WINDOW  # whether the first tile is taken by itself
-    places = begin + within
-    seen = (places < stop) & (places >= first)
-    if is_early:
-        key, value = _read(
-            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, True
-        )
+    is_first_apart: tl.constexpr = IS_NEW or HAS_WINDOW  # the first tile is computed before the loop
+    positions = begin + within
+    visible = (positions < stop) & (positions >= first)
+    if is_first_apart:
+        key, value = _load_tile(
+            keys, values, table, positions, visible, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
+            True,
+        )  # fmt: skip
     if IS_NEW:
-        newest_block = tl.load(table + newest // PAGE, mask=is_mine, other=0).to(tl.int64)
+        newest_block = tl.load(table + newest // PAGE, mask=has_newest, other=0).to(tl.int64)
         cosines, sines = _load_angles(angles + tl.maximum(newest, 0) * ROTARY_DIM, columns, ROTARY_DIM, INTERLEAVED)
         wait_for_previous(PDL)
-    at_query = q + token * q_row + heads[None, :] * DIM
-    is_its = is_column[:, None] & is_query[None, :]
+    query_ptrs = q + token * q_row + heads[None, :] * DIM
+    is_query_value = is_column[:, None] & is_query[None, :]
     if IS_NEW:
         one = tl.arange(0, 1)[None, :]
-        wanted = is_column[:, None] & is_mine
+        new_mask = is_column[:, None] & has_newest
         new_key = _rotated(
-            k + token * k_row + head * DIM + one, columns, wanted, cosines, sines, ROTARY_DIM, INTERLEAVED
+            k + token * k_row + head * DIM + one, columns, new_mask, cosines, sines, ROTARY_DIM, INTERLEAVED
         )
-        new_value = tl.load(v + token * v_row + head * DIM + one + columns[:, None], mask=wanted, other=0.0)
-        query = _rotated(at_query, columns, is_its, cosines, sines, ROTARY_DIM, INTERLEAVED)
+        new_value = tl.load(v + token * v_row + head * DIM + one + columns[:, None], mask=new_mask, other=0.0)
+        query = _rotated(query_ptrs, columns, is_query_value, cosines, sines, ROTARY_DIM, INTERLEAVED)
         new_key, new_value = fit(new_key, keys), fit(new_value, values)
-        place = newest_block * block_stride + head_at + newest % PAGE * DIM + one + columns[:, None]
-        tl.store(keys + place, new_key, mask=wanted)
-        tl.store(values + place, new_value, mask=wanted)
+        new_offset = newest_block * block_stride + head_offset + newest % PAGE * DIM + one + columns[:, None]
+        tl.store(keys + new_offset, new_key, mask=new_mask)
+        tl.store(values + new_offset, new_value, mask=new_mask)
     else:
-        query = tl.load(at_query + columns[:, None], mask=is_its, other=0.0)
+        query = tl.load(query_ptrs + columns[:, None], mask=is_query_value, other=0.0)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     masses = tl.zeros([TILE, QUERIES], tl.float32)
     total = tl.zeros([WIDTH, QUERIES], tl.float32)
-    if is_early:
+    if is_first_apart:
         top, masses, total = _update(
-            query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
-        )
-    after_first = begin + TILE if is_early else begin
-    whole = tl.maximum(begin + (stop - begin) // TILE * TILE, after_first)  # up to here tiles are seen whole
-    for at in range(after_first, whole, TILE):
-        places = at + within
-        key, value = _read(
-            keys, values, table, places, places, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, False
-        )
+            query, key, value, visible, positions - newest, top, masses, total, scale, cap, slope, True, HAS_CAP,
+            HAS_SLOPES,
+        )  # fmt: skip
+    after_first = begin + TILE if is_first_apart else begin
+    whole = tl.maximum(begin + (stop - begin) // TILE * TILE, after_first)  # tiles before this need no mask
+    for start in range(after_first, whole, TILE):
+        positions = start + within
+        key, value = _load_tile(
+            keys, values, table, positions, positions, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
+            False,
+        )  # fmt: skip
         top, masses, total = _update(
-            query, key, value, places, places - newest, top, masses, total, scale, cap, slope, False, HAS_CAP,
+            query, key, value, positions, positions - newest, top, masses, total, scale, cap, slope, False, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
     if whole < stop:
-        places = whole + within
-        seen = places < stop
-        key, value = _read(
-            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, IS_LARGE, True
-        )
+        positions = whole + within
+        visible = positions < stop
+        key, value = _load_tile(
+            keys, values, table, positions, visible, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
+            True,
+        )  # fmt: skip
         top, masses, total = _update(
-            query, key, value, seen, places - newest, top, masses, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
-        )
+            query, key, value, visible, positions - newest, top, masses, total, scale, cap, slope, True, HAS_CAP,
+            HAS_SLOPES,
+        )  # fmt: skip
     mass = tl.sum(masses, axis=0)
     if IS_NEW:
-        top, mass, total = _update_with_new(query, new_key, new_value, is_mine, top, mass, total, scale, cap, HAS_CAP)
+        top, mass, total = _update_with_new(
+            query, new_key, new_value, has_newest, top, mass, total, scale, cap, HAS_CAP
+        )
 
     total = tl.trans(total)
     inside = is_query[:, None] & is_column[None, :]
-    to = out + token * out_row + heads[:, None] * DIM + columns[None, :]
+    out_ptrs = out + token * out_row + heads[:, None] * DIM + columns[None, :]
     if count == 1:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
-        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
     else:
-        slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
+        partial, first_partial = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
         is_last = store_partial(
-            parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
+            partials, tops, arrived, partial, first_partial, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
-            at_part = first_slot * QUERIES + lanes
+            first_index = first_partial * QUERIES + lanes
             mass, total = merge_partials(
-                parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 4
+                partials, tops, first_index, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 4
             )
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
-            tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+            tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
 
 
 class New(NamedTuple):
-    """The new tokens' keys and values [rows, kv_heads, dim], before rotation, and the angles."""
+    """The new tokens' keys and values [rows, kv_heads, dim], before rotation, and the rotary table."""
 
     k: Tensor
     v: Tensor
@@ -243,7 +251,7 @@ class New(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How the work is cut."""
+    """Keys of a tile, and the launch options."""
 
     tile: int
     warps: int
@@ -251,7 +259,7 @@ class Shape(NamedTuple):
 
 
 def choose_shape(dim: int) -> Shape:
-    """As measured on an H200, at 1 to 256 rows; wide heads need more room."""
+    """Measured on an H200, at 1 to 256 rows. Wide heads need more shared memory."""
     return Shape(32, 2, 4) if dim > 128 else Shape(64, 2, 3)
 
 
@@ -269,18 +277,18 @@ def decode_attention(
     new: New | None = None,
     shape: Shape | None = None,
 ) -> None:
-    """Rows of one query: those that `splits` [n, FIELDS] names, which has what each program takes."""
+    """Attention of the single-query rows in `splits` [n, FIELDS], which lists the work of each program."""
     kv_heads, page, dim = cache.k.shape[1:]
     tile, warps, stages = shape or choose_shape(dim)
     width = triton.next_power_of_2(dim)
-    parts, tops, arrived = workspace("decode", max_partials(kv_heads) * kv_heads, QUERIES, width, q.device)
+    partials, tops, arrived = workspace("decode", max_partials(kv_heads) * kv_heads, QUERIES, width, q.device)
     scale, window, slopes, softcap = scoring
-    tables, nothing = paging.block_tables[cache.group], splits
+    tables, unused = paging.block_tables[cache.group], splits
     k, v, angles, interleaved = new or New(q, q, q, False)
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     _decode[(splits.shape[0] * kv_heads,)](
-        q, k, v, cache.k, cache.v, out, parts, tops, arrived, tables, splits,
-        slopes if slopes is not None else nothing, angles, scale, softcap or 0.0, window or 0, q.stride(0),
+        q, k, v, cache.k, cache.v, out, partials, tops, arrived, tables, splits,
+        slopes if slopes is not None else unused, angles, scale, softcap or 0.0, window or 0, q.stride(0),
         k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,

@@ -1,8 +1,9 @@
-"""Attention on the GPU, for any mix of rows: those of one query go one way, those of several another.
+"""Attention on the GPU, for any mix of rows.
 
-Rows of one query are computed by `decode` (or `single`, where that does not fit), rows of several by `varlen` on Hopper
-and by `prefill` elsewhere. What depends only on the step's shape is worked out once, by the first layer, and kept in
-the Paging. With `exact` the ways give the same bits: single queries take the same keys at a time as tiles do.
+Rows of one query are computed by `decode.py` (or `single_query.py`, where `decode.suits` is False). Rows of several
+queries are computed by `varlen.py` on Hopper and by `prefill.py` elsewhere. What depends only on the step's rows is
+computed once, by the first layer, and stored in `Paging.work`. With `exact` all kernels give the same bits: single
+queries use the same tiles of keys as prefill.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from quire.kernels.paging import LayerCache, Paging
 
 @dataclass(slots=True)
 class Work:
-    """How a step's rows are computed. A captured step comes with all that it needs; otherwise it is found when asked.
+    """The work lists of a step. A captured step comes with all of them; other steps make them on first use.
 
-    Layers with another window see other keys, so what programs take of them is kept by window.
+    Layers with different windows see different keys, so lists are stored by window.
     """
 
     has_singles: bool  # rows of one query
     has_others: bool
-    splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `parts.split_contexts`
+    splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `split_kv.split_contexts`
     items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen_items.plan_items`
     tiles: Tiles | None = None  # of the others, for `prefill`
 
 
 def find_work(paging: Paging) -> Work:
-    """This step's, worked out by its first layer."""
+    """The step's Work. The first layer makes it."""
     if paging.work is None:
         counts = count_queries(paging)
         trees = paging.ancestors is not None
@@ -89,8 +90,8 @@ def split_rows(
     *,
     exact: bool,
 ) -> NDArray[np.int32]:
-    """What each program takes of rows of one query: where it is in the step, and where its context ends. [n, FIELDS].
-    Exactly, no row is cut."""
+    """The splits of rows of one query, [n, FIELDS]. tokens: the rows' tokens in the step; ends: their context lengths.
+    With `exact` no row is cut."""
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     splits = split_contexts(firsts, ends, kv_heads, len(rows) if exact else room_for_splits(len(rows), kv_heads))
     splits[:, 7] = tokens[splits[:, 0]]
@@ -101,7 +102,7 @@ def split_rows(
 def cut_items(
     counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
 ) -> NDArray[np.int32]:
-    """What programs take of the rows of several queries: see `varlen_items.plan_items`."""
+    """The items of the rows of several queries: see `varlen_items.plan_items`."""
     several = np.array(counts)
     several[several == 1] = 0
     return varlen_items.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
@@ -145,7 +146,7 @@ def attention(
 
     def attend_others() -> None:
         if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
-            from quire.kernels.cuda.attention.varlen import varlen_attention  # of no use on other GPUs
+            from quire.kernels.cuda.attention.varlen import varlen_attention  # needs Hopper
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
@@ -161,9 +162,9 @@ def attention(
 
 
 def run_both(on_side: Callable[[], None], on_main: Callable[[], None]) -> None:
-    """On two streams, so that each uses what the other leaves idle. What is launched later waits for both.
+    """Run both on two streams, so that they overlap. Kernels launched later wait for both.
 
-    A process has one engine on a GPU: the side stream and the workspaces are its own.
+    A process has one engine on a GPU, so one side stream and one set of workspaces are enough.
     """
     main = torch.cuda.current_stream()
     side = side_stream(main.device)

@@ -1,4 +1,4 @@
-"""Scoring: how much a query heeds a key, beside their product. The same for all kernels of attention."""
+"""Scoring: the options of attention scores. All attention kernels take them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Attention of single queries where `decode` is of no use: many query heads on a key head, float32, and exact engines,
-in which a query must get the same bits as in a tile of queries. A program takes a stretch of one row's context for one
-key head. Exact ones split no context, and take as many keys at a time as tiles do, from the same places on.
+"""Attention of single queries that `decode.py` does not support: many query heads a key head, float32, and exact
+engines. A program computes one split of a row's context for one key head.
+
+In an exact engine a query gets the same bits as in a tile of `prefill.py`. So contexts are not split, and tiles of keys
+have the same size and the same first positions.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_pa
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.paging import LayerCache, Paging
 
-EXACT_QUERIES = 64  # so many rows take the instructions that a tile of queries takes
-MIN_QUERIES = 16  # the least that a matrix instruction takes
+EXACT_QUERIES = 64  # with this many rows the matrix instructions are those of a tile of queries
+MIN_QUERIES = 16  # the fewest rows of a matrix instruction
 
 
 @triton.jit
 def _single(
-    q, keys, values, out, parts, tops, arrived, tables, splits, slopes, scale, cap, window, q_row, out_row, table_row,
-    block_stride, head_stride,
+    q, keys, values, out, partials, tops, arrived, tables, splits, slopes, scale, cap, window, q_row, out_row,
+    table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
     FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
-    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # entries without a row come last
+    split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(split)
     if row < 0:
@@ -44,41 +46,42 @@ def _single(
     is_query = lanes < GROUP
     heads = head * GROUP + lanes
     inside = is_query[:, None] & (columns < DIM)[None, :]
-    at_heads = heads[:, None] * DIM + columns[None, :]
-    query = tl.load(q + token * q_row + at_heads, mask=inside, other=0.0)
+    head_offsets = heads[:, None] * DIM + columns[None, :]
+    query = tl.load(q + token * q_row + head_offsets, mask=inside, other=0.0)
     table = tables + row.to(tl.int64) * table_row
-    head_at = head.to(tl.int64) * head_stride
+    head_offset = head.to(tl.int64) * head_stride
     slope = tl.zeros([QUERIES, 1], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + heads, mask=is_query, other=0.0)[:, None]
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for at in range(begin, end, TILE):
-        places = at + tl.arange(0, TILE)
-        seen = (places < end) & (places >= first)
+    for start in range(begin, end, TILE):
+        positions = start + tl.arange(0, TILE)
+        visible = (positions < end) & (positions >= first)
         key, value = load_tile(
-            keys, values, table, places, seen, columns, block_stride, head_at, DIM, WIDTH, PAGE, True
+            keys, values, table, positions, visible, columns, block_stride, head_offset, DIM, WIDTH, PAGE, True
         )
-        distance = (places - seq_len + 1)[None, :]
+        distance = (positions - seq_len + 1)[None, :]
         top, mass, total = update_softmax(
-            query, key, value, seen[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
-        )
+            query, key, value, visible[None, :], distance, top, mass, total, scale, cap, slope, True, HAS_CAP,
+            HAS_SLOPES,
+        )  # fmt: skip
     is_last = count == 1
     if count > 1:
-        slot, first_slot = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
+        partial, first_partial = tl.load(split + 3) * KV_HEADS + head, tl.load(split + 4) * KV_HEADS + head
         is_last = store_partial(
-            parts, tops, arrived, slot, first_slot, count, top, mass, total, lanes, columns, is_query, inside,
+            partials, tops, arrived, partial, first_partial, count, top, mass, total, lanes, columns, is_query, inside,
             QUERIES, WIDTH,
         )  # fmt: skip
         if is_last:
-            at_part = first_slot * QUERIES + lanes
+            first_index = first_partial * QUERIES + lanes
             mass, total = merge_partials(
-                parts, tops, at_part, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 1
+                partials, tops, first_index, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 1
             )
     if is_last:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
-        tl.store(out + token * out_row + at_heads, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + token * out_row + head_offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
 def single_query_attention(
@@ -90,18 +93,18 @@ def single_query_attention(
     scoring: Scoring,
     exact_tile: int | None = None,
 ) -> None:
-    """As `decode_attention`. With `exact_tile`, exactly, so many keys at a time; then no row is cut."""
+    """As `decode_attention`. With `exact_tile`, exact, in tiles of that many keys; then `splits` must split no row."""
     kv_heads, page, dim = cache.k.shape[1:]
     group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
-    parts, tops, arrived = workspace("single", max_partials(kv_heads) * kv_heads, queries, width, q.device)
+    partials, tops, arrived = workspace("single", max_partials(kv_heads) * kv_heads, queries, width, q.device)
     scale, window, slopes, softcap = scoring
-    tables, nothing = paging.block_tables[cache.group], splits
+    tables, unused = paging.block_tables[cache.group], splits
     is_short = exact_tile is not None or q.dtype == torch.float32
     assert q.stride(2) == 1
     assert q.stride(1) == dim
     _single[(splits.shape[0] * kv_heads,)](
-        q, cache.k, cache.v, out, parts, tops, arrived, tables, splits, slopes if slopes is not None else nothing,
+        q, cache.k, cache.v, out, partials, tops, arrived, tables, splits, slopes if slopes is not None else unused,
         scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
         cache.k.stride(1), DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=exact_tile or 64,
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, QUERIES=queries,

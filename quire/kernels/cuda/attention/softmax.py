@@ -1,7 +1,7 @@
-"""The running softmax that all kernels of attention share: a tile of keys and values is read, scored and taken in.
+"""The online softmax of the attention kernels: load a tile of keys and values, score it, and update the sums.
 
-Scores are kept as powers of two, which is what the hardware can raise. A tile that every query sees whole is not
-masked; with `enable_fp_fusion=False` both ways give the same bits.
+Scores are in base 2, because the hardware has exp2. A tile that every query sees whole is not masked. With
+`enable_fp_fusion=False` masked and unmasked tiles give the same bits.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_tile(
-    keys, values, table, places, seen, columns, block_stride, head_at, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    keys, values, table, positions, visible, columns, block_stride, head_offset, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's keys and values, [places, columns] each; zeros where nothing is seen."""
+    """A tile's keys and values, [positions, columns] each; zeros where the mask is False."""
     if IS_MASKED:
-        block = tl.load(table + places // PAGE, mask=seen, other=0).to(tl.int64)
+        block = tl.load(table + positions // PAGE, mask=visible, other=0).to(tl.int64)
     else:
-        block = tl.load(table + places // PAGE).to(tl.int64)
-    at = (block * block_stride + head_at + places % PAGE * DIM)[:, None] + columns[None, :]
+        block = tl.load(table + positions // PAGE).to(tl.int64)
+    offsets = (block * block_stride + head_offset + positions % PAGE * DIM)[:, None] + columns[None, :]
     if IS_MASKED:
-        wanted = seen[:, None] & (columns < DIM)[None, :]
-        key, value = tl.load(keys + at, mask=wanted, other=0.0), tl.load(values + at, mask=wanted, other=0.0)
+        mask = visible[:, None] & (columns < DIM)[None, :]
+        key, value = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
     elif DIM < WIDTH:
-        wanted = (columns < DIM)[None, :]
-        key, value = tl.load(keys + at, mask=wanted, other=0.0), tl.load(values + at, mask=wanted, other=0.0)
+        mask = (columns < DIM)[None, :]
+        key, value = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
     else:
-        key, value = tl.load(keys + at), tl.load(values + at)
+        key, value = tl.load(keys + offsets), tl.load(values + offsets)
     return key, value
 
 
 @triton.jit
 def score(products, distance, scale, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
-    """From products of queries and keys to powers of two; `distance` is where a key lies, counted from its query."""
+    """Products of queries and keys -> scores in base 2. `distance` is the key's position minus the query's."""
     if HAS_CAP or HAS_SLOPES:
         scores = products * scale
         if HAS_CAP:
@@ -53,19 +53,19 @@ def score(products, distance, scale, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOP
 
 @triton.jit
 def update_softmax(
-    query, key, value, seen, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
+    query, key, value, visible, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile in: what is the largest score so far, the weights' sum, and the values' weighted sum."""
+    """Add one tile. Returns the largest score so far, the sum of the weights, and the weighted sum of the values."""
     key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(query, tl.trans(key), input_precision="ieee")
     scores = score(products, distance, scale, cap, slope, HAS_CAP, HAS_SLOPES)
     if IS_MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
     safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
     weights = tl.exp2(scores - safe[:, None])
-    fading = tl.exp2(top - safe)
-    mass = mass * fading + tl.sum(weights, axis=1)
-    total = tl.dot(weights.to(value.dtype), value, total * fading[:, None], input_precision="ieee")
+    rescale = tl.exp2(top - safe)
+    mass = mass * rescale + tl.sum(weights, axis=1)
+    total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision="ieee")
     return higher, mass, total

@@ -1,8 +1,8 @@
-"""Split-KV: contexts that several programs share. Each leaves its part in a workspace, and the last to do so joins
-them, in their order: the sum does not depend on which was last.
+"""Split-KV: several programs share a context. Each stores a partial result in a workspace, and the last one merges
+them. They are merged in order, so the result does not depend on which program is last.
 
-For single queries `split_contexts` says which program takes what. It is worked out on the host for each step, so one
-captured graph serves any mix of short and long contexts.
+For single queries `split_contexts` assigns splits to programs. The host computes it for each step, so one captured
+graph serves any mix of short and long contexts.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-PROGRAMS = 132 * 4  # with one query each: enough to keep an H200's multiprocessors reading
+PROGRAMS = 132 * 4  # with one query each: enough to saturate the memory of an H200
 UNIT = 64  # keys; contexts are split at multiples of it
-# Of a split: row, first key, end of keys, slot in the workspace, first slot of the row, splits of the row, end of the
-# row's context, and the row's token in the step. All that a program asks for first lies in one sector of memory.
+# Of a split: row, first key, end of keys, index of its partial in the workspace, index of the row's first partial,
+# number of the row's splits, end of the row's context, index of the row's token in the step. They fill a memory sector.
 FIELDS = 8
-NOBODY = -1  # the row of an entry that only fills the list up
+NOBODY = -1  # the row of a padding entry
 SPARE_SPLITS = 16
-ROW_PROGRAMS = PROGRAMS // 2  # of one row: with more, joining takes longer than they save
+ROW_PROGRAMS = PROGRAMS // 2  # of one row: with more, merging takes longer than the splits save
 
 
 def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads: int, room: int) -> NDArray[np.int32]:
     """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
 
-    A row that is cut has a slot for each of its splits; the others have none. `room` is `room_for_splits` of as many
-    rows, or their number: with more, there would be more partials than `max_partials`. The longest come first: programs
-    are started in this order, so the last ones to run are short. Rows' tokens are left out.
+    Only rows with several splits have partials. `room` is `room_for_splits` of the rows, or their number; a larger one
+    would allow more partials than `max_partials`. The longest splits come first: programs start in this order, so the
+    last ones to run are short. The token field is 0.
     """
     if not len(ends):
         return np.zeros((0, FIELDS), np.int32)
     skipped = firsts // UNIT
     units = np.maximum(-(-ends // UNIT) - skipped, 1)
     longest = find_longest(units, room)
-    if room <= len(units) + SPARE_SPLITS:  # all are busy as it is, so only what would keep the others waiting is cut
+    if room <= len(units) + SPARE_SPLITS:  # the rows alone fill the GPU: cut only rows much longer than the mean
         longest = max(longest, int(find_limit(len(units), kv_heads) * units.mean()))
     lengths = -(-units // -(-units // longest))
     counts = -(-units // lengths)
@@ -47,20 +47,20 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads:
     rows = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(total) - before[rows]
     begins = (skipped[rows] + nth * lengths[rows]) * UNIT
-    slots = np.where(counts > 1, counts, 0)
-    first_slots = np.cumsum(slots) - slots
+    partials = np.where(counts > 1, counts, 0)
+    first_partials = np.cumsum(partials) - partials
     splits[:, 0] = rows
     splits[:, 1] = begins
     splits[:, 2] = np.minimum(begins + lengths[rows] * UNIT, ends[rows])
-    splits[:, 3] = first_slots[rows] + nth
-    splits[:, 4] = first_slots[rows]
+    splits[:, 3] = first_partials[rows] + nth
+    splits[:, 4] = first_partials[rows]
     splits[:, 5] = counts[rows]
     splits[:, 6] = ends[rows]
     return splits[np.argsort(splits[:, 1] - splits[:, 2], kind="stable")]
 
 
 def find_longest(units: NDArray[np.int64], room: int) -> int:
-    """The least length of splits with which there are no more of them than `room`."""
+    """The smallest maximum length of a split that gives at most `room` splits."""
     assert len(units) <= room
     low, high = max(1, -(-int(units.sum()) // room)), int(units.max(initial=1))
     while low < high:
@@ -73,36 +73,36 @@ def find_longest(units: NDArray[np.int64], room: int) -> int:
 
 
 def find_limit(num_rows: int, kv_heads: int) -> float:
-    """How many times as long as the others a row may be, where there are many. Where they run in one or two waves, the
-    second ends sooner if none of them is long; later ones are started when any of the first has ended."""
+    """The maximum length of an uncut row, relative to the mean, if there are many rows. With one or two waves of
+    programs a long row delays the end more; with more waves a program starts as soon as another ends."""
     return 1.5 if num_rows * kv_heads <= 1.5 * PROGRAMS else 2.0
 
 
 def room_for_splits(num_rows: int, kv_heads: int) -> int:
-    """How many splits a step of so many rows may have. Few rows are cut until all multiprocessors read; many rows keep
-    them busy by themselves, and a few splits more are for those that are much longer than the others."""
-    return max(min(most_programs(kv_heads), num_rows * ROW_PROGRAMS // kv_heads), num_rows + SPARE_SPLITS)
+    """The maximum number of splits of a step with `num_rows` rows. Few rows are cut until they fill the GPU. Many rows
+    fill it alone; they get SPARE_SPLITS more for rows that are much longer than the others."""
+    return max(min(max_splits(kv_heads), num_rows * ROW_PROGRAMS // kv_heads), num_rows + SPARE_SPLITS)
 
 
-def most_programs(kv_heads: int) -> int:
+def max_splits(kv_heads: int) -> int:
     return max(1, PROGRAMS // kv_heads)
 
 
 def max_partials(kv_heads: int) -> int:
-    """A row that is cut has two splits or more, and there are at most so many more splits than rows."""
-    return 2 * max(most_programs(kv_heads), SPARE_SPLITS)
+    """The maximum number of partials. Cutting adds at most half as many splits, and a cut row has at least two."""
+    return 2 * max(max_splits(kv_heads), SPARE_SPLITS)
 
 
 @triton.jit
 def store_partial(
-    parts, tops, arrived, slot, pair, count, top, mass, total, lanes, columns, is_query, inside,
+    partials, tops, arrived, partial, pair, count, top, mass, total, lanes, columns, is_query, inside,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Leave what a program has found in its slot; whether it was the last of a pair's `count` to do so."""
-    mine = slot * QUERIES + lanes
-    tl.store(parts + mine[:, None] * WIDTH + columns[None, :], total, mask=inside)
-    tl.store(tops + mine * 2, top, mask=is_query)
-    tl.store(tops + mine * 2 + 1, mass, mask=is_query)
+    """Store a program's partial result. True if it is the last of the pair's `count` programs."""
+    index = partial * QUERIES + lanes
+    tl.store(partials + index[:, None] * WIDTH + columns[None, :], total, mask=inside)
+    tl.store(tops + index * 2, top, mask=is_query)
+    tl.store(tops + index * 2 + 1, mass, mask=is_query)
     tl.debug_barrier()
     is_last = tl.atomic_add(arrived + pair, 1, sem="acq_rel") == count - 1
     if is_last:
@@ -112,40 +112,43 @@ def store_partial(
 
 @triton.jit
 def merge_partials(
-    parts, tops, first_part, stride, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    partials, tops, first_index, stride, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """What several programs have found for the same queries, in their order: sums of weights and weighted values.
+    """Merge partial results of the same queries, in order. Returns the sums of weights and of weighted values.
 
-    Parts lie `stride` queries apart; AT_ONCE of them are on their way together.
+    Partials are `stride` queries apart. AT_ONCE of them are loaded together.
     """
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, count, AT_ONCE):
         for nth in tl.static_range(AT_ONCE):
-            is_there = first + nth < count
-            its = first_part + (first + nth) * stride
-            wanted = is_query & is_there
-            its_top = tl.load(tops + its * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-            its_mass = tl.load(tops + its * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
-            at = parts + its[:, None] * WIDTH + columns[None, :]
-            part = tl.load(at, mask=inside & is_there, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(top, its_top)
+            exists = first + nth < count
+            index = first_index + (first + nth) * stride
+            mask = is_query & exists
+            partial_top = tl.load(tops + index * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            partial_mass = tl.load(tops + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            ptrs = partials + index[:, None] * WIDTH + columns[None, :]
+            partial = tl.load(ptrs, mask=inside & exists, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, partial_top)
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            fading, factor = tl.exp2(top - safe), tl.exp2(its_top - safe)
-            mass = mass * fading + its_mass * factor
-            total = total * fading[:, None] + part * factor[:, None]
+            rescale, factor = tl.exp2(top - safe), tl.exp2(partial_top - safe)
+            mass = mass * rescale + partial_mass * factor
+            total = total * rescale[:, None] + partial * factor[:, None]
             top = higher
     return mass, total
 
 
 @cache
-def workspace(user: str, slots: int, queries: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for so many parts, shared by all layers and steps, and how many have arrived of each pair.
+def workspace(
+    user: str, num_partials: int, queries: int, width: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Partials, their largest scores and sums of weights, and counters of stored partials, for all layers and steps.
 
-    It never grows or moves: graphs point to it. Kernels of different users may run at the same time.
+    The workspace never grows or moves: graphs point to it. Each user has its own, because kernels of different users
+    may run at the same time.
     """
-    parts = torch.empty(slots * queries * width, dtype=torch.float32, device=device)
-    tops = torch.empty(slots * queries * 2, dtype=torch.float32, device=device)
-    return parts, tops, torch.zeros(slots, dtype=torch.int32, device=device)
+    partials = torch.empty(num_partials * queries * width, dtype=torch.float32, device=device)
+    tops = torch.empty(num_partials * queries * 2, dtype=torch.float32, device=device)
+    return partials, tops, torch.zeros(num_partials, dtype=torch.int32, device=device)

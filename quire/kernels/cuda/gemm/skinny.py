@@ -1,8 +1,8 @@
-"""Products of few rows: a matrix is read once, at the speed of memory, which cuBLAS does not reach for small ones.
+"""Skinny matmuls, of up to 64 rows. They are bound by the read of the weights; cuBLAS is slower for small matrices.
 
-One row is multiplied and summed up as it is; up to 64 rows go through the tensor cores, the matrix on the side that has
-many. `linear` and `gated_linear` choose, and leave to cuBLAS what it does as well. Sizes of tiles were measured on an
-H200, inside of whole layers: kernels that follow each other without a gap gain more than they show alone.
+One row is a GEMV without tensor cores. More rows use tensor cores, with the weights as the left operand, which has
+more rows. `linear` and `gated_linear` choose the kernel, and use cuBLAS where it is as fast. Tile sizes were measured
+on an H200 in whole layers, because PDL overlaps consecutive kernels.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn import functional
 from quire.kernels.cuda.activation import gelu, gelu_mul, silu, silu_mul
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
-OUTPUTS, INPUTS = 2, 2048  # of one row's tile: the fastest of the sizes tried, for all of a model's matrices
+OUTPUTS, INPUTS = 2, 2048  # of a GEMV tile: the fastest of the sizes tried, for all matrices of a model
 MIN_ROWS, MAX_ROWS = 16, 64
-PROGRAMS = 132  # one for each multiprocessor of an H200: a matrix that gives more is wide enough for cuBLAS
+PROGRAMS = 132  # multiprocessors of an H200: cuBLAS is as fast for matrices with more tiles
 MAX_SPLITS = 4
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -38,16 +38,19 @@ def _gemv(
     first = tl.load(rows + inputs[None, :], mask=is_output & (inputs < num_in)[None, :], other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     total = first * tl.load(x + inputs, mask=inputs < num_in, other=0.0).to(tl.float32)[None, :]
-    for at in range(INPUTS, num_in, INPUTS):
-        there = at + inputs < num_in
-        own = tl.load(x + at + inputs, mask=there, other=0.0).to(tl.float32)[None, :]
-        total += tl.load(rows + at + inputs[None, :], mask=is_output & there[None, :], other=0.0).to(tl.float32) * own
+    for start in range(INPUTS, num_in, INPUTS):
+        in_range = start + inputs < num_in
+        x_tile = tl.load(x + start + inputs, mask=in_range, other=0.0).to(tl.float32)[None, :]
+        total += (
+            tl.load(rows + start + inputs[None, :], mask=is_output & in_range[None, :], other=0.0).to(tl.float32)
+            * x_tile
+        )
     tl.store(y + outputs, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=outputs < num_out)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all that fill up the same tile
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all numbers of rows that pad to the same tile
 def _skinny(
-    x, weight, y, parts, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
+    x, weight, y, partials, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
     IS_EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -64,38 +67,38 @@ def _skinny(
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     wait_for_previous(PDL)
-    for at in range(split * share, tl.minimum(split * share + share, num_in), INPUTS):
-        there = at + inputs < num_in
-        wanted = is_output & there[None, :]
-        own = tl.load(values + at, mask=is_row if IS_EVEN else is_row & there[:, None], other=0.0)
-        part = tl.load(weights + at) if IS_EVEN else tl.load(weights + at, mask=wanted, other=0.0)
-        total = tl.dot(part, own, total, input_precision="ieee")
+    for start in range(split * share, tl.minimum(split * share + share, num_in), INPUTS):
+        in_range = start + inputs < num_in
+        mask = is_output & in_range[None, :]
+        x_tile = tl.load(values + start, mask=is_row if IS_EVEN else is_row & in_range[:, None], other=0.0)
+        w_tile = tl.load(weights + start) if IS_EVEN else tl.load(weights + start, mask=mask, other=0.0)
+        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
         if IS_GATED:
-            part = tl.load(second + at) if IS_EVEN else tl.load(second + at, mask=wanted, other=0.0)
-            total_up = tl.dot(part, own, total_up, input_precision="ieee")
+            w_tile = tl.load(second + start) if IS_EVEN else tl.load(second + start, mask=mask, other=0.0)
+            total_up = tl.dot(w_tile, x_tile, total_up, input_precision="ieee")
     if IS_GATED:
         gate = total.to(y.dtype.element_ty).to(tl.float32)
         up = total_up.to(y.dtype.element_ty).to(tl.float32)
         total = (silu(gate) if IS_SILU else gelu(gate)) * up
-    to = y + rows[None, :].to(tl.int64) * num_out + outputs[:, None]
+    y_ptrs = y + rows[None, :].to(tl.int64) * num_out + outputs[:, None]
     if SPLITS == 1:
-        tl.store(to, total.to(y.dtype.element_ty), mask=is_row & is_output)
+        tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=is_row & is_output)
     else:
-        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(parts + (tile * SPLITS + split) * OUTPUTS * ROWS + place, total)
+        offsets = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(partials + (tile * SPLITS + split) * OUTPUTS * ROWS + offsets, total)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
         if before == SPLITS - 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for other in tl.static_range(SPLITS):
-                theirs = parts + (tile * SPLITS + other) * OUTPUTS * ROWS + place
-                total += tl.load(theirs, cache_modifier=".cg")
-            tl.store(to, total.to(y.dtype.element_ty), mask=is_row & is_output)
+                partial_ptrs = partials + (tile * SPLITS + other) * OUTPUTS * ROWS + offsets
+                total += tl.load(partial_ptrs, cache_modifier=".cg")
+            tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=is_row & is_output)
             tl.store(arrived + tile, 0)
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time; `splits` programs share the inputs, and the last to end adds their sums up."""
+    """The tile of a program. With split-K, `splits` programs share the inputs, and the last to end adds their sums."""
 
     outputs: int
     inputs: int
@@ -110,9 +113,9 @@ TILE_OUTPUTS = 64
 
 @cache
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the sums of split tiles, shared by all products. It never grows or moves: graphs point to it."""
-    parts = torch.empty(PROGRAMS * TILE_OUTPUTS * MAX_ROWS, dtype=torch.float32, device=device)
-    return parts, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+    """Partial sums and counters of split tiles, for all matmuls. It never grows or moves: graphs point to it."""
+    partials = torch.empty(PROGRAMS * TILE_OUTPUTS * MAX_ROWS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -153,15 +156,15 @@ def _one_row(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile, activation: str | None = None) -> Tensor:
-    """x W^T by tiles; with an activation, of a gate and what it lets through."""
+    """x W^T by tiles. With an activation, the rows of W are gate and up, and the result is activation(gate) * up."""
     num_in = weight.shape[1]
     num_rows, num_out = x.numel() // num_in, weight.shape[0] // 2 if activation else weight.shape[0]
     y = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
-    parts, arrived = workspace(x.device)
+    partials, arrived = workspace(x.device)
     rows = min(tile.max_rows, max(MIN_ROWS, triton.next_power_of_2(num_rows)))
-    assert tile.splits == 1 or num_rows <= rows, "tiles of several rows have no room for their sums"
+    assert tile.splits == 1 or num_rows <= rows, "the workspace has room for one tile of rows"
     _skinny[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, tile.outputs), tile.splits)](
-        x, weight, y, parts, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
+        x, weight, y, partials, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
         num_out * weight.stride(0), ROWS=rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits, IS_GATED=activation is not None,
         IS_SILU=activation == "silu", IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0,

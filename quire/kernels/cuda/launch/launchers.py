@@ -1,8 +1,7 @@
-"""The C modules through which Triton launches kernels, built in half of the time.
+"""Faster builds of Triton's launchers, the C modules that launch kernels.
 
-Triton has the C compiler build one for every kernel and optimise it as far as it can, which often takes longer than
-the kernel's own compilation and gains nothing: all that is in it is the unpacking of arguments. `build_quickly` is for
-`triton.knobs.build.impl`; a setting that is already there is left alone.
+Triton builds a launcher for every kernel at -O3, which often takes longer than the kernel's own compilation. A launcher
+only unpacks arguments, so -O1 is enough. `use` sets `triton.knobs.build.impl` to `build_quickly`, if it is not set.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def build_quickly(
     module = Path(folder) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     headers = [*include_dirs, folder, sysconfig.get_path("include", "posix_prefix")]
     command = [compiler, source, "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-o", str(module)]
-    command += [f"-I{each}" for each in headers] + [f"-L{each}" for each in library_dirs]
-    command += [f"-l:{each}" if ".so" in each else f"-l{each}" for each in libraries]
+    command += [f"-I{path}" for path in headers] + [f"-L{path}" for path in library_dirs]
+    command += [f"-l:{library}" if ".so" in library else f"-l{library}" for library in libraries]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return str(module)
 

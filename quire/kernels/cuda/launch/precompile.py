@@ -1,8 +1,8 @@
-"""All kernels of a model's steps, compiled into Triton's cache: `python -m quire.kernels.cuda.launch.precompile`.
+"""Compiles all kernels of a model's steps into Triton's cache: `python -m quire.kernels.cuda.launch.precompile`.
 
-The functions that launch kernels are called in the ways that steps call them, on tensors without memory, and a launch
-compiles its kernel and goes no further. Needs no GPU and loads no torch. `engine/precompile.py` starts several such
-processes and says on standard input what the model looks like.
+It calls the functions that launch kernels as steps call them, on tensors without memory. A launch compiles its kernel
+and does not run it. This needs no GPU and loads no torch. `engine/precompile.py` starts several such processes and
+writes the model's sizes to their standard input.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from quire.kernels.cuda.launch import torch_stub
 
 FEW_ROWS = 16
-MANY_ROWS = 128  # more than the kernels for few rows take
-MAX_ROWS = 512  # buffers have room for so many, which makes no difference to kernels
+MANY_ROWS = 128  # more than the kernels for few rows support
+MAX_ROWS = 512  # of buffers; kernels do not depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What kernels are compiled for."""
+    """The sizes and types that kernels are compiled for."""
 
     capability: tuple[int, int]
     dtype: str
@@ -40,13 +40,13 @@ class Model:
     vocab_size: int
     activation: str
     scale: float
-    windows: tuple[int | None, ...]  # all that differ
+    windows: tuple[int | None, ...]  # the distinct ones
     attention_softcap: float | None
     logit_softcap: float | None
 
 
 class KernelCalls:
-    """Every op in the ways that steps call it. Make it after the stub of torch is installed."""
+    """Calls every op as steps do. Make it after the stub of torch is installed."""
 
     def __init__(self, model: Model) -> None:
         from quire.kernels.cuda import exact, ops
@@ -56,7 +56,7 @@ class KernelCalls:
         self.dtype = torch_stub.DTYPES[model.dtype]
 
     def tasks(self) -> Iterator[Callable[[], None]]:
-        """Each compiles one kernel or a few; those that take longest come first."""
+        """Each task compiles one kernel or a few. The longest come first."""
         for window in self.model.windows:
             yield partial(self.attend_to_prompts, window)
         for window in self.model.windows:
@@ -91,9 +91,9 @@ class KernelCalls:
         model = self.model
         q, k, v = self._heads(tokens)
         spec = KVCacheSpec(model.num_kv_heads, model.head_dim)
-        shape, _, kept = self.ops.cache_shapes(spec, model.kv_dtype, model.block_size)
-        kept_here: Any = torch_stub.empty(2, *shape, dtype=kept)
-        cache = LayerCache(kept_here, kept_here, 0, model.block_size)
+        shape, _, cache_dtype = self.ops.cache_shapes(spec, model.kv_dtype, model.block_size)
+        cache_tensor: Any = torch_stub.empty(2, *shape, dtype=cache_dtype)
+        cache = LayerCache(cache_tensor, cache_tensor, 0, model.block_size)
         tables, slots = [numbers(rows, 16)], [longs(tokens)]
         paging: Any = Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)
         angles = torch_stub.empty(1, model.rotary_dim)
@@ -103,7 +103,7 @@ class KernelCalls:
         )  # fmt: skip
 
     def _heads(self, tokens: int) -> list[torch_stub.Tensor]:
-        """Queries, keys and values, as they lie side by side in what their product gives."""
+        """Queries, keys and values: slices of one projection output."""
         model = self.model
         counts = model.num_heads, model.num_kv_heads, model.num_kv_heads
         joined = torch_stub.empty(tokens, sum(counts), model.head_dim, dtype=self.dtype)
@@ -111,9 +111,9 @@ class KernelCalls:
 
     def multiply(self, rows: int) -> None:
         model, width = self.model, self.model.num_heads * self.model.head_dim
-        both = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         for num_out, num_in in (
-            (both, model.hidden_size), (model.hidden_size, width), (model.hidden_size, model.intermediate_size),
+            (qkv_size, model.hidden_size), (model.hidden_size, width), (model.hidden_size, model.intermediate_size),
             (model.vocab_size, model.hidden_size),
         ):  # fmt: skip
             self.ops.linear(self._rows(rows, num_in), self._rows(num_out, num_in))
@@ -128,7 +128,7 @@ class KernelCalls:
         self.ops.rms_norm(self._heads(FEW_ROWS)[0], self._rows(model.head_dim), 1e-5)
 
     def serve(self) -> None:
-        """What is done before and after the layers."""
+        """The kernels before and after the layers."""
         from quire.kernels.cuda.launch.upload import compile_upload
         from quire.kernels.cuda.sampling.argmax import Argmax
         from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
@@ -170,7 +170,7 @@ def longs(*shape: int) -> Any:
 
 
 class Driver:
-    """What Triton asks of a driver when it compiles and does not launch."""
+    """The methods of a Triton driver that compilation needs."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget
@@ -188,25 +188,25 @@ class Driver:
 
 
 def compile_only(capability: tuple[int, int], build_launcher: Callable[..., object]) -> None:
-    """From here on a launch compiles its kernel, and the C module that would launch it."""
+    """Make launches compile their kernel and its launcher, and not run it."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     driver.set_active(Driver(capability))
     run, seen = JITFunction.run, set()
 
-    def compile_it(self: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> Any:
+    def compile_kernel(self: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if id(kernel) not in seen:
             seen.add(id(kernel))
             build_launcher(kernel.src, kernel.metadata)
         return kernel
 
-    JITFunction.run = compile_it
+    JITFunction.run = compile_kernel
 
 
 def share(tasks: list[Callable[[], None]], index: int, count: int) -> list[Callable[[], None]]:
-    """Who has a long one, among the first, gets the shortest of those that are left."""
+    """The tasks of process `index` of `count`: dealt in alternating order, so that long and short ones balance."""
     order = [*range(count), *reversed(range(count))]
     return [task for nth, task in enumerate(tasks) if order[nth % len(order)] == index]
 

@@ -1,7 +1,7 @@
-"""A stand-in for torch, as far as launches need it: tensors that have a shape, a type and no memory.
+"""A stub of torch for kernel launches: tensors with a shape and a type, without memory.
 
-Importing torch takes seconds, as long as compiling all kernels. `precompile.py` runs in processes that do the one
-while the engine's process does the other; nobody else uses this.
+Importing torch takes seconds, as long as compiling all kernels. `precompile.py` compiles with this stub in processes of
+its own, while the engine's process imports torch. It is the only user.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ DTYPES = {
 
 
 class Tensor:
-    """Shape and strides; all memory begins at an address that suits every kernel."""
+    """Shape and strides. The address is 0, which has every alignment."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = "meta"
-        self._strides = strides or tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        self._strides = strides or tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
     def data_ptr(self) -> int:
         return 0
 
-    def stride(self, place: int | None = None) -> Any:
-        return self._strides if place is None else self._strides[place]
+    def stride(self, axis: int | None = None) -> Any:
+        return self._strides if axis is None else self._strides[axis]
 
     def dim(self) -> int:
         return len(self.shape)
@@ -58,15 +58,15 @@ class Tensor:
     def contiguous(self) -> Tensor:
         return self if self.is_contiguous() else Tensor(self.shape, self.dtype)
 
-    def unsqueeze(self, place: int) -> Tensor:
+    def unsqueeze(self, axis: int) -> Tensor:
         shape, strides = list(self.shape), list(self._strides)
-        shape.insert(place, 1)
-        strides.insert(place, self._strides[place] * self.shape[place])
+        shape.insert(axis, 1)
+        strides.insert(axis, self._strides[axis] * self.shape[axis])
         return Tensor(tuple(shape), self.dtype, tuple(strides))
 
-    def narrow(self, place: int, size: int) -> Tensor:
-        """The first so many along one dimension; where they begin makes no difference here."""
-        shape = (*self.shape[:place], size, *self.shape[place + 1 :])
+    def narrow(self, axis: int, size: int) -> Tensor:
+        """The first `size` entries along one dimension. The start makes no difference here."""
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return Tensor(shape, self.dtype, self._strides)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ def empty(*shape: Any, dtype: DType = DTYPES["float32"], device: object = None) 
 
 
 def install(capability: tuple[int, int]) -> None:
-    """Let `import torch` find this, with a GPU of that compute capability."""
+    """Make `import torch` find this stub, with a GPU of that compute capability."""
     torch: Any = ModuleType("torch")
     torch.__dict__.update(DTYPES, Tensor=Tensor, dtype=DType, device=str, empty=empty, zeros=empty)
     torch.cuda = SimpleNamespace(
@@ -95,5 +95,5 @@ def install(capability: tuple[int, int]) -> None:
     torch.nn.functional = ModuleType("torch.nn.functional")
     torch.nn.functional.linear = lambda x, weight: empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
     modules = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
-    assert not modules.keys() & sys.modules.keys(), "torch is here already"
+    assert not modules.keys() & sys.modules.keys(), "torch is already imported"
     sys.modules.update(modules)

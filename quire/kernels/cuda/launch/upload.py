@@ -1,7 +1,7 @@
-"""A step's numbers from the host to the device in one launch, in place of a copy for each of its buffers.
+"""Uploads a step's buffers from the host to the device in one launch, instead of a copy for each.
 
-The kernel reads pinned memory across the bus. Copies would take as long each as it does for all: they are small, and
-the GPU does nothing else between two of them. The kernel is launched without PDL: later kernels of the step read what
+The kernel reads pinned memory across the bus. The buffers are small, so one copy would take as long as the kernel does
+for all of them. The kernel is launched without PDL: later kernels of the step read what
 it uploads, and what earlier steps wrote, before they wait for the kernel before them (`pdl.py`).
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORD = 4  # bytes; all that is sent consists of these
+WORD = 4  # bytes: the unit of all copies
 CHUNK = 1024  # words a program
 FIELDS = tl.constexpr(5)
 
@@ -27,8 +27,8 @@ def _upload(copies, first, CHUNK: tl.constexpr):
     stride = tl.load(copy + 4).to(tl.int32)
     nth = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = nth < rows * words
-    place = nth // words * stride + nth % words
-    tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+    offset = nth // words * stride + nth % words
+    tl.store(target + offset, tl.load(source + offset, mask=inside), mask=inside)
 
 
 def compile_upload(copies: Tensor) -> None:
@@ -36,9 +36,9 @@ def compile_upload(copies: Tensor) -> None:
 
 
 class Upload:
-    """Copies that are due: from where to where, how many rows, how many words of each, and how far rows are apart.
+    """A list of copies: source, target, rows, words a row, and row stride.
 
-    None is written over before `clear` says that all have arrived.
+    Call `clear` only after all copies have been made: it allows entries to be overwritten.
     """
 
     def __init__(self, most: int) -> None:
@@ -47,7 +47,7 @@ class Upload:
         self._sent = self._count = self._most_words = 0
 
     def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
-        """source[first:last], and with a `width` only so many columns of it, to the same place in `target`."""
+        """Add a copy of source[first:last] to target[first:last]; with `width`, only of the first `width` columns."""
         words = source.element_size() // WORD
         stride = source.stride(0) * words
         rows, each = (1, (last - first) * stride) if width is None else (last - first, width * words)

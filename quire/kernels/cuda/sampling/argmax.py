@@ -1,4 +1,4 @@
-"""The likeliest token of each row, straight from the head's products: no copy of the logits in float32 is made."""
+"""The argmax of each row of the head's products, without a float32 copy of the logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_f
 
 WIDTH = 4096
 MAX_SPLITS = 16
-PROGRAMS = 132 * 8  # as many as an H200 runs at once
+PROGRAMS = 132 * 8  # that run at once on an H200
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -21,8 +21,8 @@ def _argmax(
     tokens,
     scores,
     last_tokens,
-    parts,
-    places,
+    split_tops,
+    split_ids,
     arrived,
     row_stride,
     size,
@@ -35,30 +35,32 @@ def _argmax(
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    share = tl.cdiv(tl.cdiv(size, splits), 16) * 16  # so many lie side by side in one load
+    share = tl.cdiv(tl.cdiv(size, splits), 16) * 16  # whole vector loads
     begin = split * share
     end = tl.minimum(begin + share, size)
     best = tl.full([WIDTH], float("-inf"), tl.float32)
-    where = tl.zeros([WIDTH], tl.int32)
-    for at in range(begin, end, WIDTH):
-        columns = at + tl.arange(0, WIDTH)
+    ids = tl.zeros([WIDTH], tl.int32)
+    for start in range(begin, end, WIDTH):
+        columns = start + tl.arange(0, WIDTH)
         value = tl.load(logits + row * row_stride + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
         value = tl.where(value != value, float("inf"), value)
         higher = value > best
         best = tl.where(higher, value, best)
-        where = tl.where(higher, columns, where)
+        ids = tl.where(higher, columns, ids)
     top = tl.max(best, axis=0)
-    place = tl.min(tl.where(best == top, where, size), axis=0)
-    tl.store(parts + row * MAX_SPLITS + split, top)
-    tl.store(places + row * MAX_SPLITS + split, place)
+    best_id = tl.min(tl.where(best == top, ids, size), axis=0)
+    tl.store(split_tops + row * MAX_SPLITS + split, top)
+    tl.store(split_ids + row * MAX_SPLITS + split, best_id)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
     if before == splits - 1:
         lanes = tl.arange(0, MAX_SPLITS)
-        tops = tl.load(parts + row * MAX_SPLITS + lanes, mask=lanes < splits, other=float("-inf"), cache_modifier=".cg")
-        found = tl.load(places + row * MAX_SPLITS + lanes, mask=lanes < splits, other=size, cache_modifier=".cg")
+        tops = tl.load(
+            split_tops + row * MAX_SPLITS + lanes, mask=lanes < splits, other=float("-inf"), cache_modifier=".cg"
+        )
+        all_ids = tl.load(split_ids + row * MAX_SPLITS + lanes, mask=lanes < splits, other=size, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
-        token = tl.min(tl.where(tops == top, found, size), axis=0).to(tl.int64)
+        token = tl.min(tl.where(tops == top, all_ids, size), axis=0).to(tl.int64)
         tl.store(scores + row, top)
         tl.store(tokens + row, token)
         tl.store(last_tokens + tl.load(entries + row), token)
@@ -66,11 +68,11 @@ def _argmax(
 
 
 class Argmax:
-    """Finds the first largest of each row; a NaN counts as infinity."""
+    """Finds the largest logit of each row, the first of equals. NaN counts as infinity."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._parts = torch.empty(max_rows * MAX_SPLITS, dtype=torch.float32, device=device)
-        self._places = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
+        self._split_tops = torch.empty(max_rows * MAX_SPLITS, dtype=torch.float32, device=device)
+        self._split_ids = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor, entries: Tensor, tokens: Tensor, scores: Tensor, last_tokens: Tensor) -> None:
@@ -79,6 +81,6 @@ class Argmax:
         assert logits.stride(1) == 1
         splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
         _argmax[(rows, splits)](
-            logits, entries, tokens, scores, last_tokens, self._parts, self._places, self._arrived, logits.stride(0),
-            size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **pdl_options(),
+            logits, entries, tokens, scores, last_tokens, self._split_tops, self._split_ids, self._arrived,
+            logits.stride(0), size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **pdl_options(),
         )  # fmt: skip

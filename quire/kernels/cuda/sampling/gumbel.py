@@ -1,4 +1,4 @@
-"""Gumbel noise for token ids inside a kernel: the same words as `quire.kernels.philox`, the noise up to rounding."""
+"""Gumbel noise for token ids in a kernel. Words equal those of `quire.kernels.philox`; noise may differ by rounding."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def gumbel(seed, position, tile, WIDTH: tl.constexpr):
     uniform = token_words(seed, position, tile, WIDTH).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.99999994)
     rest = 1.0 - uniform
-    lost = 1.0 - rest  # what is left of the uniform number in it: log(1 - u) is precise times u / lost
-    exponential = tl.where(lost > 0.0, -tl.log(rest) * (uniform / tl.where(lost > 0.0, lost, 1.0)), uniform)
+    rounded = 1.0 - rest  # u after rounding of 1 - u: log(1 - u) * u / rounded corrects for it
+    exponential = tl.where(rounded > 0.0, -tl.log(rest) * (uniform / tl.where(rounded > 0.0, rounded, 1.0)), uniform)
     return -tl.log(exponential)

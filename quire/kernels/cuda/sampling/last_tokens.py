@@ -1,4 +1,4 @@
-"""Each request's last token, copied from the sampling state into the step's tokens: the host may not have read it."""
+"""Copies each request's last token from the sampling state to the step's tokens. The host may not have it yet."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _fill_last_tokens(tokens, starts, entries, last_tokens, num_rows, ROWS: tl.c
     wait_for_previous(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     entry = tl.load(entries + rows, mask=rows < num_rows, other=-1)
-    wanted = entry >= 0
-    token = tl.load(last_tokens + entry, mask=wanted, other=0)
-    tl.store(tokens + tl.load(starts + rows, mask=wanted, other=0), token, mask=wanted)
+    has_entry = entry >= 0
+    token = tl.load(last_tokens + entry, mask=has_entry, other=0)
+    tl.store(tokens + tl.load(starts + rows, mask=has_entry, other=0), token, mask=has_entry)
 
 
 def fill_last_tokens(tokens: Tensor, starts: Tensor, entries: Tensor, last_tokens: Tensor, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""What requests change about their logits, one kernel each: penalties, and masks of the tokens that may come next."""
+"""Logits processors, one kernel each: penalties, and bitmasks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ WARPS = 8
 IN_PROMPT = tl.constexpr(sampling.IN_PROMPT)
 
 
-@triton.jit(do_not_specialize=["num_more"])
+@triton.jit(do_not_specialize=["num_extra"])
 def _penalize(
-    logits, counts, index, penalties, logits_stride, counts_stride, size, num_more,
+    logits, counts, index, penalties, logits_stride, counts_stride, size, num_extra,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     wait_for_previous(PDL)
     nth = tl.program_id(0).to(tl.int64)
-    mine = index + nth * (2 + num_more)
+    entry = index + nth * (2 + num_extra)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < size
-    count = tl.load(counts + tl.load(mine + 1) * counts_stride + columns, mask=inside, other=0)
-    for place in range(num_more):
-        count += (columns == tl.load(mine + 2 + place)).to(tl.int32)
-    at = logits + tl.load(mine) * logits_stride + columns
-    value = tl.load(at, mask=inside, other=0.0)
+    count = tl.load(counts + tl.load(entry + 1) * counts_stride + columns, mask=inside, other=0)
+    for nth_extra in range(num_extra):
+        count += (columns == tl.load(entry + 2 + nth_extra)).to(tl.int32)
+    logit_ptrs = logits + tl.load(entry) * logits_stride + columns
+    value = tl.load(logit_ptrs, mask=inside, other=0.0)
     repetition = tl.load(penalties + nth * 3)
     value = tl.where(count > 0, tl.where(value > 0, value / repetition, value * repetition), value)
-    in_answer = count & (IN_PROMPT - 1)
+    in_output = count & (IN_PROMPT - 1)
     frequency, presence = tl.load(penalties + nth * 3 + 1), tl.load(penalties + nth * 3 + 2)
-    value -= frequency * in_answer + presence * (in_answer > 0).to(tl.float32)
-    tl.store(at, value, mask=inside)
+    value -= frequency * in_output + presence * (in_output > 0).to(tl.float32)
+    tl.store(logit_ptrs, value, mask=inside)
 
 
 def penalize(logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:
@@ -55,8 +55,8 @@ def _apply_token_bitmask(logits, rows, bits, logits_stride, num_bytes, size, WID
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     byte = tl.load(bits + nth * num_bytes + columns // 8, mask=columns // 8 < num_bytes, other=0).to(tl.int32)
     is_banned = ((byte >> (columns % 8)) & 1) == 0
-    at = logits + tl.load(rows + nth) * logits_stride + columns
-    tl.store(at, float("-inf"), mask=is_banned & (columns < size))
+    logit_ptrs = logits + tl.load(rows + nth) * logits_stride + columns
+    tl.store(logit_ptrs, float("-inf"), mask=is_banned & (columns < size))
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

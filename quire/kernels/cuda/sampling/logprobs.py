@@ -1,7 +1,7 @@
-"""Log probabilities of chosen tokens, their ranks, and the likeliest tokens, straight from the head's products.
+"""Log probabilities and ranks of chosen tokens, and the top log probabilities, from the head's products.
 
-What is said of a row depends on that row only. Of equal tokens the lower id is likelier. The first kernel looks at each
-tile of a row, the second puts a row's tiles together.
+A row's results do not depend on other rows. Of equal logits the lower id comes first. The first kernel scans each tile
+of a row; the second merges a row's tiles.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_f
 WIDTH = 4096  # of a tile
 WARPS = 4
 
-# Columns of `sums`, what is known of a tile.
+# Columns of `sums`, one row a tile.
 MAX = tl.constexpr(0)  # its largest logit
 SUM = tl.constexpr(1)  # of exp(logit - MAX)
-HIGHER = tl.constexpr(2)  # how many logits are above that of the row's token
+HIGHER = tl.constexpr(2)  # the number of logits above that of the row's token
 NUM_SUMS = tl.constexpr(3)
 
 
@@ -41,25 +41,25 @@ def _scan_tiles(
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    at = row * tl.num_programs(1) + tile
-    mine = logits + row * row_stride
+    index = row * tl.num_programs(1) + tile
+    row_logits = logits + row * row_stride
     columns = tile * WIDTH + tl.arange(0, WIDTH)
     inside = columns < size
-    value = _load(mine, columns, inside, softcap, CAPPED)
+    value = _load(row_logits, columns, inside, softcap, CAPPED)
     token = tl.load(tokens + row)
-    own = _load(mine, token, token < size, softcap, CAPPED)
+    own = _load(row_logits, token, token < size, softcap, CAPPED)
     top = tl.max(value, axis=0)
-    tl.store(sums + at * NUM_SUMS + MAX, top)
-    tl.store(sums + at * NUM_SUMS + SUM, tl.sum(tl.where(inside, tl.exp(value - top), 0.0), axis=0))
-    tl.store(sums + at * NUM_SUMS + HIGHER, tl.sum((value > own).to(tl.float32), axis=0))
+    tl.store(sums + index * NUM_SUMS + MAX, top)
+    tl.store(sums + index * NUM_SUMS + SUM, tl.sum(tl.where(inside, tl.exp(value - top), 0.0), axis=0))
+    tl.store(sums + index * NUM_SUMS + HIGHER, tl.sum((value > own).to(tl.float32), axis=0))
     for nth in range(tl.minimum(tl.load(nums_top + row), size).to(tl.int32)):
         best = tl.max(value, axis=0)
-        its = tl.min(tl.where(inside & (value == best), columns, size), axis=0)
-        tl.store(top_values + at * max_top + nth, best)
-        tl.store(top_ids + at * max_top + nth, its)
-        taken = columns == its
-        inside = inside & ~taken
-        value = tl.where(taken, float("-inf"), value)
+        best_id = tl.min(tl.where(inside & (value == best), columns, size), axis=0)
+        tl.store(top_values + index * max_top + nth, best)
+        tl.store(top_ids + index * max_top + nth, best_id)
+        is_best = columns == best_id
+        inside = inside & ~is_best
+        value = tl.where(is_best, float("-inf"), value)
 
 
 @triton.jit(do_not_specialize=["max_top", "num_tiles"])
@@ -72,39 +72,39 @@ def _merge_tiles(
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, LANES)
-    there = tiles < num_tiles
-    at = row * num_tiles + tiles
-    maxima = tl.load(sums + at * NUM_SUMS + MAX, mask=there, other=float("-inf"))
+    is_tile = tiles < num_tiles
+    index = row * num_tiles + tiles
+    maxima = tl.load(sums + index * NUM_SUMS + MAX, mask=is_tile, other=float("-inf"))
     top = tl.max(maxima, axis=0)
-    parts = tl.load(sums + at * NUM_SUMS + SUM, mask=there, other=0.0)
-    log_sum = tl.log(tl.sum(tl.where(there, parts * tl.exp(maxima - top), 0.0), axis=0))
+    tile_sums = tl.load(sums + index * NUM_SUMS + SUM, mask=is_tile, other=0.0)
+    log_sum = tl.log(tl.sum(tl.where(is_tile, tile_sums * tl.exp(maxima - top), 0.0), axis=0))
     token = tl.load(tokens + row)
     own = _load(logits + row * row_stride, token, token < size, softcap, CAPPED)
-    higher = tl.sum(tl.load(sums + at * NUM_SUMS + HIGHER, mask=there, other=0.0).to(tl.int64), axis=0)
+    higher = tl.sum(tl.load(sums + index * NUM_SUMS + HIGHER, mask=is_tile, other=0.0).to(tl.int64), axis=0)
     tl.store(own_out + row, own - top - log_sum)
     tl.store(rank_out + row, higher + 1)
 
-    # A merge of sorted lists: each lane holds the next of its tile. A tile has as many as are wanted, or all it has.
+    # A merge of sorted lists: each lane has the next entry of a tile's list, which has num_top entries or all ids.
     num_top = tl.minimum(tl.load(nums_top + row), size).to(tl.int32)
     cursor = tl.zeros([LANES], tl.int32)
     for nth in range(num_top):
-        more = there & (cursor < num_top)
-        value = tl.load(top_values + at * max_top + cursor, mask=more, other=float("-inf"))
-        ids = tl.load(top_ids + at * max_top + cursor, mask=more, other=size)
+        has_more = is_tile & (cursor < num_top)
+        value = tl.load(top_values + index * max_top + cursor, mask=has_more, other=float("-inf"))
+        ids = tl.load(top_ids + index * max_top + cursor, mask=has_more, other=size)
         best = tl.max(tl.where(ids < size, value, float("-inf")), axis=0)
-        its = tl.min(tl.where(value == best, ids, size), axis=0)
-        tl.store(ids_out + row * max_top + nth, its.to(tl.int64))
+        best_id = tl.min(tl.where(value == best, ids, size), axis=0)
+        tl.store(ids_out + row * max_top + nth, best_id.to(tl.int64))
         tl.store(values_out + row * max_top + nth, best - top - log_sum)
-        cursor += (ids == its).to(tl.int32)
+        cursor += (ids == best_id).to(tl.int32)
 
 
 def logprobs(
     logits: Tensor, tokens: Tensor, nums_top: Tensor, max_top: int, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits [n, vocab] before any cap, tokens [n] int64, nums_top [n]: how many of the likeliest each row wants.
+    """logits [n, vocab] before any cap, tokens [n] int64, nums_top [n]: the number of top tokens of each row.
 
     -> log probabilities [n] float32 and ranks [n] int64 (from 1) of the tokens; ids [n, max_top] int64 and log
-    probabilities [n, max_top] of the likeliest. Behind what a row wants there is no meaning.
+    probabilities [n, max_top] of the top tokens. Entries after a row's number are undefined.
     """
     rows, size = logits.shape
     max_top = min(max_top, size)

@@ -1,8 +1,8 @@
-"""A token for each row, drawn or the likeliest, straight from the head's products and without a word from the host.
+"""Samples a token for each row from the head's products, without the host.
 
-The rule is that of `quire.kernels.sampling`: min-p, top-k and top-p keep a part of the ids, and the token is the one
-whose logit / temperature + noise is largest. Where a head caps its logits, tokens are ranked by its products. The GPU's
-runner is the caller.
+The rule is that of `quire.kernels.sampling`: min-p, top-k and top-p select ids, and the token is the one whose
+logit / temperature + noise is largest. If the head has a soft cap, top-k and top-p rank tokens by the products. The
+GPU's runner calls it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from quire.kernels.cuda.sampling.top_k_top_p import (
 
 
 class Draws(NamedTuple):
-    """What rows of logits want: where each row's request has its settings, and how many tokens it has."""
+    """The sampling settings of a step's rows: each row's entry in the sampling state, and its number of tokens."""
 
     entries: Tensor  # [rows] int32
     lengths: Tensor  # [rows] int32: tokens before the one to be chosen
     seeds: Tensor  # [entries] int64
     settings: Tensor  # [entries, NUM_SETTINGS] float64, see `quire.kernels.sampling`
-    last_tokens: Tensor  # [entries] int64: what is chosen is put here too
-    has_top_k: bool  # some row
+    last_tokens: Tensor  # [entries] int64: the chosen token is also stored here
+    has_top_k: bool  # of at least one row
     has_top_p: bool
 
 
@@ -51,13 +51,13 @@ class Draws(NamedTuple):
 def noisy_score(
     value, seed, position, tile, top, temperature, floor, softcap, WIDTH: tl.constexpr, CAPPED: tl.constexpr
 ):  # fmt: skip
-    """What the ids of a tile are ranked by; those that min-p leaves out have none."""
+    """The scores of a tile's ids: scaled logit plus noise; minus infinity below min-p's floor."""
     return scale(value, top, temperature, floor, softcap, CAPPED) + gumbel(seed, position, tile, WIDTH)
 
 
 @triton.jit
 def _best_of(scores, columns, size):
-    """The largest score and its id; the lowest of equals."""
+    """The largest score and its id; of equals the lowest id."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, columns, size), axis=0)
 
@@ -74,32 +74,32 @@ def _pick(
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
     entry = tl.load(entries + row)
-    wanted = settings + entry * NUM_SETTINGS
-    temperature = tl.load(wanted + TEMPERATURE).to(tl.float32)
-    floor = tl.load(wanted + FLOOR).to(tl.float32)
+    row_settings = settings + entry * NUM_SETTINGS
+    temperature = tl.load(row_settings + TEMPERATURE).to(tl.float32)
+    floor = tl.load(row_settings + FLOOR).to(tl.float32)
     top = tl.load(scores + row)
     if not is_drawn(temperature, top):
         return
-    has_cut = is_counted(tl.load(wanted + TOP_K), size) | (tl.load(wanted + TOP_P) < 1.0)
+    has_cut = is_counted(tl.load(row_settings + TOP_K), size) | (tl.load(row_settings + TOP_P) < 1.0)
     cut = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
     keep = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
     seed, position = tl.load(seeds + entry), tl.load(lengths + row).to(tl.int64)
 
-    # Each tile leaves the best of its ids above the cut, and of those at the cut: how many of these are kept depends on
-    # the tiles before it.
+    # Each tile stores its best id above the cutoff and its best id at the cutoff. The number of ids kept at the cutoff
+    # depends on the tiles before it.
     within = tl.arange(0, WIDTH)
     columns = tile * WIDTH + within
     value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
-    is_tie = (value == cut) & (value > float("-inf"))  # without a cut, ids behind the vocabulary would be ties
-    best, its = _best_of(tl.where(value > cut, score, float("-inf")), columns, size)
-    best_tie, its_tie = _best_of(tl.where(is_tie, score, float("-inf")), columns, size)
-    at = row * num_tiles + tile
-    tl.store(bests + 2 * at, best)
-    tl.store(bests + 2 * at + 1, best_tie)
-    tl.store(ids + 2 * at, its)
-    tl.store(ids + 2 * at + 1, its_tie)
-    tl.store(ties + at, tl.sum(is_tie.to(tl.int32), axis=0))
+    is_tie = (value == cut) & (value > float("-inf"))  # without a cutoff, ids after the vocabulary would be ties
+    best, best_id = _best_of(tl.where(value > cut, score, float("-inf")), columns, size)
+    best_tie, tie_id = _best_of(tl.where(is_tie, score, float("-inf")), columns, size)
+    index = row * num_tiles + tile
+    tl.store(bests + 2 * index, best)
+    tl.store(bests + 2 * index + 1, best_tie)
+    tl.store(ids + 2 * index, best_id)
+    tl.store(ids + 2 * index + 1, tie_id)
+    tl.store(ties + index, tl.sum(is_tie.to(tl.int32), axis=0))
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
     if before < num_tiles - 1:
@@ -107,20 +107,20 @@ def _pick(
 
     tl.store(arrived + row, 0)
     lanes = tl.arange(0, LANES)
-    there = lanes < num_tiles
-    at = row * num_tiles + lanes
-    tied = tl.load(ties + at, mask=there, other=0, cache_modifier=".cg")
+    is_tile = lanes < num_tiles
+    index = row * num_tiles + lanes
+    tied = tl.load(ties + index, mask=is_tile, other=0, cache_modifier=".cg")
     tied_before = tl.cumsum(tied, axis=0) - tied
-    all_best = tl.load(bests + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    all_ids = tl.load(ids + 2 * at, mask=there, other=size, cache_modifier=".cg")
-    best, its = _best_of(all_best, all_ids, size)
-    kept_whole = there & (tied_before + tied <= keep)
-    all_best = tl.load(bests + 2 * at + 1, mask=kept_whole, other=float("-inf"), cache_modifier=".cg")
-    all_ids = tl.load(ids + 2 * at + 1, mask=kept_whole, other=size, cache_modifier=".cg")
-    best_tie, its_tie = _best_of(all_best, all_ids, size)
-    its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
+    all_best = tl.load(bests + 2 * index, mask=is_tile, other=float("-inf"), cache_modifier=".cg")
+    all_ids = tl.load(ids + 2 * index, mask=is_tile, other=size, cache_modifier=".cg")
+    best, best_id = _best_of(all_best, all_ids, size)
+    kept_whole = is_tile & (tied_before + tied <= keep)
+    all_best = tl.load(bests + 2 * index + 1, mask=kept_whole, other=float("-inf"), cache_modifier=".cg")
+    all_ids = tl.load(ids + 2 * index + 1, mask=kept_whole, other=size, cache_modifier=".cg")
+    best_tie, tie_id = _best_of(all_best, all_ids, size)
+    best_id = tl.where((best_tie > best) | ((best_tie == best) & (tie_id < best_id)), tie_id, best_id)
     best = tl.maximum(best, best_tie)
-    is_divided = there & (tied_before < keep) & (tied_before + tied > keep)
+    is_divided = is_tile & (tied_before < keep) & (tied_before + tied > keep)
     if tl.max(is_divided.to(tl.int32), axis=0) > 0:
         tile = tl.max(tl.where(is_divided, lanes, 0), axis=0)
         left = keep - tl.max(tl.where(is_divided, tied_before, 0), axis=0)
@@ -129,27 +129,27 @@ def _pick(
         score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
         is_tie = (value == cut) & (value > float("-inf"))
         is_kept = is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= left)
-        best_tie, its_tie = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
-        its = tl.where((best_tie > best) | ((best_tie == best) & (its_tie < its)), its_tie, its)
-    tl.store(tokens + row, its.to(tl.int64))
-    tl.store(last_tokens + entry, its.to(tl.int64))
+        best_tie, tie_id = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
+        best_id = tl.where((best_tie > best) | ((best_tie == best) & (tie_id < best_id)), tie_id, best_id)
+    tl.store(tokens + row, best_id.to(tl.int64))
+    tl.store(last_tokens + entry, best_id.to(tl.int64))
 
 
 class TokenSampler:
-    """Chooses the tokens of up to so many rows of `size` logits; scores that are no numbers say where none is left."""
+    """Samples tokens of up to `max_rows` rows of `size` logits. Rows whose score is not finite have no token."""
 
     def __init__(self, max_rows: int, size: int, softcap: float | None, device: torch.device) -> None:
         self._argmax = Argmax(max_rows, device)
         self._cut = TopKTopP(max_rows, size, softcap, device)
         self._softcap = softcap
-        num_parts = max_rows * self._cut.num_tiles
-        self._bests = torch.empty(2 * num_parts, dtype=torch.float32, device=device)
-        self._ids = torch.empty(2 * num_parts, dtype=torch.int32, device=device)
-        self._ties = torch.empty(num_parts, dtype=torch.int32, device=device)
+        num_entries = max_rows * self._cut.num_tiles
+        self._bests = torch.empty(2 * num_entries, dtype=torch.float32, device=device)
+        self._ids = torch.empty(2 * num_entries, dtype=torch.int32, device=device)
+        self._ties = torch.empty(num_entries, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor, draws: Draws, tokens: Tensor, scores: Tensor) -> None:
-        """logits [n, vocab] before any cap -> tokens and scores, as many as there are entries in `draws`.
+        """logits [n, vocab] before any cap -> tokens and scores, one for each entry in `draws`.
 
         A score is the largest logit.
         """
