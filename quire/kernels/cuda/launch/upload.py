@@ -46,7 +46,7 @@ class Upload:
         self._rows = self._copies.numpy()
         self._sent = self._count = self._most_words = 0
 
-    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
+    def add(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
         """source[first:last], and with a `width` only so many columns of it, to the same place in `target`."""
         words = source.element_size() // WORD
         stride = source.stride(0) * words
