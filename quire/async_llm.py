@@ -8,7 +8,7 @@ from typing import Any
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
-from quire.engine.client import Threaded, no_garbage_collection
+from quire.engine.client import AsyncClient, no_garbage_collection
 from quire.errors import InvalidParams
 from quire.store import resolve
 from quire.text.grammar.constraint import GrammarBackend
@@ -18,27 +18,27 @@ from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 class AsyncLLM:
-    """Options are EngineConfig's fields. Making one loads the model and blocks until that is done."""
+    """Options are EngineConfig's fields. The constructor blocks until the model is loaded."""
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.config = EngineConfig.of({"model": model, **options})
         files = resolve(self.config.model)
         with no_garbage_collection():
             self._tokenizer = load_tokenizer(files.path)
-            self._client = Threaded(self.config, files.path)
+            self._client = AsyncClient(self.config, files.path)
         self._open: dict[str, OutputProcessor] = {}
         self.info = self._client.info
-        facts = self.info.config
+        model_config = self.info.config
         self._input_processor = InputProcessor(
             self._tokenizer,
-            facts.vocab_size,
+            model_config.vocab_size,
             self.info.max_len,
-            facts.eos_token_ids,
+            model_config.eos_token_ids,
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
         self._input_processor.grammars = GrammarBackend(
-            self._tokenizer, facts.vocab_size, self._input_processor.end_token_ids
+            self._tokenizer, model_config.vocab_size, self._input_processor.end_token_ids
         )
 
     async def generate(
@@ -49,7 +49,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields the growing output. Leaving the iteration ends the request and frees its blocks.
+        """Yields the output whenever it has new tokens. Closing the iterator aborts the request.
 
         Without sampling_params the model's own defaults apply.
         """
@@ -57,13 +57,13 @@ class AsyncLLM:
             raise InvalidParams(f"A request with the id {request_id!r} is running already; choose another id.")
         params = sampling_params or self.get_default_sampling_params()
         processor = self._input_processor.process(prompt, params, request_id, priority=priority)
-        while processor.output.request_id in self._open:  # a caller chose a number as an id
+        while processor.output.request_id in self._open:  # a caller used a number as an id
             processor = self._input_processor.process(prompt, params, priority=priority)
         updates = self._client.submit(processor.requests)
         self._open[processor.output.request_id] = processor
         try:
-            async for bundle in updates:
-                for update in bundle:
+            async for batch in updates:
+                for update in batch:
                     if processor.process(update):
                         self._client.abort(update.id)
                 yield processor.snapshot()
@@ -90,5 +90,5 @@ class AsyncLLM:
         return self._client.health()
 
     def shutdown(self) -> None:
-        """Stop the engine's thread. Requests still open end with EngineClosed."""
+        """Stop the engine's thread. Unfinished requests raise EngineClosed."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""What `LLM.beam_search` takes and returns. The search itself is the engine's: see `core/beam_group.py`."""
+"""Parameters and results of `LLM.beam_search`. The search is in `core/beam_group.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.errors import InvalidParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """`length_penalty` divides a beam's log probability by its length to that power: above 0 favours long answers.
-    `early_stopping` says when a search ends that has found `beam_width` answers: see `SamplingParams`."""
+    """A beam's score is its log probability divided by its length to the power of `length_penalty`. Above 0 it favours
+    long answers. `early_stopping` says when a search with `beam_width` answers ends: see `SamplingParams`."""
 
     beam_width: int
     max_tokens: int
@@ -30,7 +30,7 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same as parameters of a request."""
+        """The same as SamplingParams."""
         return SamplingParams(
             use_beam_search=True,
             n=self.beam_width,

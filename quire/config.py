@@ -1,7 +1,7 @@
 """EngineConfig: what an engine is built with. The command line's flags are generated from its fields.
 
-Only the assembler (`engine/engine.py`) and the entry points read it; everything below is handed plain values. This is
-also the only reader of environment variables: see `cache_dir`, `onednn_max_isa` and `api_key`.
+Only the entry points and the modules that build an engine (`engine/build.py`) read it; all others take plain values.
+This module is the only reader of environment variables: see `cache_dir`, `onednn_max_isa` and `api_key`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import InvalidParams, UnknownField
 
 DEFAULT_MODEL = "smollm2:135m"
 MAX_COUNT = 2**31 - 1  # tokens, requests, blocks, threads
-MAX_NUMBER = 1e12  # of anything else
+MAX_NUMBER = 1e12  # of other options
 
 
 def cache_dir() -> Path:
@@ -27,35 +27,35 @@ def cache_dir() -> Path:
 
 
 def onednn_max_isa() -> str | None:
-    """The limit on instruction sets that the user has set for oneDNN, under its name of today or the one before."""
+    """The user's limit on oneDNN's instruction sets, from its current or its former environment variable."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or None
 
 
 def api_key() -> str | None:
-    """The key that clients of a server must send: $QUIRE_API_KEY. A command line shows in the list of processes."""
+    """The key that clients of a server must send: $QUIRE_API_KEY. A flag would show in the list of processes."""
     return os.environ.get("QUIRE_API_KEY") or None
 
 
 def option(default: Any, text: str, metavar: str | None = None) -> Any:
     """A field that becomes a command line flag with `text` as its help.
 
-    `metavar` is what the help calls the value: N for a whole number, X for another one and the last word of the field's
-    name for a text, if not given.
+    `metavar` is the value's name in the help. The default is N for an integer, X for a float, and the last word of the
+    field's name for a string.
     """
     return field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that shapes an engine, checked when it is made."""
+    """The engine's options. The constructor checks them."""
 
     model: str = DEFAULT_MODEL
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model runs; auto takes a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What weights and activations are computed in; auto is float32 on a CPU, bfloat16 on a GPU that has it."
+        "auto", "Type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU that has it."
     )
     kernels: Literal["auto", "native", "torch"] = option(
-        "auto", "Whose ops compute: quire's own, torch's, or the former wherever they can (auto)."
+        "auto", "Kernels: quire's own (native), torch's, or quire's own wherever they can be used (auto)."
     )
     weights: Literal["file", "random"] = option(
         "file", "Where weights come from; random ones, in the shapes of the model, are for measuring speed."
@@ -65,13 +65,13 @@ class EngineConfig:
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = option(
         "auto",
-        "What the cache holds; auto is bfloat16 with quire's own CPU kernels and the model's dtype otherwise. int8 is "
+        "Type of the KV cache; auto is bfloat16 with quire's own CPU kernels and the model's dtype otherwise. int8 is "
         "for CPUs, fp8 (e4m3) for GPUs.",
     )
     exact: bool = option(
         False,
-        "Give a request the same numbers, bit for bit, whatever runs beside it: always so with quire's own CPU "
-        "kernels, and slower on a GPU.",
+        "Compute a request bit for bit the same whatever else is in the batch. Always so with quire's own CPU kernels; "
+        "slower on a GPU.",
     )
     max_len: int | None = option(None, "Longest request, prompt and answer together; the model's own limit if not set.")
     max_requests: int | None = option(
@@ -88,16 +88,18 @@ class EngineConfig:
     kv_memory: float | None = option(None, "GiB for the cache, at most what is free; if not set, a share of it.", "GIB")
     swap_memory: float | None = option(
         None,
-        "GiB of host memory for requests that make room for others; up to 8 on a GPU and 0 on a CPU if not set.",
+        "GiB of host memory for blocks of preempted requests; up to 8 on a GPU and 0 on a CPU if not set.",
         "GIB",
     )
-    prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests that begin the same way.")
+    prefix_cache: bool = option(True, "Keep the blocks of finished prompts for requests with the same prefix.")
     batching: Literal["continuous", "static", "dynamic", "ratio"] = option(
         "continuous",
-        "When waiting requests join: at every step, when the running batch has ended (static, dynamic), or when enough "
-        "wait for the number that runs (ratio).",
+        "When waiting requests are admitted: at every step (continuous), when the running batch has ended (static, "
+        "dynamic), or when the ratio of waiting to running requests is high enough (ratio).",
     )
-    order: Literal["fcfs", "priority"] = option("fcfs", "Who goes first: first come first served, or by priority.")
+    order: Literal["fcfs", "priority"] = option(
+        "fcfs", "Order of waiting requests: first come first served, or by priority."
+    )
     batch_size: int | None = option(
         None, "Static and dynamic batching: requests in a batch; --max-requests if not set."
     )

@@ -1,21 +1,21 @@
 """Every error quire raises on purpose.
 
-Each class carries the HTTP status a server answers with, and each message says what happened, with the number and the
-limit where there is one, and what to do about it. `assert` is for our own invariants; whatever a user, a file or a peer
-can cause is raised from here.
+Each class has the HTTP status of the server's response. Each message says what happened, with the number and the limit
+where there is one, and what to do. `assert` is for our own invariants; errors that a user, a file or a peer can cause
+are raised from here.
 
     QuireError
-    ├── InvalidRequest            400   the request itself is wrong; no other request is touched
+    ├── InvalidRequest            400   the request is wrong; other requests are not affected
     │   ├── InvalidParams               a value out of its range
     │   ├── InvalidField                a field of an HTTP request that is missing, unknown or of the wrong type
-    │   ├── UnknownField                a field that quire does not know, so cannot honour
+    │   ├── UnknownField                a field that quire does not have
     │   ├── EmptyPrompt
     │   ├── PromptTooLong               prompt plus max_tokens do not fit the context or the cache
-    │   ├── BadGrammar                  a schema, pattern or grammar that cannot be followed, or is over its bounds
+    │   ├── BadGrammar                  a schema, pattern or grammar that is unsupported or over its bounds
     │   └── TemplateError               a chat template that is broken, missing or over its bounds
     ├── ModelError                500   the model cannot be used
     │   ├── ModelNotFound         404
-    │   ├── BadModelFile                truncated, hostile or otherwise unreadable
+    │   ├── BadModelFile                truncated, malicious or otherwise unreadable
     │   ├── WeightMismatch              tensors missing, left over or of the wrong shape
     │   └── UnsupportedModel            a family, a type or an option that quire does not have
     ├── PullError                 502   a download failed; what was fetched is kept and resumed
@@ -26,15 +26,15 @@ can cause is raised from here.
     │   ├── DeviceLost            503   the GPU failed; only a new process can use it again
     │   └── EngineClosed          503
     └── ServerError               503   the server does not take the request now, or from this caller
-        ├── Overloaded            429   the queue is full; knows when to come back
+        ├── Overloaded            429   the queue is full; has a Retry-After
         ├── ShuttingDown          503
-        ├── NotReady              503   the model is still being loaded, or again
+        ├── NotReady              503   the model is being loaded, or the engine restarted
         ├── DeadlineExceeded      504
         ├── BodyTooLarge          413
         ├── HeadersTooLarge       431
         ├── RequestTimeout        408   the client did not send all of its request in time
         ├── TooManyConnections    503
-        ├── ResponseNotFound      404   a stored response that never was, or is gone
+        ├── ResponseNotFound      404   a stored response that does not exist any more, or never did
         └── Unauthorized          401
 """
 
@@ -93,7 +93,7 @@ def show(value: object) -> str:
 
 
 def kind(value: object) -> str:
-    """What JSON calls a value of this type, for a message."""
+    """The JSON name of a value's type, for a message."""
     match value:
         case None:
             return "null"
@@ -111,7 +111,7 @@ def kind(value: object) -> str:
 
 
 class QuireError(Exception):
-    """The root: `except QuireError` catches whatever quire raises on purpose."""
+    """The root of all errors that quire raises on purpose."""
 
     status = 500
 
@@ -123,7 +123,7 @@ class InvalidRequest(QuireError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param  # the parameter or field that is wrong, where it is a single one
+        self.param = param  # the parameter or field that is wrong, if it is one
 
 
 class InvalidParams(InvalidRequest, ValueError):
@@ -131,15 +131,15 @@ class InvalidParams(InvalidRequest, ValueError):
 
 
 class InvalidField(InvalidRequest):
-    """A field of an HTTP request that cannot be read as what it should be."""
+    """A field of an HTTP request that is missing or of the wrong type."""
 
 
 class UnknownField(InvalidRequest, TypeError):
-    """A field that quire does not know. Accepting it would change nothing, so it is refused."""
+    """A field that quire does not have. It is refused, not ignored."""
 
     @classmethod
     def check(cls, what: str, given: Iterable[str], known: Iterable[str]) -> None:
-        """Raise for the first name that is not known, with the one that was probably meant."""
+        """Raise for the first unknown name, with the closest known one."""
         choices = sorted(known)
         for name in given:
             if name not in choices:
@@ -149,7 +149,7 @@ class UnknownField(InvalidRequest, TypeError):
 
 
 class EmptyPrompt(InvalidRequest, ValueError):
-    """A prompt without a single token."""
+    """A prompt without tokens."""
 
 
 class PromptTooLong(InvalidRequest, ValueError):
@@ -157,7 +157,7 @@ class PromptTooLong(InvalidRequest, ValueError):
 
 
 class BadGrammar(InvalidRequest, ValueError):
-    """A schema, pattern or grammar for the answer that is wrong, that quire cannot follow, or that is too large."""
+    """A schema, pattern or grammar for the answer that is wrong, unsupported or too large."""
 
 
 class TemplateError(InvalidRequest):
@@ -165,7 +165,7 @@ class TemplateError(InvalidRequest):
 
 
 class ModelError(QuireError):
-    """The model cannot be used as asked."""
+    """The model cannot be used."""
 
 
 class ModelNotFound(ModelError):
@@ -175,11 +175,11 @@ class ModelNotFound(ModelError):
 
 
 class BadModelFile(ModelError):
-    """A model file that cannot be read as what it says it is."""
+    """A model file that is not valid in its format."""
 
 
 class WeightMismatch(ModelError):
-    """The file's tensors are not the ones that the model's configuration asks for."""
+    """The file's tensors do not match the model's configuration."""
 
 
 class UnsupportedModel(ModelError):
@@ -187,13 +187,13 @@ class UnsupportedModel(ModelError):
 
 
 class PullError(QuireError):
-    """A download that did not finish. Run the same command again: it goes on where it stopped."""
+    """A download that did not finish. The same command resumes it."""
 
     status = 502
 
 
 class ChecksumMismatch(PullError):
-    """The bytes that arrived are not the ones that were promised."""
+    """The downloaded bytes do not have the expected checksum."""
 
 
 class DiskFull(PullError):
@@ -245,11 +245,11 @@ class ShuttingDown(ServerError):
 
 
 class NotReady(ServerError):
-    """There is no engine yet, or it is being started again."""
+    """There is no engine yet, or it is being restarted."""
 
 
 class DeadlineExceeded(ServerError):
-    """The request took longer than it may."""
+    """The request exceeded its deadline."""
 
     status = 504
 
@@ -277,7 +277,7 @@ class TooManyConnections(ServerError):
 
 
 class ResponseNotFound(ServerError):
-    """There is no such response of this caller's, or there is no longer."""
+    """This caller has no stored response with that id."""
 
     status = 404
 

@@ -4,8 +4,8 @@
     for out in llm.generate(["What is AI?"], SamplingParams(max_tokens=100)):
         print(out.outputs[0].text)
 
-For asyncio there is `AsyncLLM`; both stand on the same intake and the same engine. Several streams may be open at once,
-and several threads may use one LLM: they share the engine's batch. Ctrl-C in a step ends all that is open.
+For asyncio there is `AsyncLLM`. Several streams may be open at once, and several threads may use one LLM: their
+requests share the engine's batch. Ctrl-C during a step aborts all requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import CompletionOutput, RequestOutput, Score
 from quire.core.params import SamplingParams
 from quire.core.policy import PRIORITY_POSITIONS
-from quire.engine.client import Inbox, Shared, no_garbage_collection
+from quire.engine.client import SyncClient, UpdateQueue, no_garbage_collection
 from quire.errors import EngineError, InvalidParams, TemplateError
 from quire.progress import bar
 from quire.store import resolve
@@ -39,33 +39,33 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Generates, chats, scores and searches. Options are EngineConfig's fields."""
+    """Options are EngineConfig's fields."""
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         config = EngineConfig.of({"model": model, **options})
-        # Answers are taken whole, so steps need not be short for them unless that is asked for.
+        # Offline there is no target for the time between two tokens, unless the caller sets one.
         self.config = replace(config, itl_target_ms=config.itl_target_ms or 0.0)
         with bar("fetching") as report:
             files = resolve(self.config.model, progress=lambda what, done, total: report(done, total))
         with no_garbage_collection(), bar("loading") as report:
             self._tokenizer = load_tokenizer(files.path)
-            self._client = Shared(self.config, files.path, report)
+            self._client = SyncClient(self.config, files.path, report)
         self._chat_template: ChatTemplate | None = None
         self.info = self._client.info
-        facts = self.info.config
+        model_config = self.info.config
         self._input_processor = InputProcessor(
             self._tokenizer,
-            facts.vocab_size,
+            model_config.vocab_size,
             self.info.max_len,
-            facts.eos_token_ids,
+            model_config.eos_token_ids,
             self.config.seed,
             by_priority=self.config.order == "priority",
         )
         self._input_processor.grammars = GrammarBackend(
-            self._tokenizer, facts.vocab_size, self._input_processor.end_token_ids
+            self._tokenizer, model_config.vocab_size, self._input_processor.end_token_ids
         )
         self._input_lock = threading.Lock()  # grammars are compiled one at a time
-        # Requests in the engine, of one call: those that run, and as many that can join as soon as one ends.
+        # Requests of one call in the engine: those that run, and as many that wait.
         self._max_open = 2 * max(self.info.max_requests, self.config.batch_size or 0)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,7 +81,7 @@ class LLM:
         """Answer prompts, in their order. A prompt is a string or {"prompt_token_ids": [...]}.
 
         Without sampling_params the model's own defaults apply, here and wherever else they may be left out. All prompts
-        are checked before the first one is computed; the requests for them are made as the engine gets to them.
+        are checked before the first one is computed. Requests are made as the engine has room for them.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
@@ -101,9 +101,9 @@ class LLM:
 
         with bar("generating", unit="requests", enabled=use_tqdm and len(many) > 1) as report:
             report(0, len(many))
-            for exchange in self._run(opened()):
-                if exchange.finished:
-                    outputs[exchange.output.request_id] = exchange.output
+            for processor in self._run(opened()):
+                if processor.finished:
+                    outputs[processor.output.request_id] = processor.output
                     report(len(outputs), len(many))
         return [outputs[str(number)] for number in numbers]
 
@@ -129,8 +129,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the output each time it has grown. Closing the iterator ends the request."""
         with self._input_lock:
-            exchange = self._input_processor.process(prompt, sampling_params or self.get_default_sampling_params())
-        for grown in self._run([exchange]):
+            processor = self._input_processor.process(prompt, sampling_params or self.get_default_sampling_params())
+        for grown in self._run([processor]):
             yield grown.snapshot()
 
     def render(
@@ -149,8 +149,8 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
 
     def _compile(self, source: str) -> ChatTemplate:
-        """The chat template; the one that was used last is kept."""
-        from quire.text.templates.chat_template import ChatTemplate  # loads jinja, which plain prompts do without
+        """The compiled chat template. The last one is cached."""
+        from quire.text.templates.chat_template import ChatTemplate  # loads jinja
 
         if self._chat_template is None or self._chat_template.source != source:
             self._chat_template = ChatTemplate(source, self._tokenizer.special_tokens)
@@ -159,7 +159,7 @@ class LLM:
     # ── scoring and searching ─────────────────────────────────────────────────────────────────────────────────────
 
     def score(self, prompts: Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
-        """Log probability of each prompt's tokens after the first; with continuations, of theirs alone."""
+        """Log probability of each prompt's tokens after the first. With continuations, of the continuation's tokens."""
         texts = [self._input_processor.encode(prompt)[1] for prompt in prompts]
         starts = [1] * len(texts)
         if continuations is not None:
@@ -193,7 +193,7 @@ class LLM:
         return SamplingParams.of(self.info.config.sampling.as_params())
 
     def close(self) -> None:
-        """Give the model's memory back. Using the LLM after that raises EngineClosed."""
+        """Free the model's memory. Using the LLM after that raises EngineClosed."""
         self._client.close()
 
     def __enter__(self) -> LLM:
@@ -210,7 +210,7 @@ class LLM:
         return BeamSearchSequence(answer.token_ids, answer.cumulative_logprob, text, answer.finish_reason == "stop")
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[Prompt]:
-        """Refuse what could not be served; the prompts with their tokens."""
+        """Raise for prompts and parameters that cannot be served. Returns the prompts with their tokens."""
         with self._input_lock:
             for one in {id(one): one for one in params}.values():
                 self._input_processor.check_params(one)
@@ -219,28 +219,28 @@ class LLM:
             self._input_processor.check_prompt(self._input_processor.encode(prompt)[1], one, priority)
         return encoded
 
-    def _run(self, exchanges: Iterable[OutputProcessor]) -> Iterator[OutputProcessor]:
-        """Drive the engine until the exchanges have ended, yielding each whenever it has grown.
+    def _run(self, processors: Iterable[OutputProcessor]) -> Iterator[OutputProcessor]:
+        """Run the engine until all outputs are finished. Yields an output processor whenever it has new tokens.
 
-        Whatever ends this early (an error, Ctrl-C, a caller that stops listening), no request stays behind.
+        If this ends early (an error, Ctrl-C, a closed generator), its requests are aborted.
         """
-        inbox, waiting = Inbox(), iter(exchanges)
+        updates, waiting = UpdateQueue(), iter(processors)
         owners: dict[str, OutputProcessor] = {}  # of requests that have not ended
         try:
             while True:
-                while len(owners) < self._max_open and (exchange := next(waiting, None)) is not None:
-                    for request in exchange.requests:
-                        owners[request.id] = exchange
-                        self._client.submit(request, inbox)
+                while len(owners) < self._max_open and (processor := next(waiting, None)) is not None:
+                    for request in processor.requests:
+                        owners[request.id] = processor
+                        self._client.submit(request, updates)
                 if not owners:
                     return
-                for update in self._client.receive(inbox):
+                for update in self._client.receive(updates):
                     if (grown := owners.get(update.id)) is None:
-                        continue  # a stop string has ended it
-                    has_stopped = grown.process(update)
-                    if has_stopped:
+                        continue  # it ended at a stop string
+                    at_stop_string = grown.process(update)
+                    if at_stop_string:
                         self._client.abort([update.id])
-                    if has_stopped or update.finish:
+                    if at_stop_string or update.finish:
                         del owners[update.id]
                     yield grown
         finally:

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: downloads, loading, long batches. Nothing is drawn when nobody watches."""
+"""Progress bars on stderr for downloads, loading and long batches. Drawn only if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Report = Callable[[int, int | None], None]
 
 @contextmanager
 def bar(what: str, *, unit: str = "bytes", enabled: bool = True) -> Iterator[Report]:
-    """Yields a function to call with (done, total). The bar appears with the first call: what is quick shows none."""
+    """Yields a function to call with (done, total). The bar appears at the first call."""
     with ExitStack() as until_done:
         drawn: list[tuple[Any, Any]] = []
 

@@ -1,6 +1,6 @@
-"""Which ops an engine computes with, decided while it is built: what they cannot serve is said here, not in a request.
+"""Choice of device, dtype and kernels. Raises for models and options that the kernels do not support.
 
-`engine.py` calls `choose_ops` once it knows the model's shape.
+`build.py` calls this while it builds an engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger("quire.engine")
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
-GPU_HEAD_DIMS = range(16, 257)  # a tensor core takes no less, and a program's registers hold no more
-MIN_CAPABILITY = (8, 0)  # what Triton compiles for, and the first with bfloat16
+GPU_HEAD_DIMS = range(16, 257)  # from the minimum of a tensor core to the maximum of a program's registers
+MIN_CAPABILITY = (8, 0)  # the minimum of Triton, and the first with bfloat16
 MAX_REQUESTS = {"cpu": 64, "cuda": 512}
 STEP_TOKENS = {"cpu": 192, "cuda": 8192}
 ITL_TARGET_MS = {"cpu": 50.0, "cuda": 26.5}
-PLAIN_GPU_STEP_TOKENS = 1024  # torch's attention keeps a score for every pair of tokens
+PLAIN_GPU_STEP_TOKENS = 1024  # torch's attention stores a score for every pair of tokens
 
 
 def choose_device(device: str) -> torch.device:
@@ -47,27 +47,27 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def choose_max_requests(config: EngineConfig, device: torch.device) -> int:
-    """Each running request computes a token a step."""
+    """At most `max_tokens_per_step`: each running request computes a token a step."""
     fitting = min(MAX_REQUESTS[device.type], config.max_tokens_per_step or MAX_REQUESTS[device.type])
     return config.max_requests or fitting
 
 
 def choose_step_tokens(wanted: int | None, max_requests: int, ops: Kernels) -> int:
-    """So few that a prompt which arrives does not hold up the running requests for long, and enough for full speed."""
+    """Small enough that a prompt does not delay running requests for long, and large enough for full throughput."""
     is_plain_gpu = ops.device.type == "cuda" and ops.fused is None
     return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device.type], max_requests)
 
 
 def choose_itl_target(wanted_ms: float | None, device: torch.device) -> float | None:
-    """Seconds between two tokens of an answer that prompts beside it are to leave it; None if they need not."""
+    """The target for the seconds between two tokens (inter-token latency). None is no target."""
     target_ms = ITL_TARGET_MS[device.type] if wanted_ms is None else wanted_ms
     return target_ms / 1000 or None
 
 
 def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Our own kernels where they are there and fit, else torch's; `config.kernels` may insist on either.
+    """Quire's own kernels if they are built and support the model, else torch's. `config.kernels` may require either.
 
-    Torch is left one thread beside our own: its threads and ours would wait for the same cores.
+    Beside quire's CPU kernels torch has one thread, because both would use the same cores.
     """
     if device.type == "cuda" and config.threads is not None:
         raise InvalidParams(
@@ -92,7 +92,7 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
 
 
 def select_on_gpu(model: ModelConfig, device: torch.device, exact: bool) -> Kernels:
-    """Our own kernels for a GPU; there is no way around what they cannot do but to ask for torch's."""
+    """Quire's GPU kernels. Raises if they do not support the GPU or the model."""
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         raise UnsupportedModel(
@@ -120,7 +120,7 @@ def _version(capability: tuple[int, int]) -> str:
 def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Native | None:
     if config.kernels == "torch":
         return None
-    reason = unfit(model, dtype, device)
+    reason = find_obstacle(model, dtype, device)
     found = Missing(reason) if reason else find(isa.prepare(), config.threads)
     if isinstance(found, Native):
         return found
@@ -131,8 +131,8 @@ def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, de
     return None
 
 
-def unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why our own CPU kernels cannot serve a model, as a clause, or None if they can."""
+def find_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why quire's CPU kernels do not support a model, as a clause; None if they do."""
     if device.type != "cpu":
         return f"quire's own CPU kernels do not run on {device.type}"
     if dtype != torch.float32:
@@ -147,7 +147,7 @@ def unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str |
 
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
-    """What the cache holds: half precision beside our own kernels, which read it as fast as they can."""
+    """The cache's dtype. `auto` is bfloat16 with quire's CPU kernels, and the model's dtype otherwise."""
     name = str(dtype).removeprefix("torch.")
     if wanted == "auto":
         return "bfloat16" if ops.native else name
@@ -161,7 +161,7 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
 
 
 def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
-    """Our own int8 or int4 for matrices stored plainly; a file that has none cannot be rounded."""
+    """int8 or int4 for matrices that are stored in full precision. Raises if the file has none."""
     if wanted == "none":
         return None
     if not any(stored.panel_format in DENSE_FORMATS for stored in weights if stored.cols is not None):
@@ -170,7 +170,7 @@ def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
 
 
 def describe_ops(ops: Kernels, dtype: torch.dtype) -> str:
-    """What computes, in words: 'own kernels (avx512) on 2 threads', 'own kernels in bfloat16 on cuda', 'torch ...'."""
+    """For the summary: 'own kernels (avx512) on 2 threads', 'own kernels in bfloat16 on cuda', 'torch ...'."""
     if ops.native is not None:
         threads = ops.native.threads
         return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"

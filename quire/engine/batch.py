@@ -1,4 +1,4 @@
-"""Batch: a plan as tensors. The buffers are made once and filled anew each step; the runner is their only user."""
+"""Batch: a plan as tensors. The buffers are reused by every step; the runner is their only user."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from quire.kernels.paging import Paging
 
 @dataclass(slots=True)
 class Samples:
-    """The positions of a step at which a token is chosen: columns, in the order of the plan's rows.
+    """The positions of a step at which a token is sampled: columns, in the order of the plan's rows.
 
-    A row that ends with its request's last token has one of them, and one more for each draft behind that token.
+    A row that ends with its request's last token has one sample, and one more for each draft after that token.
     """
 
     requests: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # of the plan
-    indices: list[int] = field(default_factory=list)  # of the step's tokens
-    lengths: list[int] = field(default_factory=list)  # tokens before the chosen one; its noise depends on this number
-    nums_drafts: list[int] = field(default_factory=list)  # of these, how many are drafts
+    indices: list[int] = field(default_factory=list)  # into the step's tokens
+    lengths: list[int] = field(default_factory=list)  # tokens before the sampled one; the random noise depends on it
+    nums_drafts: list[int] = field(default_factory=list)  # how many of these are drafts
     entries: list[int] = field(default_factory=list)  # indices into the sampling state
 
     def __len__(self) -> int:
@@ -37,18 +37,18 @@ class Samples:
 
 @dataclass(slots=True)
 class Batch:
-    """What a model is called with for one step, and where its tokens are chosen."""
+    """The model's input for one step, and its samples."""
 
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     paging: Paging
     samples: Samples
-    last_token_entries: Tensor | None = None  # [rows] int32: the sampling state that has its first token; -1: known
+    last_token_entries: Tensor | None = None  # [rows] int32: entry of the row's first token; -1: on the host
 
 
 @dataclass(frozen=True, slots=True)
 class BufferShape:
-    """The largest step there can be. `windows` has an entry for each group that grows with its request."""
+    """The largest step there can be. `windows` has one for each self-attention group."""
 
     max_tokens: int
     max_rows: int
@@ -57,11 +57,11 @@ class BufferShape:
     block_size: int
     vocab_size: int
     device: torch.device
-    num_fixed_groups: int = 0  # an encoder's and states, whose block tables come after those of `windows`
+    num_fixed_groups: int = 0  # cross-attention and state groups; their block tables come after those of `windows`
 
 
 class BatchBuffers:
-    """Room for the largest step there can be."""
+    """Buffers for the largest step there can be."""
 
     def __init__(self, shape: BufferShape, uploader: Uploader | None = None) -> None:
         max_tokens, max_rows, block_size, device = shape.max_tokens, shape.max_rows, shape.block_size, shape.device
@@ -70,7 +70,7 @@ class BatchBuffers:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.state = SamplingState(max_rows, shape.vocab_size, device, self.uploader)
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._upload_done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.last_token_entries = Buffer((max_rows,), torch.int32, device, self.uploader)
         self.tokens = Buffer((max_tokens,), torch.int64, device, self.uploader)
         self.positions = Buffer((max_tokens,), torch.int64, device, self.uploader)
@@ -84,15 +84,15 @@ class BatchBuffers:
         self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.uploader) if shape.num_fixed_groups else None
 
     def fill(self, plan: Plan) -> Batch:
-        """Lay a plan out and send it. What an earlier step left behind the parts in use is never looked at."""
+        """Fill and upload the buffers. Rows beyond the plan's keep old data, which is never read."""
         batch = self._lay_out(plan)
-        self._has_sent()
+        self._flush()
         return batch
 
     def _lay_out(self, plan: Plan, size: int | None = None, rows: int | None = None) -> Batch:
-        """With a `size`, tokens that are stored nowhere fill the step up to so many; with `rows`, as many rows are
-        shown, the last of which have no context."""
-        self._sent_before()
+        """`size` and `rows` pad the step to that many tokens and rows. Padding tokens have no slot, and padding rows no
+        context."""
+        self._wait_for_upload()
         num_rows, num_tokens = len(plan), plan.num_tokens
         query_starts = list(accumulate(plan.counts, initial=0))
         seq_lens = list(map(add, plan.starts, plan.counts))
@@ -109,34 +109,34 @@ class BatchBuffers:
             self._pad(num_tokens, size, num_rows, rows)
             num_rows, num_tokens, max_blocks, has_unknown = rows, size, self.max_blocks, True
         return Batch(
-            self.tokens.send(num_tokens),
-            self.positions.send(num_tokens),
+            self.tokens.upload(num_tokens),
+            self.positions.upload(num_tokens),
             Paging(
-                self.query_starts.send(num_rows + 1),
-                self.seq_lens.send(num_rows),
+                self.query_starts.upload(num_rows + 1),
+                self.seq_lens.upload(num_rows),
                 [
-                    *(table.send(num_rows, max_blocks) for table in self.tables),
-                    *(table.send(num_rows, self.max_blocks) for table in self.fixed_tables),
+                    *(table.upload(num_rows, max_blocks) for table in self.tables),
+                    *(table.upload(num_rows, self.max_blocks) for table in self.fixed_tables),
                 ],
-                [slots.send(num_tokens) for slots in self.slot_mapping],
+                [slots.upload(num_tokens) for slots in self.slot_mapping],
                 self.block_size,
                 query_starts,
                 seq_lens,
-                encoder_lens=self.encoder_lens.send(num_rows) if self.encoder_lens else None,
+                encoder_lens=self.encoder_lens.upload(num_rows) if self.encoder_lens else None,
             ),
             find_samples(plan, query_starts, seq_lens, entries),
-            self.last_token_entries.send(num_rows) if has_unknown else None,
+            self.last_token_entries.upload(num_rows) if has_unknown else None,
         )
 
-    def _has_sent(self) -> None:
+    def _flush(self) -> None:
         self.uploader.send()
-        if self._sent is not None:
-            self._sent.record()
+        if self._upload_done is not None:
+            self._upload_done.record()
 
-    def _sent_before(self) -> None:
-        """What the last step was given must have left the host before it is overwritten."""
-        if self._sent is not None:
-            self._sent.synchronize()
+    def _wait_for_upload(self) -> None:
+        """Wait until the last upload has ended, so that the host buffers can be overwritten."""
+        if self._upload_done is not None:
+            self._upload_done.synchronize()
         self.uploader.clear()
 
     def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
@@ -156,7 +156,7 @@ class BatchBuffers:
             self.positions.host[first : first + count] = np.arange(start, start + count)
 
     def _fill_tokens(self, plan: Plan, entries: list[int]) -> bool:
-        """Returns whether some are still on the device: those of a step that the host has not read yet."""
+        """Returns whether some tokens are only on the device: the host has not read the step that sampled them."""
         tokens: list[int] = []
         unknown: list[int] = []
         for request, start, count, entry in zip(plan.requests, plan.starts, plan.counts, entries, strict=True):
@@ -175,7 +175,7 @@ class BatchBuffers:
         return max(unknown) >= 0
 
     def _fill_fixed(self, plan: Plan) -> None:
-        """Blocks of the encoder and of states. They stay the same as long as a request runs."""
+        """Blocks of cross-attention and state groups. They do not change while a request runs."""
         if self.encoder_lens is None:
             return
         self.encoder_lens.host[: len(plan)] = [len(request.encoder_tokens) for request in plan.requests]
@@ -184,7 +184,7 @@ class BatchBuffers:
                 table.fill(row, blocks)
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
-        """Where each token's k and v go: its block's first slot and its place in the block."""
+        """Block tables and slots. A token's slot is block * block_size + offset."""
         size, slots = self.block_size, self.slot_mapping[group].host
         for row, request in enumerate(plan.requests):
             blocks = request.tables[group]
@@ -193,12 +193,13 @@ class BatchBuffers:
             if count == 1:
                 slots[first] = (blocks[start // size] or 0) * size + start % size
                 continue
-            places = self.positions.host[first : first + count]
-            slots[first : first + count] = self.tables[group].buffer.host[row, places // size] * size + places % size
+            positions = self.positions.host[first : first + count]
+            of_positions = self.tables[group].buffer.host[row, positions // size]
+            slots[first : first + count] = of_positions * size + positions % size
 
 
 def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entries: list[int]) -> Samples:
-    """Where tokens are chosen: at the last positions of each row, as many as it yields."""
+    """The last `yields` positions of each row."""
     if plan.num_tokens == len(plan) and all(plan.yields):
         count = len(plan)
         return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, entries)

@@ -1,7 +1,7 @@
-"""Turns an EngineConfig into an engine. No other module reads the configuration, beside the entry points.
+"""Build an engine from an EngineConfig. Only this module, `backend.py`, `precompile.py` and the entry points read it.
 
-Weights are loaded, the largest step is measured on a GPU, the cache gets what memory is left, and runner and scheduler
-are made to fit it.
+Weights are loaded, on a GPU the largest step is measured, the cache gets the memory that is left, and the runner and
+the scheduler are built with its size.
 """
 
 from __future__ import annotations
@@ -32,8 +32,16 @@ from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import time_copies
 from quire.engine.engine import Engine, EngineInfo
-from quire.engine.faults import LESS_WORK, explain_out_of_memory
-from quire.engine.memory import GRAPH_BYTES, SMALLER_WEIGHTS, check_weights, describe, find_room, size_cache, size_swap
+from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
+from quire.engine.memory import (
+    GRAPH_BYTES,
+    WEIGHTS_REMEDY,
+    check_weights,
+    describe,
+    find_memory_budget,
+    size_cache,
+    size_swap,
+)
 from quire.engine.precompile import Precompilation
 from quire.engine.profile_run import ProfileRun, read_libraries
 from quire.engine.runner import ModelRunner, Runner
@@ -52,8 +60,8 @@ from quire.weights.loader import (
     weight_bytes,
 )
 
-BATCH_WAIT_S = 0.05  # of dynamic batching, and
-WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # of batching by ratio, unless others are given
+BATCH_WAIT_S = 0.05  # default of dynamic batching
+WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # defaults of batching by ratio
 
 
 def build_engine(
@@ -62,11 +70,11 @@ def build_engine(
     progress: Callable[[int, int], None] | None = None,
     precompilation: Precompilation | None = None,
 ) -> Engine:
-    """Load the model at `path` and put an engine around it."""
+    """Load the model at `path` and build an engine for it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     libraries = read_libraries(device, dtype) if device.type == "cuda" else None
-    with explain_out_of_memory("the weights", SMALLER_WEIGHTS, device):
+    with explain_out_of_memory("the weights", WEIGHTS_REMEDY, device):
         loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
@@ -76,14 +84,14 @@ def build_engine(
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
     if precompilation is not None:
         if ops.fused is None:
-            precompilation.cancel()  # these ops need none of it
+            precompilation.cancel()  # torch's ops need no Triton kernels
         else:
             precompilation.wait()
-    step_bytes = 0  # a CPU has nothing set aside for steps
+    step_bytes = 0  # nothing is reserved on a CPU
     if libraries is not None:
-        trial = ProfileRun(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
-        step_bytes = trial.measure(libraries)
-    room = find_room(device, step_bytes)
+        profile_run = ProfileRun(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
+        step_bytes = profile_run.measure(libraries)
+    budget = find_memory_budget(device, step_bytes)
     size = size_cache(
         block_bytes=layout.block_bytes,
         block_size=config.block_size,
@@ -95,16 +103,16 @@ def build_engine(
         max_len=model.max_len,
         max_len_wanted=config.max_len,
         max_requests=max_requests,
-        room=room,
+        budget=budget,
     )
-    computes = describe_ops(ops, dtype)
+    ops_text = describe_ops(ops, dtype)
     kv_dtypes = " and ".join(dict.fromkeys(spec.dtype or kv_dtype for spec in specs))
     summary = describe(
-        config.model, model.family, computes, loaded.weight_bytes, room.kept, size, kv_dtypes, max_requests
+        config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
-    with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_WORK}.", device):
+    with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
         cache = CacheTensors(layout, size, device, num_host_blocks)
         shape = BufferShape(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device,
@@ -138,7 +146,7 @@ def load(
     device: torch.device,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[LoadedModel, Kernels]:
-    """The model, and the ops that it is made of."""
+    """The model, and the ops that it runs on."""
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)

@@ -1,15 +1,15 @@
-"""The cache's memory: where the blocks that `core/` hands out by number really are.
+"""The KV cache's tensors, and where each layer's keys and values are in a block. `core/` allocates blocks by number.
 
-Layers declare what they keep (`kernels/cache_spec.py`). Those that keep the same tokens form groups: all that grow with
-the request and look equally far back, all that hold the encoder's tokens, all states. A group has a block table of its
-own, and its block holds what all of its layers keep of `block_size` tokens, whatever their shapes and types. Blocks of
-all groups are equally large, so one pool serves them all.
+Each layer declares what it caches (`kernels/cache_spec.py`). Layers that cache the same tokens form groups:
+self-attention layers of the same window, cross-attention layers, state layers. A group has its own block table. A block
+of a group holds the keys and values of `block_size` tokens for all its layers. All blocks have the same size, so one
+pool serves all groups.
 
-Two groups of equal layers, and how block 7 lies in memory if layers differ between groups:
+Two memory layouts. Planes, for layers of equal size; packed, for groups whose layers differ in size:
 
-    planes   keys of slot 0    [block 0][block 1] ...     group 0: layers 0 and 1, group 1: layers 2 and 3
-             keys of slot 1    [block 0][block 1] ...     layers 0 and 2 share slot 0: their block ids never meet
-             values of slot 0  ...
+    planes   keys, plane 0     [block 0][block 1] ...     group 0: layers 0 and 1, group 1: layers 2 and 3
+             keys, plane 1     [block 0][block 1] ...     layers 0 and 2 share plane 0: a block belongs to one group
+             values, plane 0   ...
     packed   [block 0][block 1] ... [ block 7: k0 v0 k1 v1 padding, or k2 v2 padding ] ...
 """
 
@@ -32,30 +32,30 @@ from quire.kernels import Kernels
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
 from quire.kernels.paging import LayerCache
 
-ALIGNMENT = 256  # bytes, of each layer's part where blocks are packed: whole rows of every kernel's tiles
-MAX_PADDING = 8  # groups are made smaller, and so more, until at most one byte in so many is padding
-TYPICAL_LEN = 2048  # tokens of a request, and of what its encoder reads, for which padding is counted
+ALIGNMENT = 256  # bytes, of each layer's keys and values in a packed block: a multiple of every kernel's tile rows
+MAX_PADDING = 8  # at most one byte in 8 is padding, if any block size allows that
+TYPICAL_LEN = 2048  # tokens of a request and of its encoder input, assumed when padding is estimated
 TYPICAL_BLOCK = 16  # tokens
 
 
-class Growth(IntEnum):
-    """What a layer keeps, in the order of the groups: the request's tokens, the encoder's, or a state."""
+class CacheType(IntEnum):
+    """What a layer caches. Groups are sorted by it."""
 
-    TOKENS = 0
-    ENCODER = 1
+    SELF_ATTENTION = 0
+    CROSS_ATTENTION = 1
     STATE = 2
 
 
-class Kind(NamedTuple):
-    """Layers of one kind keep the same tokens, so they can share a block table."""
+class GroupKind(NamedTuple):
+    """Layers of one kind cache the same tokens, so they can share a block table."""
 
-    growth: Growth
+    cache_type: CacheType
     window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a layer's keys, or its values, are: so many bytes into each block of one plane of a stack."""
+    """Where a layer's keys, or its values, are: a plane of a stack, and a byte offset in each of its blocks."""
 
     stack: int
     plane: int
@@ -63,8 +63,8 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLocation:
-    """One layer: what it declared, its group, its part of a block, and where that is."""
+class LayerLayout:
+    """One layer's spec, its group, the shape of its keys and values in a block, and their locations."""
 
     spec: CacheSpec
     group: int
@@ -75,24 +75,24 @@ class LayerLocation:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Where each layer's part of a block is. Groups that grow come first, then encoder groups, then state groups."""
+    """Where each layer's keys and values are. Groups are in the order of `CacheType`."""
 
-    groups: tuple[Kind, ...]
-    layers: tuple[LayerLocation, ...]
-    stacks: tuple[tuple[int, int], ...]  # of planes of equal size: how many, and bytes of a block in each
+    groups: tuple[GroupKind, ...]
+    layers: tuple[LayerLayout, ...]
+    stacks: tuple[tuple[int, int], ...]  # planes of equal size: their number, and bytes of a block in each
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the groups that grow with the request."""
-        return tuple(kind.window for kind in self.groups if kind.growth is Growth.TOKENS)
+        """One for each self-attention group."""
+        return tuple(kind.window for kind in self.groups if kind.cache_type is CacheType.SELF_ATTENTION)
 
     @property
     def num_encoder_groups(self) -> int:
-        return sum(kind.growth is Growth.ENCODER for kind in self.groups)
+        return sum(kind.cache_type is CacheType.CROSS_ATTENTION for kind in self.groups)
 
     @property
     def num_state_groups(self) -> int:
-        return sum(kind.growth is Growth.STATE for kind in self.groups)
+        return sum(kind.cache_type is CacheType.STATE for kind in self.groups)
 
     @property
     def num_fixed_groups(self) -> int:
@@ -104,14 +104,14 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """The share of a typical request's blocks that nobody uses."""
+        """The unused fraction of a typical request's blocks."""
         tokens = [tokens_held(kind) for kind in self.groups]
-        used = sum(tokens[place.group] * block_bytes(place.block) for place in self.layers)
+        used = sum(tokens[layer.group] * block_bytes(layer.block) for layer in self.layers)
         return 1 - used / (sum(tokens) * self.block_bytes)
 
 
 def shape_blocks(specs: Sequence[CacheSpec], ops: Kernels, kv_dtype: str, block_size: int) -> list[BlockShape]:
-    """Each layer's part of a block."""
+    """The shape of each layer's keys and values in a block."""
     return [
         BlockShape(spec.shape, None, getattr(torch, spec.dtype))
         if isinstance(spec, StateSpec)
@@ -121,62 +121,62 @@ def shape_blocks(specs: Sequence[CacheSpec], ops: Kernels, kv_dtype: str, block_
 
 
 def lay_out(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLayout:
-    """Put layers into groups, and their parts into blocks of one size.
+    """Assign layers to groups whose blocks have the same size.
 
-    Layers of equal size form groups as large as the rarest kind, with a plane for the keys and one for the values of
-    each. So do layers of one kind, whatever their sizes: they are one group, without padding. Otherwise the size of a
-    block is chosen (`choose_block_bytes`), and layers are packed into it.
+    If all layers have the same size, each group has as many layers as the rarest kind, and each layer of a group has a
+    plane for keys and one for values. If all layers are of one kind, they form one group with the same planes.
+    Otherwise `choose_block_bytes` chooses the block size, and layers are packed into blocks.
     """
     kinds = sort_by_kind(specs)
     if len(kinds) == 1 or len({(nbytes(block.k, block), nbytes(block.v, block)) for block in blocks}) == 1:
-        num_slots = min(map(len, kinds.values()))
+        group_size = min(map(len, kinds.values()))
         groups = [
-            (kind, layers[start : start + num_slots])
+            (kind, layers[start : start + group_size])
             for kind, layers in kinds.items()
-            for start in range(0, len(layers), num_slots)
+            for start in range(0, len(layers), group_size)
         ]
-        found, stacks = place_in_planes([layers for _, layers in groups], blocks)
+        locations, stacks = assign_planes([layers for _, layers in groups], blocks)
     else:
         sizes = [align(nbytes(block.k, block)) + align(nbytes(block.v, block)) for block in blocks]
-        demands = [Demand(tokens_held(kind), [sizes[n] for n in layers]) for kind, layers in kinds.items()]
-        size = choose_block_bytes(demands)
-        groups = [(kind, group) for kind, layers in kinds.items() for group in pack(layers, sizes, size)]
-        found, stacks = pack_blocks([layers for _, layers in groups], blocks, size)
+        kind_sizes = [KindSizes(tokens_held(kind), [sizes[n] for n in layers]) for kind, layers in kinds.items()]
+        size = choose_block_bytes(kind_sizes)
+        groups = [(kind, group) for kind, layers in kinds.items() for group in first_fit(layers, sizes, size)]
+        locations, stacks = assign_offsets([layers for _, layers in groups], blocks, size)
     group_of = {layer: group for group, (_, layers) in enumerate(groups) for layer in layers}
-    places = tuple(LayerLocation(spec, group_of[n], blocks[n], *found[n]) for n, spec in enumerate(specs))
-    return CacheLayout(tuple(kind for kind, _ in groups), places, stacks)
+    layouts = tuple(LayerLayout(spec, group_of[n], blocks[n], *locations[n]) for n, spec in enumerate(specs))
+    return CacheLayout(tuple(kind for kind, _ in groups), layouts, stacks)
 
 
-def sort_by_kind(specs: Sequence[CacheSpec]) -> dict[Kind, list[int]]:
-    """Layers by kind: those that grow in the order in which their windows come up, then others."""
-    kinds: dict[Kind, list[int]] = {}
+def sort_by_kind(specs: Sequence[CacheSpec]) -> dict[GroupKind, list[int]]:
+    """Layer indices by kind, sorted by `CacheType`; kinds of one type are in the order of their first layers."""
+    kinds: dict[GroupKind, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(kind_of(spec), []).append(layer)
-    return dict(sorted(kinds.items(), key=lambda item: item[0].growth))
+    return dict(sorted(kinds.items(), key=lambda item: item[0].cache_type))
 
 
-def kind_of(spec: CacheSpec) -> Kind:
+def kind_of(spec: CacheSpec) -> GroupKind:
     if isinstance(spec, StateSpec):
-        return Kind(Growth.STATE)
-    return Kind(Growth.ENCODER) if spec.is_cross else Kind(Growth.TOKENS, spec.window)
+        return GroupKind(CacheType.STATE)
+    return GroupKind(CacheType.CROSS_ATTENTION) if spec.is_cross else GroupKind(CacheType.SELF_ATTENTION, spec.window)
 
 
-def tokens_held(kind: Kind) -> int:
-    """For how many tokens a typical request holds blocks of a kind. A state is one block, whatever its length."""
-    return TYPICAL_BLOCK if kind.growth is Growth.STATE else min(kind.window or TYPICAL_LEN, TYPICAL_LEN)
+def tokens_held(kind: GroupKind) -> int:
+    """Tokens for which a typical request holds blocks of a kind. A state is one block at any length."""
+    return TYPICAL_BLOCK if kind.cache_type is CacheType.STATE else min(kind.window or TYPICAL_LEN, TYPICAL_LEN)
 
 
-class Demand(NamedTuple):
-    """Layers of one kind: for how many tokens a request holds blocks, and each layer's bytes in a block."""
+class KindSizes(NamedTuple):
+    """For layers of one kind: the tokens for which a request holds blocks, and each layer's bytes in a block."""
 
     num_tokens: int
     sizes: list[int]
 
 
-def choose_block_bytes(kinds: Sequence[Demand]) -> int:
-    """The size of a block: the one with the fewest groups, if little of what a typical request holds is padding.
+def choose_block_bytes(kinds: Sequence[KindSizes]) -> int:
+    """The block size with the fewest groups, among those that keep padding within 1 / MAX_PADDING.
 
-    If no size has little padding, the one with the least.
+    If no size does, the one with the least padding.
     """
     sizes = [size for kind in kinds for size in kind.sizes]
     multiples = {count * size for size in set(sizes) for count in range(1, len(sizes) + 1)}
@@ -186,7 +186,7 @@ def choose_block_bytes(kinds: Sequence[Demand]) -> int:
     used = sum(kind.num_tokens * sum(kind.sizes) for kind in kinds)
 
     def cost(size: int) -> tuple[int, int, int]:
-        nums_groups = [len(pack(range(len(kind.sizes)), kind.sizes, size)) for kind in kinds]
+        nums_groups = [len(first_fit(range(len(kind.sizes)), kind.sizes, size)) for kind in kinds]
         total = sum(kind.num_tokens * count * size for kind, count in zip(kinds, nums_groups, strict=True))
         padding = total - used
         return padding if padding > total // MAX_PADDING else 0, sum(nums_groups), padding
@@ -194,57 +194,57 @@ def choose_block_bytes(kinds: Sequence[Demand]) -> int:
     return min(candidates, key=cost)
 
 
-def pack(layers: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Layers into as few groups as first-fit finds, the largest first."""
+def first_fit(layers: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack layers into groups of at most `capacity` bytes: first-fit, largest layer first."""
     groups: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []  # bytes, in each group
     for layer in sorted(layers, key=lambda layer: -sizes[layer]):
-        nth = next((nth for nth, left in enumerate(room) if sizes[layer] <= left), len(groups))
+        nth = next((nth for nth, left in enumerate(free) if sizes[layer] <= left), len(groups))
         if nth == len(groups):
             groups.append([])
-            room.append(capacity)
+            free.append(capacity)
         groups[nth].append(layer)
-        room[nth] -= sizes[layer]
+        free[nth] -= sizes[layer]
     return groups
 
 
-Places = tuple[dict[int, tuple[Location, Location | None]], tuple[tuple[int, int], ...]]  # by layer; and the stacks
+Locations = tuple[dict[int, tuple[Location, Location | None]], tuple[tuple[int, int], ...]]  # by layer; and stacks
 
 
-def place_in_planes(groups: Sequence[Sequence[int]], blocks: Sequence[BlockShape]) -> Places:
-    """A plane for the keys of each of a group's layers, then one for the values of each that has any.
+def assign_planes(groups: Sequence[Sequence[int]], blocks: Sequence[BlockShape]) -> Locations:
+    """Give each layer of a group a plane for its keys, and one for its values if it has any.
 
-    A layer's blocks lie one after the other. Planes of equal size form a stack, so that one copy takes them all.
+    The blocks of a plane are contiguous. Planes of equal size form a stack, so that one copy moves all of them.
     """
-    slots = [blocks[layer] for layer in max(groups, key=len)]
+    largest = [blocks[layer] for layer in max(groups, key=len)]
     stacks: list[tuple[int, int]] = []
     locations: list[Location] = []
-    for shapes in ([(b.k, b) for b in slots], [(b.v, b) for b in slots if b.v is not None]):
+    for shapes in ([(b.k, b) for b in largest], [(b.v, b) for b in largest if b.v is not None]):
         for width, run in groupby(nbytes(shape, block) for shape, block in shapes):
             count = len(list(run))
             locations += [Location(len(stacks), plane) for plane in range(count)]
             stacks.append((count, width))
-    k, v = locations[: len(slots)], iter(locations[len(slots) :])
-    pairs = [(its_k, None if block.v is None else next(v)) for its_k, block in zip(k, slots, strict=True)]
+    k, v = locations[: len(largest)], iter(locations[len(largest) :])
+    pairs = [(its_k, None if block.v is None else next(v)) for its_k, block in zip(k, largest, strict=True)]
     return {layer: pair for layers in groups for layer, pair in zip(layers, pairs, strict=False)}, tuple(stacks)
 
 
-def pack_blocks(groups: Sequence[Sequence[int]], blocks: Sequence[BlockShape], size: int) -> Places:
-    """One plane of whole blocks, in which each layer's keys and values lie at places of their own."""
-    found: dict[int, tuple[Location, Location | None]] = {}
+def assign_offsets(groups: Sequence[Sequence[int]], blocks: Sequence[BlockShape], size: int) -> Locations:
+    """Give each layer of a group byte offsets for its keys and values. All blocks are in one plane."""
+    locations: dict[int, tuple[Location, Location | None]] = {}
     for layers in groups:
         offset = 0
         for layer in layers:
             block = blocks[layer]
             k, offset = Location(0, 0, offset), offset + align(nbytes(block.k, block))
             v, offset = Location(0, 0, offset), offset + align(nbytes(block.v, block))
-            found[layer] = k, None if block.v is None else v
+            locations[layer] = k, None if block.v is None else v
         assert offset <= size
-    return found, ((1, size),)
+    return locations, ((1, size),)
 
 
 def nbytes(shape: tuple[int, ...] | None, block: BlockShape) -> int:
-    """Of a block's keys or its values."""
+    """Bytes of a block's keys or of its values."""
     return 0 if shape is None else math.prod(shape) * block.dtype.itemsize
 
 
@@ -257,15 +257,15 @@ def align(size: int) -> int:
 
 
 class CacheTensors:
-    """What all blocks hold. Number 0 exists too: padded table entries point at it and nobody reads it."""
+    """The memory of all blocks. Block 0 is the null block: padded table entries point to it, and it is never read."""
 
     def __init__(self, layout: CacheLayout, size: CacheSize, device: torch.device, num_host_blocks: int = 0) -> None:
-        self._parts = [zeros((count, size.num_blocks + 1, width), device) for count, width in layout.stacks]
-        self.layers = [self._view_layer(place, size.block_size) for place in layout.layers]
-        self.host = HostBlocks(self._parts, num_host_blocks)
+        self._stacks = [zeros((count, size.num_blocks + 1, width), device) for count, width in layout.stacks]
+        self.layers = [self._view_layer(layer, size.block_size) for layer in layout.layers]
+        self.host = HostBlocks(self._stacks, num_host_blocks)
 
     def swap_blocks(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks to the host, each (block, slot), and then from there, each (slot, block)."""
+        """Copy whole blocks to the host, each (block, host block), then others back, each (host block, block)."""
         if swap_out:
             self.host.save(swap_out)
         if swap_in:
@@ -274,27 +274,27 @@ class CacheTensors:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, in order: a source may be an earlier target."""
         for source, target in copies:
-            for part in self._parts:
-                part[:, target] = part[:, source]
+            for stack in self._stacks:
+                stack[:, target] = stack[:, source]
 
-    def _view_layer(self, place: LayerLocation, block_size: int) -> LayerCache:
-        spec, block = place.spec, place.block
-        k = v = self._view(place.k, block.k, block.dtype)
-        if place.v is not None and block.v is not None:
-            v = self._view(place.v, block.v, block.dtype)
+    def _view_layer(self, layer: LayerLayout, block_size: int) -> LayerCache:
+        spec, block = layer.spec, layer.block
+        k = v = self._view(layer.k, block.k, block.dtype)
+        if layer.v is not None and block.v is not None:
+            v = self._view(layer.v, block.v, block.dtype)
         elif isinstance(spec, KVCacheSpec):
             v = k[..., : spec.value_dim]
-        return LayerCache(k, v, place.group, block_size)
+        return LayerCache(k, v, layer.group, block_size)
 
-    def _view(self, at: Location, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _view(self, location: Location, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """[blocks, *shape]"""
-        plane = self._parts[at.stack][at.plane]
+        plane = self._stacks[location.stack][location.plane]
         size = math.prod(shape) * dtype.itemsize
-        return plane[:, at.offset : at.offset + size].view(dtype).view(-1, *shape)
+        return plane[:, location.offset : location.offset + size].view(dtype).view(-1, *shape)
 
 
 def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Bytes that are zero; on a CPU, pages are mapped when they are first written, so unused ones cost nothing."""
+    """Zeroed bytes. On a CPU, a page is mapped when it is first written, so unused blocks take no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)

@@ -1,7 +1,7 @@
-"""How everything above reaches an engine: in this thread, or in one of its own.
+"""Clients of an engine in this process: in the caller's thread, or in a thread of its own.
 
-Importing this loads no torch; making a client does. The server's client, with the engine in another process, has the
-same three verbs: submit, abort, health.
+Importing this module loads no torch; constructing a client does. The server's client (`supervisor.py`), whose engine is
+in another process, has the same methods: submit, abort, health.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ log = logging.getLogger("quire.engine")
 
 
 def start_engine(config: EngineConfig, path: Path, progress: Progress | None = None) -> Engine:
-    """Build an engine. The CPU is probed first: torch must not find instructions that only seem to be there.
+    """Build an engine. The CPU is probed before torch is imported: torch must not use instructions that do not work.
 
-    Torch's own objects, half a million, are set aside from garbage collection, which would hold up a step for as long
-    as it takes to look through them.
+    Torch's half a million objects are frozen, so that garbage collection does not scan them during a step.
     """
     isa.prepare()
     precompilation = precompile(config, path)
@@ -58,7 +57,7 @@ def start_engine(config: EngineConfig, path: Path, progress: Progress | None = N
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """While torch is imported and a vocabulary is read: looking through objects that all stay takes 0.2 s of 2 s."""
+    """For importing torch and reading a vocabulary: scanning objects that all stay alive takes 0.2 s of 2 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -69,7 +68,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class InProcess:
-    """The engine in the thread of its one caller: it moves when `step` is called."""
+    """The engine in the thread of its one caller, which calls `step`."""
 
     def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
         self._engine: Engine | None = start_engine(config, path, progress)
@@ -97,49 +96,48 @@ class InProcess:
         self._engine = None
 
 
-Inbox = deque[Update]  # what a caller has not taken yet
+UpdateQueue = deque[Update]  # that a caller has not received yet
 
 
-class Shared:
-    """The engine in its callers' threads: it moves when one of them waits for updates.
+class SyncClient:
+    """The engine in its callers' threads. Several callers share it, in one thread or in several.
 
-    Each caller has an inbox. A caller that finds its own empty runs a step, and puts everybody's updates into their
-    inboxes. So several callers share one engine, by turns in one thread or from several threads.
+    Each caller has a queue. A caller whose queue is empty runs a step and appends each update to its caller's queue.
     """
 
     def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
         self._client = InProcess(config, path, progress)
         self.info = self._client.info
-        self._lock = threading.Lock()  # around all that is done with the engine
-        self._inboxes: dict[str, Inbox] = {}  # of the requests that have not ended
+        self._lock = threading.Lock()  # held while the engine is used
+        self._queues: dict[str, UpdateQueue] = {}  # of unfinished requests
         self._aborts: deque[str] = deque()  # requests that the next holder of the lock aborts
 
     @property
     def engine(self) -> Engine:
         return self._client.engine
 
-    def submit(self, request: Request, inbox: Inbox) -> None:
-        """Have a request computed; its updates come to the inbox."""
+    def submit(self, request: Request, updates: UpdateQueue) -> None:
+        """Add a request. Its updates are appended to `updates`."""
         with self._lock:
             self._client.add(request)
-            self._inboxes[request.id] = inbox
+            self._queues[request.id] = updates
 
-    def receive(self, inbox: Inbox) -> list[Update]:
-        """What has arrived, after a step if nothing has. The step may bring nothing either."""
+    def receive(self, updates: UpdateQueue) -> list[Update]:
+        """Empty the queue. If it is empty, a step is run first, which may bring no updates either."""
         with self._lock:
             self._abort_due()
-            if not inbox:
+            if not updates:
                 self._step()
             self._abort_due()
-            updates = list(inbox)
-            inbox.clear()
-        return updates
+            received = list(updates)
+            updates.clear()
+        return received
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; no more updates of them arrive.
+        """Abort requests. No more updates of them arrive.
 
-        The garbage collector may call this in the middle of a step, to close a generator: the caller that runs the
-        step aborts them then.
+        The garbage collector may call this during a step, when it closes a generator. Then the caller that runs the
+        step aborts them.
         """
         self._aborts.extend(request_ids)
         if self._lock.acquire(blocking=False):
@@ -158,9 +156,9 @@ class Shared:
     def _step(self) -> None:
         try:
             for update in self._client.step():
-                inbox = self._inboxes.pop(update.id, None) if update.finish else self._inboxes.get(update.id)
-                if inbox is not None:
-                    inbox.append(update)
+                updates = self._queues.pop(update.id, None) if update.finish else self._queues.get(update.id)
+                if updates is not None:
+                    updates.append(update)
         except Exception:
             raise
         except BaseException:
@@ -168,35 +166,35 @@ class Shared:
             raise
 
     def _end_all(self) -> None:
-        """After Ctrl-C in a step: some of its updates are lost, so no answer can go on."""
-        inboxes, self._inboxes = self._inboxes, {}
-        for request_id, inbox in inboxes.items():
+        """After Ctrl-C in a step some of its updates are lost, so no answer can continue."""
+        queues, self._queues = self._queues, {}
+        for request_id, updates in queues.items():
             self._client.abort(request_id)
-            inbox.append(Update(request_id, [], Finish.ABORT))
+            updates.append(Update(request_id, [], Finish.ABORT))
 
     def _abort_due(self) -> None:
         while self._aborts:
             request_id = self._aborts.popleft()
-            if self._inboxes.pop(request_id, None) is not None and self.health():
+            if self._queues.pop(request_id, None) is not None and self.health():
                 self._client.abort(request_id)
 
 
-class Threaded:
+class AsyncClient:
     """The engine in a thread of its own, for asyncio."""
 
-    def __init__(self, config: EngineConfig, path: Path, progress: Progress | None = None) -> None:
-        engine = start_engine(config, path, progress)
+    def __init__(self, config: EngineConfig, path: Path) -> None:
+        engine = start_engine(config, path)
         self.info: EngineInfo = engine.info
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._work_lock = threading.Lock()  # work is put into the queue only as long as somebody takes it out
-        self._mailboxes: dict[str, Mailbox] = {}  # belongs to the thread
+        self._work_lock = threading.Lock()  # no work is queued after the thread has ended
+        self._mailboxes: dict[str, Mailbox] = {}  # used by the thread only
         self._ended: QuireError | None = None  # why the thread takes no more work
         self._engine = engine
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
-        """Run requests that belong together; yields their updates as steps produce them, until all have ended."""
+        """Run requests together: all are added, or all refused. Yields their updates until all have finished."""
         mailbox = Mailbox(asyncio.get_running_loop())
         with self._work_lock:
             if self._ended is not None:
@@ -219,7 +217,7 @@ class Threaded:
         return self._ended is None
 
     def close(self) -> None:
-        """Stop after the step that runs now. Requests still open end with EngineClosed."""
+        """Stop after the current step. Unfinished requests raise EngineClosed."""
         self._work.put(None)
         self._thread.join()
 
@@ -236,7 +234,7 @@ class Threaded:
             self._ended = reason
         while not self._work.empty():
             if (work := self._work.get()) is not None:
-                work()  # which is refused
+                work()  # fails with `reason`
         for mailbox in set(self._mailboxes.values()):
             mailbox.fail(reason)
 
@@ -248,7 +246,7 @@ class Threaded:
             can_prepare = engine.has_work or engine.idle()
 
     def _take_work(self, *, wait: bool) -> bool:
-        """Do what callers have asked for; False when they asked to stop."""
+        """Run the queued work. Returns False if the client is closed."""
         while True:
             try:
                 work = self._work.get(block=wait)
@@ -276,7 +274,7 @@ class Threaded:
             mailbox.fail(error)
 
     def _leave(self, request_ids: Iterable[str], mailbox: Mailbox) -> None:
-        """Nobody reads this mailbox any more. A request that was refused for its id leaves the other one alone."""
+        """Abort requests whose mailbox is no longer read, but not those of another mailbox with the same ids."""
         for request_id in request_ids:
             if self._ended is None and self._mailboxes.get(request_id) is mailbox:
                 del self._mailboxes[request_id]

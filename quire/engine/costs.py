@@ -1,8 +1,8 @@
-"""What steps and copies take, measured: the scheduler chooses by it how preempted requests come back, and how much of
-a prompt is computed beside answers that run.
+"""Measured durations of steps and copies. With them the scheduler chooses between swap and recomputation, and how many
+prompt tokens a step computes beside decode rows.
 
-Copies are timed once, when an engine is built. Steps are timed by the runner, on the device's clock: when the host
-looks at a step says nothing about when it ended. `engine.py` calls this.
+`build.py` times copies once. The runner times steps by the device's clock, since the host reads a step some time after
+its end, and `engine.py` records them here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from quire.core.plan import Plan
 from quire.core.swap import SwapCosts
 from quire.engine.cache import CacheTensors
 
-LEAST_TOKENS = 128  # of prompts; a smaller step takes as long as it takes to read the weights
+MIN_TOKENS = 128  # of prompts; the time of a smaller step is that of reading the weights
 
 
 class StepCosts:
-    """Tells what steps took to those who plan by it, `SwapCosts` and `Pace`, and what the next one will take."""
+    """Records durations of steps in `SwapCosts` and `Pace`, and predicts the next step's."""
 
     def __init__(self, swap: SwapCosts, pace: Pace, max_tokens_per_step: int) -> None:
         self._swap = swap
         self._pace = pace
-        self._by_size: dict[int, float] = {}  # seconds of steps with prompts, by their tokens in units of Pace
-        self._pace.min_tokens = least_tokens(max_tokens_per_step, 4)
-        self._least = least_tokens(max_tokens_per_step, 2)
+        self._by_size: dict[int, float] = {}  # seconds of steps with prompts, by their tokens in units of `Pace.unit`
+        self._pace.min_tokens = min_prompt_tokens(max_tokens_per_step, 4)
+        self._min_swap_tokens = min_prompt_tokens(max_tokens_per_step, 2)
 
     def learn(self, plan: Plan, seconds: float) -> None:
         num_tokens = plan.num_tokens
@@ -37,11 +37,11 @@ class StepCosts:
         if num_prompt:
             size = self._size(plan)
             self._by_size[size] = blend(self._by_size.get(size), seconds)
-        if num_prompt >= self._least:
+        if num_prompt >= self._min_swap_tokens:
             self._swap.compute_s = blend(self._swap.compute_s, seconds / num_tokens, faster=1.0)
 
     def predict(self, plan: Plan) -> float | None:
-        """Seconds of a step: what others of its size took, or what Pace says of so many tokens. None is unknown."""
+        """Seconds of a step: the average of its size, or an estimate by `Pace`. None if there is no measurement yet."""
         decode_s, token_s = self._pace.decode_s, self._pace.token_s
         num_prompt = plan.num_tokens - len(plan)
         if not num_prompt:
@@ -54,24 +54,26 @@ class StepCosts:
         return -(-plan.num_tokens // self._pace.unit)
 
 
-def least_tokens(max_tokens_per_step: int, part: int) -> int:
-    """Of prompts in a step that tells what they cost, where steps have at most so many tokens."""
-    return max(1, min(LEAST_TOKENS, max_tokens_per_step // part))
+def min_prompt_tokens(max_tokens_per_step: int, divisor: int) -> int:
+    """The fewest prompt tokens in a step whose duration says what a prompt token costs."""
+    return max(1, min(MIN_TOKENS, max_tokens_per_step // divisor))
 
 
 def time_copies(cache: CacheTensors, device: torch.device) -> float:
-    """Seconds that a block takes to the host and back: of a trial with block 0, which nobody reads."""
-    count = cache.host.piece_slots
-    slots = range(count)
+    """Seconds to copy a block to the host and back. Measured with block 0, which is never read."""
+    count = cache.host.blocks_per_piece
+    host_blocks = range(count)
 
-    def trial() -> None:
-        cache.swap_blocks([(0, slot) for slot in slots], [(slot, 0) for slot in slots])
+    def copy() -> None:
+        cache.swap_blocks(
+            [(0, host_block) for host_block in host_blocks], [(host_block, 0) for host_block in host_blocks]
+        )
 
-    trial()  # makes the buffers
-    return seconds_of(trial, device) / count
+    copy()  # allocates the buffers
+    return measure_s(copy, device) / count
 
 
-def seconds_of(action: Callable[[], None], device: torch.device) -> float:
+def measure_s(action: Callable[[], None], device: torch.device) -> float:
     if device.type != "cuda":
         begin = time.perf_counter()
         action()

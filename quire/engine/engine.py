@@ -20,26 +20,24 @@ from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.engine.costs import StepCosts
-from quire.engine.faults import explain, find_loss, give_back_memory, is_out_of_memory
-from quire.engine.memory import (
-    CacheSize,
-)
+from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
+from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost
 from quire.models.config import ModelConfig
 
 log = logging.getLogger("quire.engine")
 
-IDLE_S = 0.001  # between two looks at a batch that is still forming
-LOOK_S = 0.0003  # between two looks at a step that is under way
-MARGIN_S = 0.001  # by which a step is planned and launched before the last one is expected to end
-EARLY_SHARE = 0.08  # of what a step is expected to take: so much sooner it may end
-MIN_LATE_S = 0.004  # behind shorter steps nobody waits: planning would take too large a part of them
+IDLE_S = 0.001  # poll interval while the batching policy admits no request yet
+POLL_S = 0.0003  # poll interval while a step is in flight
+MARGIN_S = 0.001  # between the end of a launch and the expected end of the step before
+EARLY_SHARE = 0.08  # a step may end earlier than expected by this share
+MIN_LATE_S = 0.004  # after shorter steps the next is planned at once: planning is too large a share of them
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the layers above need to know about a running engine."""
+    """Facts about a running engine, for its clients."""
 
     model: str
     config: ModelConfig
@@ -53,16 +51,16 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class Launched:
-    """A plan under way."""
+    """A plan in flight."""
 
     plan: Plan
     running: RunningStep
-    begins_s: float  # as far as is known
-    expected_s: float  # that it will take; minus infinity if nobody can tell
+    begins_s: float  # estimated until the step before has ended
+    expected_s: float  # duration; minus infinity if unknown
 
     @property
     def ends_s(self) -> float:
-        """When it is expected to end at the earliest."""
+        """The earliest expected end."""
         return self.begins_s + (1 - EARLY_SHARE) * self.expected_s
 
 
@@ -73,32 +71,32 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
-        self.step_s: float | None = None  # what the step took that the last call of `step` took in, if it did
+        self.step_s: float | None = None  # duration of the step that the last call of `step` committed, if any
         self._launched: deque[Launched] = deque()
         self._costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
-        self._launch_s = 0.0  # that planning and launching take
-        self.before_run: Callable[[Plan], None] | None = None  # told of each plan before it is run
+        self._launch_s = 0.0  # duration of planning and launching
+        self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, time.monotonic())
 
-    def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Update | None:
-        return self.scheduler.abort(request_id, finish)
+    def abort(self, request_id: str) -> Update | None:
+        return self.scheduler.abort(request_id, Finish.ABORT)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._launched)
 
     def idle(self) -> bool:
-        """Do a little of what makes later steps faster, while there is no work; whether there may be more of it."""
+        """Prepare later steps while there is no work. Returns whether there may be more to prepare."""
         return self.runner.idle(math.inf)
 
     def step(self) -> list[Update]:
-        """Launch what the runner has room for and take in the oldest plan.
+        """Launch as many plans as the runner's depth allows, and commit the oldest.
 
-        A runner that works ahead computes the next one while the host takes in this one's tokens. Behind a long step
-        the next one is planned as late as possible, so that requests which arrive meanwhile join it; until then there
-        is no update.
+        With a depth of 2 the device computes the next plan while the host commits this one. During a long step the next
+        one is planned as late as possible, so that requests which arrive meanwhile join it. Until then no updates are
+        returned.
         """
         try:
             return self._step()
@@ -117,9 +115,9 @@ class Engine:
             pass
         left_s = self._time_left() if self._launched else IDLE_S
         if left_s > 0:
-            self._pass_time(left_s)
+            self._wait(left_s)
             return []
-        if self.scheduler.pace.target_s is None:  # nobody waits for single tokens, as long as the device has work
+        if self.scheduler.pace.target_s is None:  # without a latency target captures may delay updates
             self.runner.idle(self._launched[-1].ends_s - time.monotonic())
         oldest = self._launched.popleft()
         plan = oldest.plan
@@ -138,7 +136,7 @@ class Engine:
         return updates
 
     def _sample_next(self) -> None:
-        """The tokens of the plan behind the one just taken in can be chosen now, if they could not before."""
+        """Sample the next plan in flight, if its sampling needs the tokens that were just committed."""
         if self._launched:
             following = self._launched[0]
             try:
@@ -148,13 +146,13 @@ class Engine:
 
     @property
     def _may_launch(self) -> bool:
-        """Nothing is launched behind a plan that failed: its tokens will not come, and its blocks lack content."""
-        if self._launched and self._launched[-1].running.must_land:
+        """Nothing is launched after a plan that failed: it has no tokens, and its blocks were not written."""
+        if self._launched and self._launched[-1].running.must_commit_first:
             return False
         return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
     def _time_left(self) -> float:
-        """Seconds until the next plan has to be made: none behind a short step, or if there is no target."""
+        """Seconds until the next plan must be made. 0 after a short step, or without a latency target."""
         if len(self._launched) != 1 or self.scheduler.pace.target_s is None:
             return 0.0
         only = self._launched[0]
@@ -162,12 +160,12 @@ class Engine:
             return 0.0
         return only.ends_s - MARGIN_S - self._launch_s - time.monotonic()
 
-    def _pass_time(self, left_s: float) -> None:
-        """Until a plan may be made, a moment at a time."""
+    def _wait(self, left_s: float) -> None:
+        """Sleep for a poll interval, or prepare later steps."""
         if not self._launched:
             time.sleep(min(IDLE_S, left_s))
         elif not self.runner.idle(left_s):
-            time.sleep(min(LOOK_S, left_s))
+            time.sleep(min(POLL_S, left_s))
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -190,14 +188,14 @@ class Engine:
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
-        """End the requests of a plan that could not be run."""
+        """End the requests of a plan that failed."""
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
-        updates = self.scheduler.fail(plan, explain(error, plan))
+        updates = self.scheduler.fail(plan, describe_failure(error, plan))
         self._check_device(error)
         return updates
 
     def _recover(self, error: Exception) -> list[Update]:
-        """Go on after an error in planning or in taking a plan in: one request ends, the others are computed again."""
+        """Continue after an error in schedule or commit: one request ends, the others are recomputed."""
         log.error("planning failed with %d requests", len(self.scheduler.requests), exc_info=error)
         updates = self.scheduler.recover(error, f"The engine failed on this request: {error}")
         self._drop_plans()
@@ -205,7 +203,7 @@ class Engine:
         return updates
 
     def _drop_plans(self) -> None:
-        """Forget the plans under way, once they have ended."""
+        """Wait for the plans in flight and drop their results."""
         launched, self._launched = self._launched, deque()
         for each in launched:
             with suppress(Exception):
@@ -213,11 +211,11 @@ class Engine:
         self.runner.reset()
 
     def _check_device(self, error: Exception) -> None:
-        """After an error on a GPU. One that is lost ends the engine, since no later plan could be run."""
+        """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine."""
         if self.info.device == "cuda":
             if is_out_of_memory(error):
-                give_back_memory(error)
-            elif loss := find_loss(torch.device("cuda")):
+                release_memory(error)
+            elif loss := find_device_loss(torch.device("cuda")):
                 raise loss from error
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:
@@ -228,9 +226,9 @@ class Engine:
 
 
 class Failure:
-    """In place of a running step, if it could not be launched: the error, when its turn has come."""
+    """A RunningStep that could not be launched. `wait` raises its error."""
 
-    must_land = True
+    must_commit_first = True
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,6 +1,6 @@
-"""What goes wrong on a GPU, and what it means: too little memory, kernels that cannot be built, a GPU that is gone.
+"""Failures of a GPU as errors with a remedy: out of memory, kernels that do not compile, a lost device.
 
-`engine.py` asks here, while an engine is built and when a step has failed.
+`build.py` uses this while an engine is built, `engine.py` when a step has failed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quire.engine.memory import describe_free
 from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
 from quire.kernels import Kernels
 
-LESS_WORK = "lower kv_memory, max_tokens_per_step or max_requests"
+LESS_MEMORY = "lower kv_memory, max_tokens_per_step or max_requests"
 
 
 @contextmanager
 def explain_out_of_memory(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Around what is done on a GPU at start: its failures, as errors that say what to do."""
+    """For work on a GPU at start: raise out-of-memory errors and a lost device as quire's errors."""
     try:
         yield
     except RuntimeError as error:
@@ -31,14 +31,14 @@ def explain_out_of_memory(what: str, remedy: str, device: torch.device) -> Itera
             raise NotEnoughMemory(
                 f"The GPU's memory is too small for {what}; {describe_free(device)}. {remedy}"
             ) from error
-        if loss := find_loss(device):
+        if loss := find_device_loss(device):
             raise loss from error
         raise
 
 
 @contextmanager
 def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
-    """Around a first step on a GPU: there Triton compiles our own kernels, for this GPU and these shapes."""
+    """For the first step on a GPU, in which Triton compiles the kernels: raise its errors as UnsupportedModel."""
     if ops.fused is None:
         yield
         return
@@ -47,7 +47,7 @@ def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
     try:
         yield
     except (TritonError, RuntimeError) as error:
-        if is_out_of_memory(error) or find_loss(ops.device):
+        if is_out_of_memory(error) or find_device_loss(ops.device):
             raise
         raise UnsupportedModel(
             f"quire's own GPU kernels cannot run this model on this GPU: {last_line(error)} Set kernels to 'torch', "
@@ -56,14 +56,14 @@ def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Torch has a class for its own allocations; those of the driver, of cuBLAS and of Triton only say so."""
+    """Torch has a class for its own allocations. Errors of the driver, cuBLAS and Triton differ in their text only."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
-def find_loss(device: torch.device) -> DeviceLost | None:
-    """Whether a GPU is of no more use. One that has failed fails from then on, whatever it is asked."""
+def find_device_loss(device: torch.device) -> DeviceLost | None:
+    """An error if the GPU has failed. After a failure every CUDA call of the process fails."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
@@ -74,29 +74,29 @@ def find_loss(device: torch.device) -> DeviceLost | None:
     return None
 
 
-def give_back_memory(error: Exception) -> None:
-    """What a step that failed has left on the GPU; what torch keeps for later, cuBLAS and graphs could not use."""
+def release_memory(error: Exception) -> None:
+    """Free the tensors of a failed step, and torch's cached memory, which cuBLAS and graphs cannot use."""
     traceback.clear_frames(error.__traceback__)
     torch.cuda.empty_cache()
 
 
-def explain(error: Exception, plan: Plan) -> str:
-    """Why a step failed, for those who were in it."""
+def describe_failure(error: Exception, plan: Plan) -> str:
+    """Why a step failed, as the message for its requests."""
     if is_out_of_memory(error):
         return (
             f"The GPU ran out of memory in a step of {plan.num_tokens:,} tokens for {len(plan):,} requests. Send this "
-            f"one again; if that happens often, {LESS_WORK}."
+            f"one again; if that happens often, {LESS_MEMORY}."
         )
     return f"The engine failed on this request: {error}"
 
 
 def first_line(error: Exception) -> str:
-    """The others are torch's advice on debugging it."""
+    """The other lines are torch's advice on debugging."""
     return sentence(str(error).partition("\n")[0])
 
 
 def last_line(error: Exception) -> str:
-    """Compilers print the place first and the trouble last."""
+    """Compilers print the error in the last line."""
     return sentence(str(error).strip().rpartition("\n")[2])
 
 

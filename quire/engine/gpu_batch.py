@@ -1,6 +1,6 @@
-"""GpuBuffers: a plan as tensors for captured steps, whose shapes and addresses never change.
+"""GpuBuffers: a plan as tensors of fixed shapes and addresses, for captured graphs.
 
-What differs from step to step is in the numbers: which rows have one query, and which tiles the others are cut into.
+Steps differ only in the data: which rows have one query, and which tiles the other rows are split into.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from quire.kernels.cuda.attention.split_kv import FIELDS, NOBODY, room_for_split
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
-NUM_BUFFERS = 13  # of a step, beside a table and slots for each group of layers and splits for each window
-SPARE_TILES = 64  # beside full ones: each row may have one that is not
+NUM_BUFFERS = 13  # of a step, without those for each group (table, slots) and each window (splits, items)
+SPARE_TILES = 64  # for partial tiles: each row may have one
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention looks like: query heads for each key head, key heads, and how rows are cut for programs."""
+    """Query heads for each key head, key heads, and how rows are split into programs."""
 
     group: int
     kv_heads: int
     last_window: int | None  # of the last layer
-    uses_items: bool  # rows of several queries are computed by `varlen`
+    uses_items: bool  # rows of several queries run on `varlen`
     exact: bool
 
 
 class GpuBuffers(BatchBuffers):
-    """Room for the largest step there can be, on the host and on the device."""
+    """Buffers for the largest step there can be, on the host and on the device."""
 
     def __init__(self, shape: BufferShape, heads: AttentionShape) -> None:
         max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
-        num_fixed = shape.num_fixed_groups + 1  # and the encoder's lengths
-        delivery = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
-        super().__init__(shape, delivery)
+        num_fixed = shape.num_fixed_groups + 1  # and encoder_lens
+        uploader = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
+        super().__init__(shape, uploader)
         self.device = device
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.heads = heads
-        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device, delivery)
-        most_splits = self._room_for_splits(max_rows)
-        self.splits = {window: Buffer((most_splits, FIELDS), torch.int32, device, delivery) for window in windows}
+        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device, uploader)
+        max_splits = self._room_for_splits(max_rows)
+        self.splits = {window: Buffer((max_splits, FIELDS), torch.int32, device, uploader) for window in windows}
         self.items = {
-            window: Buffer((self._room_for_items(max_tokens),), torch.int32, device, delivery) for window in windows
+            window: Buffer((self._room_for_items(max_tokens),), torch.int32, device, uploader) for window in windows
         }  # fmt: skip
-        self.sample_entries = Buffer((max_tokens,), torch.int32, device, delivery)
-        self.sample_lengths = Buffer((max_tokens,), torch.int32, device, delivery)
-        # Of steps with prompts: what the last layer computes, which are the samples and no other tokens.
-        self.sample_indices = Buffer((max_tokens,), torch.int64, device, delivery)
-        self.sample_rows = Buffer((max_tokens,), torch.int64, device, delivery)
+        self.sample_entries = Buffer((max_tokens,), torch.int32, device, uploader)
+        self.sample_lengths = Buffer((max_tokens,), torch.int32, device, uploader)
+        # For steps with prompts: the last layer computes the samples only.
+        self.sample_indices = Buffer((max_tokens,), torch.int64, device, uploader)
+        self.sample_rows = Buffer((max_tokens,), torch.int64, device, uploader)
         self.last_window = heads.last_window
-        self.end_splits = Buffer((most_splits, FIELDS), torch.int32, device, delivery)
+        self.end_splits = Buffer((max_splits, FIELDS), torch.int32, device, uploader)
         self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
 
     def decode_batch(self, size: int) -> Batch:
-        """The buffers of a step of so many single tokens, as a captured graph reads them."""
+        """The buffers that the graph of a decode step of this size reads."""
         return self._captured(size, size, Work(True, False, self._splits(size)))
 
     def mixed_batch(self, size: int, rows: int, *, has_singles: bool) -> Batch:
-        """The buffers of any step of so many tokens and rows."""
+        """The buffers that the graph of a step of this many tokens and rows reads."""
         splits = self._splits(rows) if has_singles else {}
         items = {window: buffer.view(self._room_for_items(size)) for window, buffer in self.items.items()}
         tiles = Tiles(self.tiles.view(1 + 2 * room_for_tiles(size)))
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
     def ends_of(self, batch: Batch, rows: int) -> Ends:
-        """The samples of such a step."""
+        """The samples of a mixed batch."""
         splits = {self.last_window: self.end_splits.view(self._room_for_splits(rows))}
         work, paging = Work(True, False, splits), batch.paging
         lengths = self.sample_lengths.view(rows)
@@ -109,41 +109,41 @@ class GpuBuffers(BatchBuffers):
         return 1 + varlen_items.ITEM_FIELDS * room
 
     def fill_decode(self, plan: Plan, size: int) -> Samples:
-        """A step of single tokens, filled up to `size` of them."""
+        """A decode step, padded to `size` rows."""
         samples = self._lay_out(plan, size, size).samples
         self._fill_splits(np.arange(len(plan)), size)
-        self._send_samples(samples, size)
-        self._has_sent()
+        self._upload_samples(samples, size)
+        self._flush()
         return samples
 
     def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
-        """Any step, filled up to so many tokens, rows and samples; there is room for its tiles."""
+        """Any step whose tiles fit (`has_room`), padded to `size` tokens, `rows` rows and `rows` samples."""
         samples = self._lay_out(plan, size, rows).samples
         if self.heads.uses_items:
             self._fill_items(plan)
         else:
             tiles = cut_tiles(plan.counts)
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
-            self.tiles.send(1 + 2 * len(tiles))
+            self.tiles.upload(1 + 2 * len(tiles))
         self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
-        self._send_samples(samples, rows)
+        self._upload_samples(samples, rows)
         self.sample_indices.host[len(samples) : rows] = 0
-        self.sample_indices.send(rows)
+        self.sample_indices.upload(rows)
         its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
         self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), lengths, self.last_window, rows)
-        self._has_sent()
+        self._flush()
         return samples
 
     def fill_eager(self, plan: Plan) -> tuple[Batch, Ends]:
-        """Any step as it is, and its samples; of a step without any, its first token."""
+        """Any step without padding, and its samples. If it has none, its first token is taken as one."""
         batch = self._lay_out(plan)
         samples = batch.samples
         shown = samples if len(samples) else Samples([], [0], [0], [plan.starts[0] + 1], [0], [self.state.unused])
         count = len(shown)
-        self._send_samples(shown, count)
+        self._upload_samples(shown, count)
         self.sample_rows.host[:count] = shown.rows
-        tokens, rows = self.sample_indices.send(count), self.sample_rows.send(count)
-        self._has_sent()
+        tokens, rows = self.sample_indices.upload(count), self.sample_rows.upload(count)
+        self._flush()
         tables = batch.paging.block_tables
         if shown.rows != list(range(len(plan))):
             tables = [table[rows] for table in tables]
@@ -151,49 +151,49 @@ class GpuBuffers(BatchBuffers):
         paging = Paging(starts, lengths, tables, [], self.block_size, list(range(count + 1)), shown.lengths)
         return batch, Ends(tokens, paging)
 
-    def _send_samples(self, samples: Samples, size: int) -> None:
-        """The columns of a step's samples, filled up to so many."""
+    def _upload_samples(self, samples: Samples, size: int) -> None:
+        """Upload the samples' columns, padded to `size`."""
         count = len(samples)
         self.sample_entries.host[:count], self.sample_entries.host[count:size] = samples.entries, self.state.unused
         self.sample_lengths.host[:count], self.sample_lengths.host[count:size] = samples.lengths, 0
         self.sample_indices.host[:count] = samples.indices
-        self.sample_entries.send(size)
-        self.sample_lengths.send(size)
+        self.sample_entries.upload(size)
+        self.sample_lengths.upload(size)
 
-    def fill_nothing(self, size: int, rows: int) -> None:
-        """A step that reads and writes nothing, to be run before there is any work."""
-        self._sent_before()
+    def fill_padding(self, size: int, rows: int) -> None:
+        """A step that consists of padding, for warmup and capture."""
+        self._wait_for_upload()
         self.query_starts.host[:1] = 0
         self._pad(0, size, 0, rows)
         self.tiles.host[0] = 0
-        self._send_samples(Samples(), rows)
+        self._upload_samples(Samples(), rows)
         self.sample_indices.host[:rows] = 0
-        self.sample_indices.send(rows)
+        self.sample_indices.upload(rows)
         for buffer in (self.tokens, self.positions, *self.slot_mapping):
-            buffer.send(size)
-        self.query_starts.send(rows + 1)
-        self.seq_lens.send(rows)
-        self.last_token_entries.send(rows)
-        self.tiles.send(1)
+            buffer.upload(size)
+        self.query_starts.upload(rows + 1)
+        self.seq_lens.upload(rows)
+        self.last_token_entries.upload(rows)
+        self.tiles.upload(1)
         for items in self.items.values():
             items.host[0] = 0
-            items.send(1)
+            items.upload(1)
         for splits in (*self.splits.values(), self.end_splits):
             splits.host[:, 0] = NOBODY
-            splits.send(len(splits.host))
-        self._has_sent()
+            splits.upload(len(splits.host))
+        self._flush()
 
     def _fill_items(self, plan: Plan) -> None:
         group, kv_heads, seq_lens = self.heads.group, self.heads.kv_heads, self.seq_lens.host[: len(plan)]
         for window, buffer in self.items.items():
             items = cut_items(plan.counts, seq_lens, group, kv_heads, self.block_size, window)
             buffer.host[: len(items)] = items
-            buffer.send(len(items))
+            buffer.upload(len(items))
 
-    def _fill_splits(self, rows: NDArray[np.int64], most_rows: int) -> None:
+    def _fill_splits(self, rows: NDArray[np.int64], max_rows: int) -> None:
         tokens, ends = self.query_starts.host[rows], self.seq_lens.host[rows].astype(np.int64)
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, tokens, ends, window, most_rows)
+            self._fill_split(buffer, rows, tokens, ends, window, max_rows)
 
     def _fill_split(
         self,
@@ -202,16 +202,16 @@ class GpuBuffers(BatchBuffers):
         tokens: NDArray[np.int64],
         ends: NDArray[np.int64],
         window: int | None,
-        most_rows: int,
+        max_rows: int,
     ) -> None:
         splits = split_rows(rows, tokens, ends, window, self.heads.kv_heads, exact=self.heads.exact)
-        room = self._room_for_splits(most_rows)
+        room = self._room_for_splits(max_rows)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : room, 0] = NOBODY
-        buffer.send(room)
+        buffer.upload(room)
 
     def has_room(self, plan: Plan, size: int) -> bool:
-        """Whether what programs take of a plan fits into a captured step of that size."""
+        """Whether a plan's tiles fit into a captured step of that size."""
         return self.heads.uses_items or sum(
             -(-count // TILE_QUERIES) for count in plan.counts if count > 1
         ) <= room_for_tiles(size)

@@ -1,8 +1,8 @@
-"""Graphs: steps captured as CUDA graphs, so that the host launches one thing instead of hundreds.
+"""Graphs: steps captured as CUDA graphs, so that the host launches one graph instead of hundreds of kernels.
 
-A captured step has a fixed size and serves every step up to it. Steps of single tokens are captured when the engine is
-built, and a few sizes of steps with prompts; the others follow while the host has nothing else to do for long enough,
-those first that steps have asked for. No step waits for a capture.
+A graph has a fixed size and serves every step up to it. All decode sizes and a few sizes of steps with prompts are
+captured when the engine is built. The others are captured when the host is idle, the most frequent first. No step waits
+for a capture.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 log = logging.getLogger("quire.engine")
 
-# Rows of one token each, or tokens of a step with prompts. Between them a step is filled up to the next larger one.
+# Tokens of steps with prompts. A step is padded to the next larger size.
 FIRST_TOKENS = {
     "mixed": tuple(range(256, 1281, 128)), "prompts": (256, 512, 1024), "crowded": (512, 1024),
 }  # fmt: skip
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
-ALL_KERNELS = (1, 16, 32, 64, 128, 256)  # steps of other sizes launch no others than steps of these
-CAPTURE_MARGIN = 5.0  # times what the last capture took: the time that another one must have. Some take much longer.
+WARMUP_SIZES = (1, 16, 32, 64, 128, 256)  # together these launch every kernel
+CAPTURE_MARGIN = 5.0  # idle time for a capture, as a multiple of the last one's duration. Some take much longer.
 
 
 class Key(NamedTuple):
-    """What is captured: `decode` is a step of single tokens, `mixed` one with prompts and single tokens, `prompts` one
-    of prompts only, and `crowded` one of more rows than these have. The choice of tokens is launched after each."""
+    """`decode` is a step of single tokens, `mixed` one of prompts and single tokens, `prompts` one of prompts only, and
+    `crowded` one of more rows than `mixed` has. Sampling is not captured."""
 
     kind: str
     size: int
@@ -42,55 +42,55 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Captured steps by kind and size. `body` runs a step of a key on buffers that never move."""
+    """Captured graphs by kind and size. `body` runs the step of a key on buffers with fixed addresses."""
 
     def __init__(self, body: Callable[[Key], Tensor], max_rows: int, max_tokens: int, max_bytes: int) -> None:
         self._body = body
         self._captured: dict[Key, Captured] = {}
         self._sizes: dict[str, list[int]] = {}
-        self._wanted: Counter[Key] = Counter()
+        self._num_missed: Counter[Key] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._bytes_left = max_bytes
-        self._capture_s = 0.0  # that the last capture took
+        self._capture_s = 0.0  # duration of the last capture
         self._rows, self._tokens = decode_sizes(max_rows), [size for size in TOKENS if size <= max_tokens]
         kinds = ("decode", self._rows), ("mixed", self._tokens), ("prompts", self._tokens)
         self._pending = [Key(kind, size) for kind, sizes in kinds for size in sizes]
 
     def find(self, kind: str, size: int) -> Key | None:
-        """The smallest captured step that holds one of this size; the fitting one is captured in time, if it is not."""
-        wanted = self._fit(kind, size)
-        if wanted is None:
+        """The smallest captured graph that fits. If the best size is not captured, it becomes pending."""
+        best = self._fit(kind, size)
+        if best is None:
             return None
-        if wanted in self._captured:
-            return wanted
-        self._wanted[wanted] += 1
-        if wanted not in self._pending and self._bytes_left > 0:
-            self._pending.append(wanted)
+        if best in self._captured:
+            return best
+        self._num_missed[best] += 1
+        if best not in self._pending and self._bytes_left > 0:
+            self._pending.append(best)
         sizes = self._sizes.get(kind, [])
-        place = bisect_left(sizes, size)
-        return Key(kind, sizes[place]) if place < len(sizes) else None
+        index = bisect_left(sizes, size)
+        return Key(kind, sizes[index]) if index < len(sizes) else None
 
     def _fit(self, kind: str, size: int) -> Key | None:
         sizes = self._rows if kind == "decode" else self._tokens
-        place = bisect_left(sizes, size)
-        return Key(kind, sizes[place]) if place < len(sizes) else None
+        index = bisect_left(sizes, size)
+        return Key(kind, sizes[index]) if index < len(sizes) else None
 
     def replay(self, key: Key) -> Tensor:
         captured = self._captured[key]
         captured.graph.replay()
         return captured.hidden
 
-    def begin(self, kinds: Sequence[str]) -> None:
-        """Run and capture the first sizes of these kinds, and all of single tokens. Every kernel of a step is loaded by
-        that, and its workspaces are made."""
+    def warm_up(self, kinds: Sequence[str]) -> None:
+        """Run and capture the first sizes of these kinds, and all decode sizes. This loads every kernel of a step and
+        allocates the workspaces."""
         first = [key for key in self._pending if key.kind == "decode"]
         first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
-        # Without a graph for the most rows no step of single tokens could run. Smaller ones fit into its memory.
+        # Largest first: the largest decode graph is required, and smaller ones reuse its memory.
         was_run = set[str]()
         for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
-            if key.size in ALL_KERNELS or key.kind not in was_run:
-                # What uses a workspace first makes it. Made in a capture, it would be zeroed by that graph only.
+            if key.size in WARMUP_SIZES or key.kind not in was_run:
+                # The first use allocates a workspace. Inside a capture, only that graph would zero it.
                 self._body(key)
                 was_run.add(key.kind)
             if self._bytes_left > 0:
@@ -98,12 +98,12 @@ class Graphs:
         torch.cuda.synchronize()
 
     def capture_next(self, seconds: float) -> bool:
-        """Capture what steps have asked for most often, if it is done in so many seconds; whether it was."""
+        """Capture the pending graph that most steps missed, if `seconds` are enough. Returns whether it was tried."""
         if not self._pending or seconds < CAPTURE_MARGIN * self._capture_s:
             return False
         try:
-            self._capture(max(self._pending, key=lambda key: self._wanted[key]))
-        except RuntimeError as error:  # steps of this size go on in the next larger one
+            self._capture(max(self._pending, key=lambda key: self._num_missed[key]))
+        except RuntimeError as error:  # steps of this size use the next larger graph
             self._stop(f"a capture failed: {error}")
         return True
 
@@ -133,6 +133,6 @@ class Graphs:
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Powers of two up to 16, then multiples of 16, from 128 on of 32."""
+    """Powers of two up to 16, then multiples of 16 up to 128, then multiples of 32."""
     sizes = [*(1 << power for power in range(5)), *range(32, 129, 16), *range(160, max_rows + 32, 32)]
     return sorted({min(size, max_rows) for size in sizes})

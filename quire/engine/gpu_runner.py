@@ -1,8 +1,8 @@
-"""GpuRunner: runs plans on a GPU without waiting for them, so that the next one is planned meanwhile.
+"""GpuRunner: runs plans on a GPU asynchronously, so that the host plans the next step meanwhile.
 
-Sampled tokens stay on the device, where the next step finds them; the host reads them one step late. Steps that only
-decode, and the layers of mixed steps that are not large, are captured as CUDA graphs (`gpu_graphs.py`); all others are
-launched op by op, which takes the host less time than they take the GPU. What a step takes is measured by the GPU.
+Sampled tokens stay on the device, where the next step reads them. The host reads them one step late. Decode steps, and
+the layers of small mixed steps, are captured as CUDA graphs (`gpu_graphs.py`). Larger steps are launched op by op; the
+GPU needs longer for them than the host. Durations of steps are measured with CUDA events.
 """
 
 from __future__ import annotations
@@ -19,87 +19,93 @@ from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
-from quire.engine.runner import ModelRunner, RunningStep, Scores, collect, scores_prompt, select_samples
-from quire.engine.sampler import BeamTensors, Choice, LogprobsTensors
+from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
+from quire.engine.sampler import BeamTensors, LogprobsTensors, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
-DEPTH = 2  # plans launched before the first is taken in
-MIXED_ROWS = 128  # of a captured step with prompts, unless it is crowded
+DEPTH = 2  # plans in flight
+MIXED_ROWS = 128  # of a captured step with prompts, unless its kind is `crowded`
 
 
-def arriving(x: Tensor) -> Tensor:
-    """A copy that will be on the host when the stream has come so far."""
+def copy_to_host(x: Tensor) -> Tensor:
+    """An asynchronous copy to pinned memory."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass(slots=True)
 class HostOutputs:
-    """Where a step's tokens arrive on the host, and the events of its begin and of their arrival."""
+    """Pinned memory for a step's tokens, and the events of its start and of the end of the copies."""
 
     tokens: Tensor
-    largest: Tensor
-    begun: torch.cuda.Event
-    arrived: torch.cuda.Event
+    max_logits: Tensor
+    start_event: torch.cuda.Event
+    done_event: torch.cuda.Event
 
     @property
     def seconds(self) -> float:
-        return float(self.begun.elapsed_time(self.arrived)) / 1e3
+        return float(self.start_event.elapsed_time(self.done_event)) / 1e3
 
 
 @dataclass(slots=True)
 class GpuStep:
-    """A plan under way on the GPU."""
+    """A plan in flight on the GPU."""
 
     runner: GpuRunner
     plan: Plan
     samples: Samples
     hidden: Tensor  # [samples or more, hidden_size]
-    outputs: HostOutputs
-    scores: list[Scores] = field(default_factory=list)
-    choice: Choice | None = None  # on its way to the host
+    host_outputs: HostOutputs
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    output: SamplerOutput | None = None  # being copied to the host
 
     @property
-    def must_land(self) -> bool:
+    def must_commit_first(self) -> bool:
         return any(self.samples.nums_drafts)
 
     def is_done(self) -> bool:
-        if self.choice is None:
+        if self.output is None:
             return False
         try:
-            return bool(self.outputs.arrived.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # an earlier kernel failed: `wait` says so
+            return bool(self.host_outputs.done_event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # an earlier kernel failed: `wait` raises its error
             return True
 
     @torch.inference_mode()
     def sample(self) -> None:
-        if self.choice is not None:
+        if self.output is not None:
             return
-        choice = self.runner.sampler.choose(self.samples, self.hidden)
-        outputs, count = self.outputs, len(self.samples)
-        outputs.tokens[:count].copy_(choice.tokens, non_blocking=True)
-        outputs.largest[:count].copy_(choice.largest, non_blocking=True)
-        reported = None if choice.report is None else LogprobsTensors(*map(arriving, choice.report))
-        beams = None if choice.beams is None else BeamTensors(*map(arriving, choice.beams))
-        self.scores = [
-            Scores(row, targets, LogprobsTensors(*map(arriving, report))) for row, targets, report in self.scores
+        output = self.runner.sampler.sample(self.samples, self.hidden)
+        host_outputs, count = self.host_outputs, len(self.samples)
+        host_outputs.tokens[:count].copy_(output.tokens, non_blocking=True)
+        host_outputs.max_logits[:count].copy_(output.max_logits, non_blocking=True)
+        logprobs = None if output.logprobs is None else LogprobsTensors(*map(copy_to_host, output.logprobs))
+        beams = None if output.beams is None else BeamTensors(*map(copy_to_host, output.beams))
+        self.prompt_logprobs = [
+            PromptLogprobs(row, targets, LogprobsTensors(*map(copy_to_host, tensors)))
+            for row, targets, tensors in self.prompt_logprobs
         ]
-        outputs.arrived.record()
-        self.choice = Choice(
-            outputs.tokens[:count], outputs.largest[:count], choice.reported, reported, choice.searched, beams
-        )  # fmt: skip
+        host_outputs.done_event.record()
+        self.output = SamplerOutput(
+            host_outputs.tokens[:count],
+            host_outputs.max_logits[:count],
+            output.logprobs_indices,
+            logprobs,
+            output.beam_indices,
+            beams,
+        )
 
     def wait(self) -> Sampled:
-        self.runner.num_under_way -= 1
-        assert self.choice is not None, "the plan before was not committed"
-        self.outputs.arrived.synchronize()
-        return collect(self.plan, self.samples, self.choice, self.scores, self.outputs.seconds)
+        self.runner.num_in_flight -= 1
+        assert self.output is not None, "the plan before was not committed"
+        self.host_outputs.done_event.synchronize()
+        return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
 
 
 class GpuRunner(ModelRunner):
-    """A ModelRunner that works ahead of what the host has read."""
+    """A ModelRunner that launches the next plan before the host has read the last tokens."""
 
     buffers: GpuBuffers
     sampler: GpuSampler
@@ -111,8 +117,8 @@ class GpuRunner(ModelRunner):
         super().__init__(model, cache, buffers, ops)
         self.sampler = GpuSampler(model, buffers, ops)
         self.max_rows = buffers.max_rows
-        self.num_under_way = 0  # plans that are launched and not taken in
-        self._outputs = deque(
+        self.num_in_flight = 0  # plans
+        self._host_outputs = deque(
             HostOutputs(
                 torch.zeros(buffers.max_tokens, dtype=torch.int64, pin_memory=True),
                 torch.zeros(buffers.max_tokens, dtype=torch.float32, pin_memory=True),
@@ -125,48 +131,55 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> RunningStep:
-        outputs = self._outputs[0]
-        self._outputs.rotate(-1)
-        outputs.begun.record()
+        host_outputs = self._host_outputs[0]
+        self._host_outputs.rotate(-1)
+        host_outputs.start_event.record()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         is_decode = plan.num_tokens == len(plan) and all(plan.yields)
-        step = self._run_decode(plan, outputs) if is_decode else self._run_mixed(plan, outputs)
-        if not self.num_under_way or not self.buffers.state.asked.needs_tokens:
+        step = self._run_decode(plan, host_outputs) if is_decode else self._run_mixed(plan, host_outputs)
+        if not self.num_in_flight or not self.buffers.state.flags.needs_tokens:
             step.sample()
-        self.num_under_way += 1
+        self.num_in_flight += 1
         return step
 
     def reset(self) -> None:
         super().reset()
-        self.num_under_way = 0
+        self.num_in_flight = 0
 
-    def _run_decode(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
-        """Rows of one token each."""
+    def _run_decode(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
+        """A step whose rows have one token each."""
         key = self.graphs.find("decode", len(plan))
-        assert key is not None, "the largest step of single tokens is captured when the engine is built"
+        assert key is not None, "the largest decode step is captured when the engine is built"
         samples = self.buffers.fill_decode(plan, key.size)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), outputs)
+        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
 
-    def _run_mixed(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
-        """Chunks of prompts, drafts, and single tokens among them."""
-        if any(scores_prompt(plan, row) for row in range(len(plan))):
-            return self._run_scored(plan, outputs)
+    def _run_mixed(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
+        """A step with prompt chunks or drafts, and possibly decode rows."""
+        if any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
+            return self._run_with_prompt_logprobs(plan, host_outputs)
         rows = max(len(plan), sum(plan.yields))
         kind = "crowded" if rows > MIXED_ROWS else "mixed" if 1 in plan.counts else "prompts"
         key = self.graphs.find(kind, plan.num_tokens) if rows <= self.max_rows else None
         if key is not None and self.buffers.has_room(plan, key.size):
-            samples = self.buffers.fill_mixed(plan, key.size, self._most_rows(kind))
-            return GpuStep(self, plan, samples, self.graphs.replay(key), outputs)
+            samples = self.buffers.fill_mixed(plan, key.size, self._max_rows_of(kind))
+            return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
         batch, ends = self.buffers.fill_eager(plan)
-        return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), outputs)
+        return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), host_outputs)
 
-    def _run_scored(self, plan: Plan, outputs: HostOutputs) -> GpuStep:
-        """A step that is asked about tokens of prompts: its last layer is computed for all tokens."""
+    def _run_with_prompt_logprobs(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
+        """A step with prompt log probabilities: its last layer is computed for all tokens."""
         batch, _ = self.buffers.fill_eager(plan)
         hidden = self._forward(batch, len(plan))
-        scores = self._score(plan, batch, hidden)
-        return GpuStep(self, plan, batch.samples, select_samples(hidden, batch.samples), outputs, scores=scores)
+        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        return GpuStep(
+            self,
+            plan,
+            batch.samples,
+            select_samples(hidden, batch.samples),
+            host_outputs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
         if batch.last_token_entries is not None:
@@ -175,23 +188,23 @@ class GpuRunner(ModelRunner):
         return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
 
     def _run_captured(self, key: Key) -> Tensor:
-        """A step of the kind and size that a graph has, on the buffers as they are."""
+        """The step that a graph captures, on the persistent buffers."""
         if key.kind == "decode":
             return self._forward(self.buffers.decode_batch(key.size), key.size)
-        rows = self._most_rows(key.kind)
+        rows = self._max_rows_of(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
         return self._forward(batch, rows, self.buffers.ends_of(batch, rows))
 
-    def _most_rows(self, kind: str) -> int:
-        """Of a captured step with prompts."""
+    def _max_rows_of(self, kind: str) -> int:
+        """Rows of a captured step with prompts."""
         return self.max_rows if kind == "crowded" else min(MIXED_ROWS, self.max_rows)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the first steps, when all else is in place. Every kernel is run by that, so that no request waits for
-        one to be compiled or loaded."""
-        self.buffers.fill_nothing(self.buffers.max_tokens, self.max_rows)
-        self.graphs.begin(("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts"))
+        """Capture the first graphs. This runs every kernel, so that no request waits for one to be compiled or
+        loaded."""
+        self.buffers.fill_padding(self.buffers.max_tokens, self.max_rows)
+        self.graphs.warm_up(("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts"))
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))

@@ -1,6 +1,6 @@
-"""GpuSampler: chooses tokens on the GPU without a word from the host, and keeps each request's last one there.
+"""GpuSampler: samples tokens on the GPU and keeps each request's last token there, without a synchronization.
 
-Tokens are chosen straight from the head's products. Only requests that change their logits have them in float32.
+Tokens are sampled from the head's products directly. Only requests with logits processors have float32 logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.batch import Samples
 from quire.engine.gpu_batch import GpuBuffers
-from quire.engine.sampler import Choice, LogprobsTensors, Sampler
+from quire.engine.sampler import LogprobsTensors, Sampler, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.cuda.sampling.logprobs import logprobs
@@ -27,20 +27,20 @@ class GpuSampler(Sampler):
         self._buffers = buffers
         self._max_rows = max_rows
         self._tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
-        self._largest = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
+        self._max_logits = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
         self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
         self._argmax = Argmax(max_rows, device)
         vocab_size = model.head.weight.shape[0]
         self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
-        self._draw_changed = TokenSampler(max_rows, vocab_size, None, device)  # from logits that are capped already
+        self._draw_processed = TokenSampler(max_rows, vocab_size, None, device)  # the softcap is already applied
 
     def prepare(self, hidden: Tensor) -> None:
-        """Run every kernel once, for a sample that nobody wants. hidden [1 or more, hidden_size]"""
+        """Warm up: run every kernel once on a dummy sample. hidden [1 or more, hidden_size]"""
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
         draws = self._draws(entries, lengths)._replace(has_top_k=True, has_top_p=True)
-        self._draw(self.model.products(hidden), draws, self._tokens, self._largest)
-        self._draw_changed(self.model.logits(hidden[:1]), draws, self._tokens, self._largest)
-        self._argmax(self.model.products(hidden), entries, self._tokens, self._largest, self.last_tokens)
+        self._draw(self.model.products(hidden), draws, self._tokens, self._max_logits)
+        self._draw_processed(self.model.logits(hidden[:1]), draws, self._tokens, self._max_logits)
+        self._argmax(self.model.products(hidden), entries, self._tokens, self._max_logits, self.last_tokens)
         self.score(hidden[:1], [0], 1)
         vocab_size = self.model.head.weight.shape[0]
         logits = hidden.new_zeros(1, vocab_size, dtype=torch.float32)
@@ -49,58 +49,58 @@ class GpuSampler(Sampler):
         self.ops.apply_token_bitmask(logits, index[0, :1], hidden.new_zeros(1, bits, dtype=torch.uint8))
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
-        return self._report(self.model.products(hidden), self._column(targets), [num_top] * len(targets))
+        return self._gather_logprobs(self.model.products(hidden), self._to_device(targets), [num_top] * len(targets))
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
+    def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
         count, products = len(samples), None
         if 0 < count <= self._max_rows:
             products = self.model.products(hidden)[:count]
-            self._choose_some(products, 0, count)
+            self._sample_range(products, 0, count)
         elif count:  # drafts of many requests
             for first in range(0, count, self._max_rows):
                 stop = min(first + self._max_rows, count)
-                self._choose_some(self.model.products(hidden[first:stop]), first, stop)
-        changed: list[int] = []
-        if self.state.asked.processes_logits:
+                self._sample_range(self.model.products(hidden[first:stop]), first, stop)
+        processed: list[int] = []
+        if self.state.flags.processes_logits:
             requests = enumerate(samples.requests)
-            changed = [nth for nth, request in requests if request.processes_logits and request.beam is None]
-        return Choice(self._tokens[:count], self._largest[:count], products=products), changed
+            processed = [nth for nth, request in requests if request.processes_logits and request.beam is None]
+        return SamplerOutput(self._tokens[:count], self._max_logits[:count], products=products), processed
 
-    def _choose_some(self, products: Tensor, first: int, stop: int) -> None:
-        """Tokens of samples first:stop, from what the head computes of them."""
+    def _sample_range(self, products: Tensor, first: int, stop: int) -> None:
+        """Sample tokens first:stop from the head's products."""
         entries = self._buffers.sample_entries.view(stop)[first:]
-        tokens, largest = self._tokens[first:stop], self._largest[first:stop]
-        if self.state.asked.draws:
+        tokens, max_logits = self._tokens[first:stop], self._max_logits[first:stop]
+        if self.state.flags.random:
             lengths = self._buffers.sample_lengths.view(stop)[first:]
-            self._draw(products, self._draws(entries, lengths), tokens, largest)
+            self._draw(products, self._draws(entries, lengths), tokens, max_logits)
         else:
-            self._argmax(products, entries, tokens, largest, self.last_tokens)
+            self._argmax(products, entries, tokens, max_logits, self.last_tokens)
 
-    def _choose_and_report(self, samples: Samples, hidden: Tensor, left: list[int], choice: Choice) -> None:
-        if left:
-            self._choose_from_logits(samples, left, self._logits(hidden, choice.products, left), choice)
-        if reported := choice.reported:
-            index = self._column(reported)
-            products = self.model.products(hidden[index]) if choice.products is None else choice.products[index]
-            nums_top = [samples.requests[nth].params.logprobs or 0 for nth in reported]
-            choice.report = self._report(products, choice.tokens[index], nums_top)
+    def _sample_rest(self, samples: Samples, hidden: Tensor, rest: list[int], output: SamplerOutput) -> None:
+        if rest:
+            self._sample_from_logits(samples, rest, self._logits(hidden, output.products, rest), output)
+        if scored := output.logprobs_indices:
+            index = self._to_device(scored)
+            products = self.model.products(hidden[index]) if output.products is None else output.products[index]
+            nums_top = [samples.requests[nth].params.logprobs or 0 for nth in scored]
+            output.logprobs = self._gather_logprobs(products, output.tokens[index], nums_top)
 
-    def _report(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsTensors:
+    def _gather_logprobs(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsTensors:
         return LogprobsTensors(
-            *logprobs(products, tokens, self._column(nums_top), max(nums_top), self.model.head.softcap)
+            *logprobs(products, tokens, self._to_device(nums_top), max(nums_top), self.model.head.softcap)
         )
 
-    def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
-        self._process_logits(samples, chosen, logits)
-        for first in range(0, len(chosen), self._max_rows):
-            some = chosen[first : first + self._max_rows]
-            index = self._column(some)
+    def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
+        self._process_logits(samples, indices, logits)
+        for first in range(0, len(indices), self._max_rows):
+            count = min(self._max_rows, len(indices) - first)
+            index = self._to_device(indices[first : first + count])
             entries = self._buffers.sample_entries.view(len(samples))[index]
             draws = self._draws(entries, self._buffers.sample_lengths.view(len(samples))[index])
-            tokens, largest = torch.empty_like(index), logits.new_empty(len(some))
-            self._draw_changed(logits[first : first + len(some)], draws, tokens, largest)
-            choice.tokens[index], choice.largest[index] = tokens, largest
+            tokens, max_logits = torch.empty_like(index), logits.new_empty(count)
+            self._draw_processed(logits[first : first + count], draws, tokens, max_logits)
+            output.tokens[index], output.max_logits[index] = tokens, max_logits
 
     def _draws(self, entries: Tensor, lengths: Tensor) -> Draws:
-        state, asked = self.state, self.state.asked
-        return Draws(entries, lengths, state.seeds, state.settings, self.last_tokens, asked.top_k, asked.top_p)
+        state, flags = self.state, self.state.flags
+        return Draws(entries, lengths, state.seeds, state.settings, self.last_tokens, flags.top_k, flags.top_p)

@@ -1,9 +1,8 @@
-"""What requests change about their logits before a token is chosen, for some rows of a step together.
+"""Logits processors: masks, bias and penalties of requests, applied to the logits of several samples at once.
 
-In this order: tokens that the request's constraint does not allow and those outside `allowed_token_ids` are banned, the
-bias is added, words in `bad_words` and, up to `min_tokens`, tokens that would end the answer are banned; then come the
-repetition, frequency and presence penalties. What stays the same for a request is on the logits' device
-(`LogitsProcessor`), and so is how often each token has occurred: a step costs the same at any length of context.
+In this order: the constraint's bitmask, `allowed_token_ids`, `logit_bias`, `bad_words`, the ban on stop tokens up to
+`min_tokens`, then repetition, frequency and presence penalties. A request's fixed settings (`LogitsProcessor`) and its
+token counts are on the device, so the cost of a step does not depend on the context's length.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.kernels.sampling import IN_PROMPT
 
 
 class TokenCounts:
-    """How often each token occurs in a request, a row each. Rows are made when they are first needed."""
+    """[rows, vocab]: how often each token occurs in a request. A request with penalties has a row."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -30,8 +29,8 @@ class TokenCounts:
         self.rows = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free: list[int] = []
 
-    def take(self, request: Request) -> int:
-        """A row that has the request's prompt and none of its answer."""
+    def allocate(self, request: Request) -> int:
+        """Allocate a row and count the request's prompt in it."""
         if not self._free:
             num_rows = len(self.rows)
             more = torch.zeros(max(1, num_rows), self._vocab_size, dtype=torch.int32, device=self._device)
@@ -42,16 +41,16 @@ class TokenCounts:
         self.rows[row, to_device(sorted(set(request.prompt)), np.int64, self._device)] = IN_PROMPT
         return row
 
-    def give_back(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self._free.append(row)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count tokens [n] once more in rows [n]; an entry may occur twice."""
+        """Increment the counts of tokens [n] in rows [n]. Pairs may repeat."""
         self.rows.view(-1).index_add_(0, rows * self._vocab_size + tokens, torch.ones_like(tokens, dtype=torch.int32))
 
 
 class LogitsProcessor:
-    """What a request changes about its logits, as far as that stays the same, and its row of counts."""
+    """A request's fixed settings on the device, and its row of `TokenCounts`."""
 
     def __init__(self, request: Request, counts: TokenCounts, device: torch.device) -> None:
         params, self._counts, self._device = request.params, counts, device
@@ -60,11 +59,11 @@ class LogitsProcessor:
         self.biased = to_device(list(params.logit_bias or ()), np.int64, device)
         self.bias = to_device(list((params.logit_bias or {}).values()), np.float32, device)
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self.row = counts.take(request) if params.has_penalties else None
-        self.num_counted = request.num_prompt  # tokens of the request that its row has
+        self.row = counts.allocate(request) if params.has_penalties else None
+        self.num_counted = request.num_prompt  # tokens of the request that are counted in its row
 
     def count_known(self, request: Request) -> None:
-        """Count the tokens that the host knows and the row does not have yet."""
+        """Count the tokens that have reached the host and are not counted yet."""
         if self.row is None or self.num_counted >= len(request.tokens):
             return
         tokens = to_device(request.tokens[self.num_counted :], np.int64, self._device)
@@ -73,40 +72,40 @@ class LogitsProcessor:
 
     def release(self) -> None:
         if self.row is not None:
-            self._counts.give_back(self.row)
+            self._counts.free(self.row)
 
 
-class Position(NamedTuple):
-    """One token to be chosen: whose it is and what stands before it."""
+class SampleContext(NamedTuple):
+    """The request of one sample, and the tokens before it."""
 
     request: Request
     processor: LogitsProcessor
-    length: int  # tokens before it
-    drafts: Sequence[int] = ()  # the last of these, if it follows drafts
+    length: int  # number of tokens before it
+    drafts: Sequence[int] = ()  # the drafts among them, which are the last
 
     @property
     def output(self) -> Sequence[int]:
-        """The answer before this position, as far as the host knows it."""
+        """The output tokens before this sample that are on the host."""
         return [*self.request.tokens[self.request.num_prompt :], *self.drafts]
 
 
-def process_logits(logits: Tensor, positions: Sequence[Position], counts: TokenCounts, ops: Kernels) -> None:
-    """Do to each row, in place, what its request asks for. logits [n, vocab] float32"""
-    constrained = {row: each.request.constraint for row, each in enumerate(positions) if each.request.constraint}
+def process_logits(logits: Tensor, contexts: Sequence[SampleContext], counts: TokenCounts, ops: Kernels) -> None:
+    """Apply each context's processors to its row, in place. logits [n, vocab] float32"""
+    constrained = {row: each.request.constraint for row, each in enumerate(contexts) if each.request.constraint}
     if constrained:
         masks = join_masks([constraint.allowed() for constraint in constrained.values()], logits.shape[1])
         rows = to_device(list(constrained), np.int64, logits.device)
         ops.apply_token_bitmask(logits, rows, to_device(masks, np.uint8, logits.device))
-    for row, position in enumerate(positions):
-        restrict(logits[row], position)
-    penalized = {row: each for row, each in enumerate(positions) if each.processor.row is not None}
+    for row, context in enumerate(contexts):
+        apply_bans_and_bias(logits[row], context)
+    penalized = {row: each for row, each in enumerate(contexts) if each.processor.row is not None}
     if penalized:
-        most = max(len(position.drafts) for position in penalized.values())
+        max_drafts = max(len(context.drafts) for context in penalized.values())
         index = [
-            (row, position.processor.row, *position.drafts, *[-1] * (most - len(position.drafts)))
-            for row, position in penalized.items()
+            (row, context.processor.row, *context.drafts, *[-1] * (max_drafts - len(context.drafts)))
+            for row, context in penalized.items()
         ]
-        penalties = [position.processor.penalties for position in penalized.values()]
+        penalties = [context.processor.penalties for context in penalized.values()]
         ops.penalize(
             logits,
             counts.rows,
@@ -116,7 +115,7 @@ def process_logits(logits: Tensor, positions: Sequence[Position], counts: TokenC
 
 
 def join_masks(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.uint8]:
-    """[masks, bytes]: those that are shorter than the vocabulary are filled up with zeros."""
+    """[masks, bytes]. Masks shorter than the vocabulary are padded with zeros."""
     bits = np.zeros((len(masks), -(-vocab_size // 8)), np.uint8)
     for nth, mask in enumerate(masks):
         kept = np.frombuffer(mask, np.uint8)[: bits.shape[1]]
@@ -124,30 +123,30 @@ def join_masks(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.uint8]:
     return bits
 
 
-def restrict(logits: Tensor, position: Position) -> None:
-    """Ban other tokens and add the bias, in place. logits [vocab]"""
-    request, processor = position.request, position.processor
+def apply_bans_and_bias(logits: Tensor, context: SampleContext) -> None:
+    """In place. logits [vocab]"""
+    request, processor = context.request, context.processor
     if processor.allowed is not None:
         kept = logits[processor.allowed]
         logits.fill_(-torch.inf)
         logits[processor.allowed] = kept
     if len(processor.biased):
         logits[processor.biased] += processor.bias
-    banned = banned_words(request.bad_word_ids, position.output) if request.bad_word_ids else []
-    if position.length - request.num_prompt < request.params.min_tokens:
+    banned = banned_words(request.bad_word_ids, context.output) if request.bad_word_ids else []
+    if context.length - request.num_prompt < request.params.min_tokens:
         banned += request.stop_ids
     if banned:
         logits.index_fill_(0, to_device(banned, np.int64, logits.device), -torch.inf)
 
 
 def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
-    """The tokens that would complete one of the words."""
+    """The tokens that complete one of the words."""
     return [
         word[-1] for word in words if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1])
     ]
 
 
 def to_device(numbers: Any, dtype: type[np.generic], device: torch.device) -> Tensor:
-    """Numbers of the host on a device. They leave from memory of their own, so nobody has to wait for them."""
-    here = torch.from_numpy(np.array(numbers, dtype))
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    """Copy numbers to a device. The pinned source is new memory, so the copy is asynchronous."""
+    on_host = torch.from_numpy(np.array(numbers, dtype))
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host

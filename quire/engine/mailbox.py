@@ -1,4 +1,4 @@
-"""Mailbox: where updates wait for the coroutine that reads them."""
+"""Mailbox: a queue of updates, read by one coroutine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.core.plan import Update
 
 
 class Mailbox:
-    """Updates that the reader has not fetched yet are returned together.
+    """`get` returns all updates since the last call.
 
-    With a `loop`, which is the reader's, they may come from another thread.
+    `loop` is the reader's event loop. With it, `put` and `fail` may be called from another thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -26,7 +26,7 @@ class Mailbox:
         self._call(self._put, updates)
 
     def fail(self, error: Exception) -> None:
-        """Raise the error in the reader, after the updates that are here."""
+        """Raise the error in the reader, after it has read the updates that were put before."""
         self._call(self._fail, error)
 
     async def get(self) -> list[Update]:

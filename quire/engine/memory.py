@@ -1,4 +1,4 @@
-"""How much memory there is, how many cache blocks it gives, and the line that says so at start."""
+"""How much memory is free, how many cache blocks fit into it, and the summary line that is logged at start."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
 
-CPU_SHARE = 0.25  # of what is free: a laptop has other things to do
-# What a step takes is measured and set aside; the rest is for what is loaded later (kernels of sizes that come up for
-# the first time) and for pieces of memory too small to be of use.
+CPU_SHARE = 0.25  # of free memory; the rest is for other programs
+# The memory of a step is measured and reserved. The rest is for kernels that are loaded later and for fragmentation.
 CUDA_SHARE = 0.95
-# Captured graphs compute in memory of their own, which they share: never more than the largest step takes, so that is
-# set aside a second time. The driver keeps a few MiB more for each graph; when this is used up, no more are captured.
+# Captured graphs share a memory pool of their own. It is never larger than the largest step, so that is reserved twice.
+# The driver takes a few MiB for each graph. When GRAPH_BYTES are used up, no more graphs are captured.
 GRAPH_BYTES = 256 << 20
-SWAP_SHARE = 0.25  # of the host's free memory: pinned pages serve nobody else
-MAX_SWAP_GIB = 8.0  # unless more is asked for
+SWAP_SHARE = 0.25  # of the host's free memory: other programs cannot use pinned pages
+MAX_SWAP_GIB = 8.0  # if swap_memory is not set
 GIB = 1 << 30
-SMALLER_WEIGHTS = "End other programs on the GPU, take a smaller model, or set device to 'cpu'."
+WEIGHTS_REMEDY = "End other programs on the GPU, take a smaller model, or set device to 'cpu'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,20 @@ class CacheSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes for the cache: how many it takes by itself, and the most that may be asked for.
+class MemoryBudget:
+    """Bytes for the cache: the default, and the most that may be configured.
 
-    `kept` is what is set aside for a GPU's steps and their graphs.
+    `reserved_bytes` are for a GPU's steps and graphs.
     """
 
-    share: int
-    most: int
-    kept: int = 0
+    default_bytes: int
+    max_bytes: int
+    reserved_bytes: int = 0
     is_gpu: bool = False
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device."""
+    """Free memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_free_system_bytes(), _free_cgroup_bytes())
@@ -68,23 +67,23 @@ def describe_free(device: torch.device) -> str:
 
 
 def check_weights(num_bytes: int, device: torch.device) -> None:
-    """Refuse weights that a GPU has no room for before they are read."""
+    """Raise NotEnoughMemory for weights that do not fit into a GPU, before they are read."""
     if device.type != "cuda":
         return
-    torch.cuda.empty_cache()  # what an earlier engine of this process has left
+    torch.cuda.empty_cache()  # torch may still cache memory of an earlier engine of this process
     if num_bytes > free_bytes(device):
         raise NotEnoughMemory(
-            f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_free(device)}. {SMALLER_WEIGHTS}"
+            f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_free(device)}. {WEIGHTS_REMEDY}"
         )
 
 
-def find_room(device: torch.device, step_bytes: int) -> Room:
-    """For the cache, when the weights are loaded; `step_bytes` is what the largest step takes of a GPU."""
+def find_memory_budget(device: torch.device, step_bytes: int) -> MemoryBudget:
+    """Called when the weights are loaded. `step_bytes` is the peak memory of the largest step on a GPU."""
     free = free_bytes(device)
     if device.type != "cuda":
-        return Room(int(CPU_SHARE * free), free)
-    kept = 2 * step_bytes + GRAPH_BYTES
-    return Room(max(0, int(CUDA_SHARE * free) - kept), max(0, free - kept), kept, is_gpu=True)
+        return MemoryBudget(int(CPU_SHARE * free), free)
+    reserved = 2 * step_bytes + GRAPH_BYTES
+    return MemoryBudget(max(0, int(CUDA_SHARE * free) - reserved), max(0, free - reserved), reserved, is_gpu=True)
 
 
 def size_cache(
@@ -99,32 +98,32 @@ def size_cache(
     max_len: int,
     max_len_wanted: int | None,
     max_requests: int,
-    room: Room,
+    budget: MemoryBudget,
 ) -> CacheSize:
-    """Blocks as asked for, if they fit, or as many as fit; never more than all requests together could use.
+    """`num_blocks` if it is set. Otherwise as many as fit, up to what `max_requests` of the longest requests use.
 
-    `num_fixed` is how many blocks a request has at most in groups that do not grow with it.
+    `num_fixed` is the most blocks that a request has in groups that do not grow with it.
     """
-    is_asked = num_blocks is not None or kv_memory is not None
+    is_configured = num_blocks is not None or kv_memory is not None
 
     def needed(length: int) -> int:
         return peak_blocks(length, max_tokens_per_step, block_size, windows) + num_fixed
 
     if num_blocks is None:
-        num_bytes = int(kv_memory * GIB) if kv_memory is not None else room.share
+        num_bytes = int(kv_memory * GIB) if kv_memory is not None else budget.default_bytes
         num_blocks = num_bytes // block_bytes
-        most_blocks = max_requests * needed(max_len)
+        max_blocks = max_requests * needed(max_len)
     else:
-        most_blocks = num_blocks
-    if is_asked and num_blocks * block_bytes > room.most:
+        max_blocks = num_blocks
+    if is_configured and num_blocks * block_bytes > budget.max_bytes:
         raise NotEnoughMemory(
             f"A cache of {readable(num_blocks * block_bytes)} ({num_blocks:,} blocks) was asked for, but "
-            f"{describe_room(room)}"
+            f"{describe_budget(budget)}"
         )
-    num_blocks = min(num_blocks, most_blocks)
+    num_blocks = min(num_blocks, max_blocks)
     longest = bisect_right(range(1, max_len + 1), num_blocks, key=needed)
     if longest < max(1, max_len_wanted or 1):
-        is_full = room.is_gpu and not is_asked
+        is_full = budget.is_gpu and not is_configured
         remedy = "End other programs on the GPU, take a smaller model" if is_full else "Raise kv_memory or num_blocks"
         raise NotEnoughMemory(
             f"The cache has {num_blocks} blocks ({readable(num_blocks * block_bytes)}), enough for {longest:,} tokens, "
@@ -133,18 +132,18 @@ def size_cache(
     return CacheSize(num_blocks, block_size, block_bytes, longest, needed(longest))
 
 
-def describe_room(room: Room) -> str:
-    """What is free, and what to do about it, as the end of a sentence."""
-    if room.is_gpu:
+def describe_budget(budget: MemoryBudget) -> str:
+    """Free memory and what to change, as the end of a sentence."""
+    if budget.is_gpu:
         return (
-            f"beside the weights and what steps need the GPU has {readable(room.most)} free. Lower kv_memory or "
+            f"beside the weights and what steps need the GPU has {readable(budget.max_bytes)} free. Lower kv_memory or "
             "num_blocks, or for smaller steps max_tokens_per_step or max_requests."
         )
-    return f"beside the weights the machine has {readable(room.most)} free. Lower kv_memory or num_blocks."
+    return f"beside the weights the machine has {readable(budget.max_bytes)} free. Lower kv_memory or num_blocks."
 
 
 def size_swap(swap_memory: float | None, block_bytes: int, device: torch.device) -> int:
-    """Blocks of preempted requests that the host may hold. A CPU's cache is there already: none unless asked for."""
+    """The number of host blocks for preempted requests. The default on a CPU is 0: its cache is in host memory."""
     if swap_memory == 0 or (swap_memory is None and device.type != "cuda"):
         return 0
     free = free_bytes(torch.device("cpu"))
@@ -173,7 +172,7 @@ def describe(
     kv_dtype: str,
     max_requests: int,
 ) -> str:
-    """One line: what is loaded, what computes it, what steps and the cache take, and for how many requests."""
+    """One line: the model, its kernels, the memory of steps and cache, and the number of requests."""
     steps = f"steps and graphs up to {readable(step_bytes)}, " if step_bytes else ""
     num_longest = min(max_requests, cache.num_blocks // cache.blocks_per_request)
     return (
@@ -202,7 +201,7 @@ def _free_system_bytes() -> int:
 
 
 def _free_cgroup_bytes() -> int:
-    """What a container's limit leaves; without one, as good as endless."""
+    """Free memory below a container's limit. Without a limit, a number above any memory."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
         return max(0, int(text) - int(used.read_text()))

@@ -1,7 +1,7 @@
-"""What the server's process and the engine's say to each other: typed messages, each a length and msgpack.
+"""Messages between the server's process and the engine's: typed structs, each sent as a length and msgpack.
 
-Neither side trusts the other's bytes further than their types: whatever does not decode ends the connection. Updates
-and sampling parameters cross as they are; a Request never does, an `Order` for one goes instead.
+Decoding checks types; a message that does not decode ends the connection. Updates and sampling parameters are sent as
+they are. A `Request` is sent as an `EngineRequest`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
 
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
-    """A request to be made in the engine's process, from its beginning or from the tokens that it already has."""
+class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A request to add to the engine. After a restart of the engine it has the tokens that were generated before."""
 
     id: str
     prompt: list[int]
@@ -39,10 +39,12 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     num_scored: int
 
     @classmethod
-    def of(cls, request: Request, own_id: str, leader_id: str | None, output: list[int], num_scored: int) -> Order:
-        """For the request with the id that it has on the wire; so does its leader."""
+    def of(
+        cls, request: Request, wire_id: str, leader_id: str | None, output: list[int], num_scored: int
+    ) -> EngineRequest:
+        """`wire_id` and `leader_id` are the ids that the supervisor gave to the request and its leader."""
         return cls(
-            own_id,
+            wire_id,
             list(request.prompt),
             request.params,
             list(request.end_token_ids),
@@ -57,13 +59,13 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
             num_scored,
         )
 
-    def request(
+    def to_request(
         self,
         known: Mapping[str, Request],
         constraint: Constraint | None = None,
         stop_matcher: StopMatcher | None = None,
     ) -> Request:
-        """Its leader is among the `known` requests, or has ended."""
+        """The leader is one of the `known` requests, or has finished."""
         return Request(
             self.id,
             self.prompt,
@@ -84,16 +86,16 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: load this model."""
+    """The first message: load a model."""
 
     config: EngineConfig
     path: str
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Orders that belong together: all are taken, or all refused."""
+    """Requests that are submitted together: all are added, or all refused."""
 
-    orders: list[Order]
+    requests: list[EngineRequest]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -101,7 +103,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Answered by a Stepped, as soon as the step that runs now has ended."""
+    """Answered with a StepOutputs after the current step."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -114,38 +116,38 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     device: str
     summary: str
-    sampling: dict[str, int | float]  # the model's own SamplingParams, for what a request does not say
+    sampling: dict[str, int | float]  # the model's default SamplingParams
 
 
-class Unusable(msgspec.Struct, tag=True, frozen=True):
+class LoadFailed(msgspec.Struct, tag=True, frozen=True):
     """The model could not be loaded; the process ends."""
 
-    error: str  # a class of errors.py
+    error: str  # the name of a class of errors.py
     message: str
 
 
-class Adding(msgspec.Struct, tag=True, frozen=True):
-    """Orders that are about to be taken in. Any later message says that they were."""
+class AddingRequests(msgspec.Struct, tag=True, frozen=True):
+    """Sent before requests are added. The next message of any type says that adding has ended."""
 
     ids: list[str]
 
 
-class Began(msgspec.Struct, tag=True, frozen=True):
-    """Requests that the step about to run computes for the first time."""
+class FirstScheduled(msgspec.Struct, tag=True, frozen=True):
+    """Sent before a step: the requests that it computes for the first time."""
 
     ids: list[str]
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Orders that were submitted together and could not be taken."""
+    """Requests of one Submit that could not be added."""
 
     ids: list[str]
     error: str
     message: str
 
 
-class Stepped(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought, how long it took, and how the engine stands. Totals count from the engine's start."""
+class StepOutputs(msgspec.Struct, tag=True, frozen=True):
+    """A step's updates and duration, and the scheduler's state. Totals count from the engine's start."""
 
     updates: list[Update] = []
     step_s: float | None = None
@@ -158,7 +160,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Start | Submit | Abort | Ping
-ToServer = Ready | Unusable | Adding | Began | Refused | Stepped
+ToServer = Ready | LoadFailed | AddingRequests | FirstScheduled | Refused | StepOutputs
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -180,8 +182,8 @@ def decode_for_server(payload: bytes) -> ToServer:
     return message
 
 
-class Frames:
-    """Cuts a stream of bytes into messages; a message that has not arrived whole stays."""
+class FrameDecoder:
+    """Splits a stream of bytes into messages. An incomplete message is kept until the rest arrives."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()

@@ -1,8 +1,8 @@
-"""Kernels for a GPU, compiled by processes of their own while this one imports torch and loads weights.
+"""Precompilation of GPU kernels by child processes, while this process imports torch and loads weights.
 
-Compiling takes as long as that, and holds Python's lock for most of it. What the children compile is in Triton's cache,
-on disk, before the engine asks for it; from a second start on it is there already. Loads no torch. `client.py` begins
-this and `engine.py` waits for it.
+Compiling takes as long as loading and holds the GIL for most of it, so it is not done in a thread. The children fill
+Triton's cache on disk; a second start finds the kernels there. This module loads no torch. `client.py` starts the
+children and `build.py` waits for them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("quire.engine")
 MAX_PROCESSES = 8
 CORES_EACH = 2
 TIMEOUT_S = 60.0
-MAJOR, MINOR = 75, 76  # the driver's numbers for the two halves of a compute capability
+MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 class Precompilation:
-    """Children that compile. They share the work, and each leaves what it has compiled in Triton's cache."""
+    """The child processes. Each compiles a share of the kernels."""
 
     def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         self._children = list(children)
 
     def wait(self) -> None:
-        """Until all have ended. What they have not compiled, the engine compiles when it first runs it."""
+        """Wait until all have exited. Kernels that they did not compile are compiled at their first launch."""
         deadline_s = time.monotonic() + TIMEOUT_S
         failures = {failure for child in self._children if (failure := self._end(child, deadline_s))}
         self._children.clear()
@@ -47,17 +47,17 @@ class Precompilation:
             log.warning("Compiling kernels ahead failed, so the start takes longer: %s", failure)
 
     def _end(self, child: subprocess.Popen[bytes], deadline_s: float) -> str:
-        """Wait for one of them; what went wrong."""
+        """Wait for one child. Returns its error, or an empty string."""
         try:
             _, errors = child.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
-            return f"it took more than {TIMEOUT_S:g} s and was given up."
+            return f"it took more than {TIMEOUT_S:g} s and was killed."
         return last_line(errors) if child.returncode else ""
 
     def cancel(self) -> None:
-        """There will be no engine, or none that needs them."""
+        """Kill the children."""
         for child in self._children:
             child.kill()
             child.communicate()
@@ -65,21 +65,21 @@ class Precompilation:
 
 
 def precompile(config: EngineConfig, path: Path) -> Precompilation:
-    """Begin, if there is a GPU that our own kernels run on, and more cores than this process needs."""
+    """Start the children, if quire's GPU kernels are used and there are enough cores."""
     count = min(MAX_PROCESSES, usable_cores() // CORES_EACH)
     if config.device == "cpu" or config.kernels == "torch" or count < 2:
         return Precompilation()
     capability = find_capability()
     if capability is None:
         return Precompilation()
-    with suppress(QuireError):  # the engine says what is wrong with the model
+    with suppress(QuireError):  # build_engine raises it again
         model = json.dumps(describe(config, read_config(path), capability)).encode()
         return Precompilation(start_children(model, count))
     return Precompilation()
 
 
 def start_children(model: bytes, count: int) -> list[subprocess.Popen[bytes]]:
-    """All of them or none: each has a share of the work, and a system without room for them has other worries."""
+    """All of them or none: each has a share of the kernels."""
     children: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(count):
@@ -92,7 +92,7 @@ def start_children(model: bytes, count: int) -> list[subprocess.Popen[bytes]]:
 
 
 def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> dict[str, object]:
-    """The fields of `kernels.cuda.precompile.Model`."""
+    """The fields of `Model` in `kernels/cuda/launch/precompile.py`."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if capability >= (8, 0) else "float16"
@@ -133,7 +133,7 @@ def start_child(model: bytes, index: int, count: int) -> subprocess.Popen[bytes]
 
 
 def find_capability() -> tuple[int, int] | None:
-    """The first GPU's compute capability, from the driver itself; None if there is no GPU."""
+    """The first GPU's compute capability, from the CUDA driver. None if there is no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
 """The engine's process: an engine and a socket. `python -m quire.engine.process FD`, started by `supervisor.py`.
 
-One thread takes what has arrived, runs a step, and sends what it brought; so a process that answers is one whose steps
-end. It ends when the other side closes the socket, whatever became of it.
+One thread receives messages, runs a step and sends its updates, so a reply shows that steps end. The process exits when
+the other side closes the socket.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from typing import TYPE_CHECKING
 
 from quire.core.constraint import Constraint, StopMatcher
 from quire.core.plan import Plan, Update
-from quire.core.request import Finish
 from quire.engine.client import no_garbage_collection, start_engine
 from quire.engine.messages import (
     Abort,
-    Adding,
-    Began,
-    Frames,
-    Order,
+    AddingRequests,
+    EngineRequest,
+    FirstScheduled,
+    FrameDecoder,
+    LoadFailed,
     Ping,
     Ready,
     Refused,
     Start,
-    Stepped,
+    StepOutputs,
     Submit,
     ToEngine,
     ToServer,
-    Unusable,
     decode_for_engine,
     encode,
 )
@@ -47,22 +46,22 @@ if TYPE_CHECKING:
     from quire.text.tokenizers.tokenizer import Tokenizer
 
 RECEIVE_BYTES = 1 << 20
-LOST = 3  # the exit status when the GPU has failed
-QUIET_S = 0.02  # while a step goes on, something is reported if nothing has been for so long
+EXIT_DEVICE_LOST = 3  # exit status
+REPORT_INTERVAL_S = 0.02  # between two reports while a step runs
 
 log = logging.getLogger("quire.engine")
 
 
-class Link:
+class Connection:
     """The engine's end of the socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._frames = Frames()
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = FrameDecoder()
         self.closed = False
 
     def receive(self, *, wait: bool) -> Iterator[ToEngine]:
-        """What has arrived; with `wait`, after something has."""
+        """The messages that have arrived. With `wait`, blocks until there is one."""
         while not self.closed and select.select([self._socket], [], [], None if wait else 0)[0]:
             try:
                 data = self._socket.recv(RECEIVE_BYTES)
@@ -81,39 +80,39 @@ class Link:
 
 
 class EngineLoop:
-    """Steps an engine for as long as the link is open."""
+    """Steps an engine until the connection is closed."""
 
-    def __init__(self, engine: Engine, link: Link, path: Path) -> None:
+    def __init__(self, engine: Engine, connection: Connection, path: Path) -> None:
         self._engine = engine
-        self._link = link
+        self._connection = connection
         self._path = path
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarBackend | None = None
-        self._begun: set[str] = set()
-        self._reported = 0.0
+        self._scheduled_ids: set[str] = set()
+        self._report_s = 0.0
         engine.before_run = self._announce
 
     def run(self) -> None:
-        engine, link = self._engine, self._link
+        engine, connection = self._engine, self._connection
         can_prepare = True
-        while not link.closed:
-            for message in link.receive(wait=not engine.has_work and not can_prepare):
+        while not connection.closed:
+            for message in connection.receive(wait=not engine.has_work and not can_prepare):
                 self._handle(message)
-            if engine.has_work and not link.closed:
+            if engine.has_work and not connection.closed:
                 self._step()
             can_prepare = engine.has_work or engine.idle()
 
     def _step(self) -> None:
         updates = self._engine.step()
         now = time.perf_counter()
-        if updates or self._engine.step_s is not None or now - self._reported > QUIET_S:
+        if updates or self._engine.step_s is not None or now - self._report_s > REPORT_INTERVAL_S:
             self._report(updates, self._engine.step_s)
-            self._reported = now
+            self._report_s = now
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Submit(orders):
-                self._submit(orders)
+            case Submit(requests):
+                self._submit(requests)
             case Abort(request_id):
                 if update := self._engine.abort(request_id):
                     self._report([update])
@@ -122,26 +121,26 @@ class EngineLoop:
             case Start():
                 raise AssertionError("a second Start")
 
-    def _submit(self, orders: list[Order]) -> None:
-        """Said before, so that whoever watches knows whose orders they were if the process ends here."""
-        ids, added = [order.id for order in orders], list[str]()
-        self._link.send(Adding(ids))
+    def _submit(self, requests: list[EngineRequest]) -> None:
+        """`AddingRequests` is sent first: if the process dies here, the supervisor has the ids of the requests."""
+        ids, added = [request.id for request in requests], list[str]()
+        self._connection.send(AddingRequests(ids))
         try:
-            for order in orders:
-                constraint, stop_matcher = self._constraint(order), self._stop_matcher(order)
-                self._engine.add(order.request(self._engine.scheduler.requests, constraint, stop_matcher))
-                added.append(order.id)
+            for request in requests:
+                constraint, stop_matcher = self._constraint(request), self._stop_matcher(request)
+                self._engine.add(request.to_request(self._engine.scheduler.requests, constraint, stop_matcher))
+                added.append(request.id)
         except Exception as error:
             for request_id in added:
-                self._engine.abort(request_id, Finish.ABORT)
+                self._engine.abort(request_id)
             if not isinstance(error, QuireError):
                 log.error("requests could not be added", exc_info=error)
                 error = EngineError(f"The engine failed on this request: {error}")
-            self._link.send(Refused(ids, type(error).__name__, str(error)))
+            self._connection.send(Refused(ids, type(error).__name__, str(error)))
 
-    def _constraint(self, order: Order) -> Constraint | None:
-        """What the answer must look like, from the tokens on that it already has."""
-        spec = order.params.structured_outputs
+    def _constraint(self, request: EngineRequest) -> Constraint | None:
+        """The constraint on the answer, advanced over the tokens that the request already has."""
+        spec = request.params.structured_outputs
         if spec is None:
             return None
         if self._grammars is None:
@@ -150,18 +149,18 @@ class EngineLoop:
             tokenizer, config = self._load_tokenizer(), self._engine.info.config
             ends = tokenizer.end_token_ids | frozenset(config.eos_token_ids)
             self._grammars = GrammarBackend(tokenizer, config.vocab_size, ends)
-        return self._grammars.make_constraint(spec, order.output)
+        return self._grammars.make_constraint(spec, request.output)
 
-    def _stop_matcher(self, order: Order) -> StopMatcher | None:
-        """What finds stop strings in beams. In other answers they are found where the text is made."""
-        if not order.params.use_beam_search or not order.params.stop_strings:
+    def _stop_matcher(self, request: EngineRequest) -> StopMatcher | None:
+        """Finds stop strings in beams. In other answers the server finds them while it detokenizes."""
+        if not request.params.use_beam_search or not request.params.stop_strings:
             return None
         from quire.text.detokenizer import TextStops
 
-        return TextStops.of(order.params, self._load_tokenizer())
+        return TextStops.of(request.params, self._load_tokenizer())
 
     def _load_tokenizer(self) -> Tokenizer:
-        """Only requests that need it wait for a vocabulary to be read."""
+        """Loaded for the first request that needs it: reading a vocabulary takes time."""
         if self._tokenizer is None:
             from quire.text.tokenizers.tokenizer import load_tokenizer
 
@@ -169,17 +168,17 @@ class EngineLoop:
         return self._tokenizer
 
     def _announce(self, plan: Plan) -> None:
-        """Said before the step, so that whoever watches knows who was in it if it never ends."""
-        fresh = [request.id for request in plan.requests if request.id not in self._begun]
-        if fresh:
-            self._begun.update(fresh)
-            self._link.send(Began(fresh))
+        """Called before each step. If the step never ends, the supervisor has the ids of its requests."""
+        new_ids = [request.id for request in plan.requests if request.id not in self._scheduled_ids]
+        if new_ids:
+            self._scheduled_ids.update(new_ids)
+            self._connection.send(FirstScheduled(new_ids))
 
     def _report(self, updates: list[Update], step_s: float | None = None) -> None:
-        self._begun.difference_update(update.id for update in updates if update.finish)
+        self._scheduled_ids.difference_update(update.id for update in updates if update.finish)
         scheduler = self._engine.scheduler
-        self._link.send(
-            Stepped(
+        self._connection.send(
+            StepOutputs(
                 updates,
                 step_s,
                 len(scheduler.running),
@@ -192,9 +191,9 @@ class EngineLoop:
         )
 
 
-def load(link: Link) -> EngineLoop | None:
-    """Around the engine that the first message asks for; None if it cannot be had, or nobody asks any more."""
-    start = next(link.receive(wait=True), None)
+def load(connection: Connection) -> EngineLoop | None:
+    """Load the engine that the first message describes. None if loading fails or the connection is closed."""
+    start = next(connection.receive(wait=True), None)
     if start is None:
         return None
     assert isinstance(start, Start)
@@ -202,10 +201,10 @@ def load(link: Link) -> EngineLoop | None:
         with no_garbage_collection():
             engine = start_engine(start.config, Path(start.path))
     except QuireError as error:
-        link.send(Unusable(type(error).__name__, str(error)))
+        connection.send(LoadFailed(type(error).__name__, str(error)))
         return None
     info = engine.info
-    link.send(
+    connection.send(
         Ready(
             info.config.vocab_size,
             info.max_len,
@@ -217,20 +216,20 @@ def load(link: Link) -> EngineLoop | None:
             info.config.sampling.as_params(),
         )
     )
-    return EngineLoop(engine, link, Path(start.path))
+    return EngineLoop(engine, connection, Path(start.path))
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; the other one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; the server handles it
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
-    loop = load(link)
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    loop = load(connection)
     try:
         if loop is not None:
             loop.run()
     except DeviceLost as error:
         log.critical("%s", error)
-        os._exit(LOST)  # letting go of a GPU that is gone can take for ever
+        os._exit(EXIT_DEVICE_LOST)  # a regular exit could hang on the failed GPU
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The largest step there can be, computed once before the cache is made: what it takes of a GPU is measured.
+"""ProfileRun: runs the largest step once on a GPU, before the cache is allocated, and measures its peak memory.
 
-It also shows at start, and not at a request, whether the GPU can run all kernels. `build.py` calls this for a GPU.
+It also finds kernels that the GPU cannot run before the first request. `build.py` calls this for a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.engine.memory import CacheSize
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
-ONLY_BLOCK = 1  # all tokens of the trial are written to it, over each other: nobody looks at what comes out
+ONLY_BLOCK = 1  # all tokens are written to this block; the results are not used
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """A model that has no cache yet, and how large its steps will be."""
+    """A model without a cache, and the largest size of its steps."""
 
     model: Decoder
     ops: Kernels
@@ -36,9 +36,9 @@ class ProfileRun:
     block_size: int
 
     def measure(self, libraries: Thread) -> int:
-        """Bytes that the largest step takes at its peak beside weights and cache, as torch asks the GPU for them.
+        """The peak of reserved bytes in the largest step, without weights and cache.
 
-        That is more than what it uses of them: pieces too small to be of use are lost to the real steps too.
+        Reserved memory includes fragmentation, which real steps have too.
         """
         what = f"a step of {self.max_tokens:,} tokens for {self.max_requests:,} requests beside the weights"
         remedy = "Lower max_tokens_per_step or max_requests, or take a smaller model."
@@ -70,14 +70,14 @@ class ProfileRun:
 
 
 def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
-    """Have cuBLAS loaded while the weights are and while kernels are compiled: it is a large file."""
-    thread = Thread(target=_touch_libraries, args=(device, dtype), name="libraries", daemon=True)
+    """Load cuBLAS, which is a large file, in a thread while weights are loaded and kernels are compiled."""
+    thread = Thread(target=_load_libraries, args=(device, dtype), name="libraries", daemon=True)
     thread.start()
     return thread
 
 
-def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    with suppress(RuntimeError):  # what fails here fails again where it is needed, and is told there
+def _load_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    with suppress(RuntimeError):  # the same error is raised again where the library is needed
         x = torch.zeros(64, 64, dtype=dtype, device=device)
         torch.mm(x, x)
         torch.cuda.synchronize(device)
@@ -85,7 +85,7 @@ def _touch_libraries(device: torch.device, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
-    """The model on all tokens, and the logits of every row twice: as if each asked for log probabilities."""
+    """The model on all tokens, and logits and log probabilities of every row."""
     hidden = model(batch.tokens, batch.positions, batch.paging, cache.layers)
     ends = torch.tensor(batch.paging.host_query_starts[1:], device=hidden.device) - 1
     torch.log_softmax(model.logits(hidden[ends]), -1)
@@ -94,11 +94,11 @@ def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
 def largest_plan(
     max_tokens: int, max_requests: int, max_len: int, block_size: int, num_groups: int, num_fixed_groups: int = 0
 ) -> Plan:
-    """As many rows as there may be, and as many tokens: long prompts first, then rows of one token."""
+    """A plan with the most rows and tokens: long prompts first, then rows of one token."""
     plan, left = Plan(0), max_tokens
     for num_after in reversed(range(max_requests)):
         count = min(max_len, left - num_after)
-        request = Request(f"trial {num_after}", [0] * count)
+        request = Request(f"profile {num_after}", [0] * count)
         request.tables = [[ONLY_BLOCK] * -(-count // block_size) for _ in range(num_groups)]
         request.fixed_tables = [[ONLY_BLOCK] for _ in range(num_fixed_groups)]
         plan.requests.append(request)

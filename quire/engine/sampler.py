@@ -1,13 +1,13 @@
-"""Sampler: from logits to tokens. A token is a function of the logits, the request's parameters, its seed and the
-position, and of nothing else, so it does not matter who shares the batch or how often a step is repeated.
+"""Sampler: from logits to tokens. A token depends on the logits, the request's parameters, its seed and the position
+only. It does not depend on the other requests of the batch, and a repeated step samples the same token.
 
-For each position, in this order:
-  1. log probabilities are taken from the untouched logits, if asked for
-  2. what the request bans, favours or penalizes is changed (logits_processors.py)
-  3. the token is chosen (the op `sample`: see `kernels/sampling.py`)
+For each sample, in this order:
+  1. log probabilities are computed from the raw logits, if the request has `logprobs`
+  2. the request's logits processors are applied (`logits_processors.py`)
+  3. the token is sampled (the op `sample`: see `kernels/sampling.py`)
 
-For a beam no token is chosen. The likeliest ones that are not banned are reported instead, by the log probabilities of
-the untouched logits; the scheduler chooses among those of all beams of a group.
+For a beam no token is sampled. Its candidates are the likeliest tokens that are not banned, by raw log probabilities.
+The scheduler selects among the candidates of all beams of a group.
 """
 
 from __future__ import annotations
@@ -25,133 +25,137 @@ from quire.core.beam_group import num_candidates
 from quire.core.plan import Candidates, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
-from quire.engine.logits_processors import Position, process_logits, to_device
+from quire.engine.logits_processors import SampleContext, process_logits, to_device
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
 from quire.models.decoder import Decoder
 
 
 class Sampler:
-    """Chooses the tokens of a step's samples."""
+    """Samples the tokens of a step."""
 
     def __init__(self, model: Decoder, state: SamplingState, ops: Kernels) -> None:
         self.model = model
         self.state = state
         self.ops = ops
 
-    def choose(self, samples: Samples, hidden: Tensor) -> Choice:
-        """hidden [n or more, hidden_size], of the samples in their order.
+    def sample(self, samples: Samples, hidden: Tensor) -> SamplerOutput:
+        """hidden [n or more, hidden_size], in the order of the samples.
 
         How a sample is computed depends on its own request only, so its token does not depend on the other samples.
         """
-        choice, left = self._choose_plain(samples, hidden)
-        searched = [nth for nth, request in enumerate(samples.requests) if request.beam is not None]
-        if searched:
-            choice.searched, choice.beams = searched, self._search(samples, searched, hidden, choice.products)
-        if self.state.asked.logprobs:
-            choice.reported = [
+        output, rest = self._sample_plain(samples, hidden)
+        beam_indices = [nth for nth, request in enumerate(samples.requests) if request.beam is not None]
+        if beam_indices:
+            output.beam_indices = beam_indices
+            output.beams = self._beam_candidates(samples, beam_indices, hidden, output.products)
+        if self.state.flags.logprobs:
+            output.logprobs_indices = [
                 nth
                 for nth, request in enumerate(samples.requests)
                 if request.params.logprobs is not None and request.beam is None
             ]
-        if left or choice.reported:
-            self._choose_and_report(samples, hidden, left, choice)
+        if rest or output.logprobs_indices:
+            self._sample_rest(samples, hidden, rest, output)
         if self.state.processors:
-            self._count(samples, choice)
-        return choice
+            self._count_tokens(samples, output)
+        return output
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
-        """Log probabilities of tokens that are there already, each after the position whose hidden state is given."""
+        """Log probabilities of prompt tokens. hidden [targets, hidden_size]: the states of the tokens before them."""
         logprobs = torch.log_softmax(self.model.logits(hidden), -1)
-        return gather_logprobs(logprobs, self._column(targets), num_top)
+        return gather_logprobs(logprobs, self._to_device(targets), num_top)
 
-    def _choose_plain(self, samples: Samples, hidden: Tensor) -> tuple[Choice, list[int]]:
-        """Tokens of samples that can be chosen without a look at all logits, and which samples are left."""
+    def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
+        """Sample by a fused argmax where no logits are needed. Returns the indices of the other samples too."""
         plain = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
-        left = [nth for nth, request in enumerate(samples.requests) if not request.argmax_only and request.beam is None]
+        rest = [nth for nth, request in enumerate(samples.requests) if not request.argmax_only and request.beam is None]
         found = self.model.argmax(hidden, plain) if plain else ([], [])
         tokens = torch.tensor(found[0], dtype=torch.int64, device=hidden.device)
-        largest = torch.tensor(found[1], device=hidden.device)
+        max_logits = torch.tensor(found[1], device=hidden.device)
         if len(plain) == len(samples):
-            return Choice(tokens, largest), left
-        choice = Choice(tokens.new_zeros(len(samples)), largest.new_zeros(len(samples)))
-        choice.tokens[plain], choice.largest[plain] = tokens, largest
-        return choice, left
+            return SamplerOutput(tokens, max_logits), rest
+        output = SamplerOutput(tokens.new_zeros(len(samples)), max_logits.new_zeros(len(samples)))
+        output.tokens[plain], output.max_logits[plain] = tokens, max_logits
+        return output, rest
 
-    def _choose_and_report(self, samples: Samples, hidden: Tensor, left: list[int], choice: Choice) -> None:
-        """Tokens of the samples that are left, and log probabilities, from logits that are computed once."""
-        reported = choice.reported
-        wanted = sorted({*left, *reported})
-        logits = self._logits(hidden, choice.products, wanted)
-        if reported:
-            raw = logits if len(reported) == len(wanted) else logits[self._column(map(wanted.index, reported))]
+    def _sample_rest(self, samples: Samples, hidden: Tensor, rest: list[int], output: SamplerOutput) -> None:
+        """Sample the rest, and gather log probabilities, from logits that are computed once."""
+        scored = output.logprobs_indices
+        needed = sorted({*rest, *scored})
+        logits = self._logits(hidden, output.products, needed)
+        if scored:
+            raw = logits if len(scored) == len(needed) else logits[self._to_device(map(needed.index, scored))]
             logprobs = torch.log_softmax(raw, -1)
-        if left:
-            mine = logits if len(left) == len(wanted) else logits[self._column(map(wanted.index, left))]
-            self._choose_from_logits(samples, left, mine, choice)
-        if reported:
-            most = max(samples.requests[nth].params.logprobs or 0 for nth in reported)
-            choice.report = gather_logprobs(logprobs, choice.tokens[self._column(reported)], most)
+        if rest:
+            selected = logits if len(rest) == len(needed) else logits[self._to_device(map(needed.index, rest))]
+            self._sample_from_logits(samples, rest, selected, output)
+        if scored:
+            num_top = max(samples.requests[nth].params.logprobs or 0 for nth in scored)
+            output.logprobs = gather_logprobs(logprobs, output.tokens[self._to_device(scored)], num_top)
 
-    def _choose_from_logits(self, samples: Samples, chosen: list[int], logits: Tensor, choice: Choice) -> None:
-        """Tokens of some samples, from their logits [chosen, vocab] float32, which are used up."""
-        self._process_logits(samples, chosen, logits)
-        entries = self._column(samples.entries[nth] for nth in chosen)
-        lengths = self._column(samples.lengths[nth] for nth in chosen)
-        tokens, largest = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
-        index = self._column(chosen)
-        choice.tokens[index], choice.largest[index] = tokens, largest
+    def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
+        """Sample the tokens of some samples. logits [indices, vocab] float32 are overwritten."""
+        self._process_logits(samples, indices, logits)
+        entries = self._to_device(samples.entries[nth] for nth in indices)
+        lengths = self._to_device(samples.lengths[nth] for nth in indices)
+        tokens, max_logits = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
+        index = self._to_device(indices)
+        output.tokens[index], output.max_logits[index] = tokens, max_logits
 
-    def _search(self, samples: Samples, searched: list[int], hidden: Tensor, products: Tensor | None) -> BeamTensors:
-        """What may follow each of the samples, which are of beams."""
-        requests = [samples.requests[nth] for nth in searched]
-        logits = self._logits(hidden, products, searched)
+    def _beam_candidates(
+        self, samples: Samples, indices: list[int], hidden: Tensor, products: Tensor | None
+    ) -> BeamTensors:
+        """The candidates for the next token of some samples, which belong to beams."""
+        requests = [samples.requests[nth] for nth in indices]
+        logits = self._logits(hidden, products, indices)
         raw = logprobs = torch.log_softmax(logits, -1)
         if any(request.processes_logits for request in requests):
-            self._process_logits(samples, searched, logits)
+            self._process_logits(samples, indices, logits)
             logprobs = raw.masked_fill(logits == -torch.inf, -torch.inf)
-        most = min(max(map(num_candidates, requests)), logprobs.shape[1])
-        tokens = sort_keys(logprobs).topk(most, largest=False).values & 0xFFFFFFFF  # equals by id, whatever `most` is
+        count = min(max(map(num_candidates, requests)), logprobs.shape[1])
+        tokens = sort_keys(logprobs).topk(count, largest=False).values & 0xFFFFFFFF  # ties by id, for any `count`
         values = logprobs.gather(1, tokens)
-        most = max(request.params.logprobs or 0 for request in requests)
-        top = top_tokens(raw, min(most, raw.shape[1]))
+        num_top = max(request.params.logprobs or 0 for request in requests)
+        top = top_tokens(raw, min(num_top, raw.shape[1]))
         ranks = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(tokens)
-        if most and raw is not logprobs:
+        if num_top and raw is not logprobs:
             ranks = torch.stack([(raw > column[:, None]).sum(1) + 1 for column in values.unbind(1)], 1)
         return BeamTensors(tokens, values, ranks, top, raw.gather(1, top))
 
-    def _logits(self, hidden: Tensor, products: Tensor | None, chosen: list[int]) -> Tensor:
-        """Logits of some samples, [chosen, vocab] float32, in memory of their own."""
-        index = self._column(chosen)
+    def _logits(self, hidden: Tensor, products: Tensor | None, indices: list[int]) -> Tensor:
+        """Logits of some samples, [indices, vocab] float32. They are a copy."""
+        index = self._to_device(indices)
         return self.model.logits(hidden[index]) if products is None else self.model.head.cap(products[index])
 
-    def _process_logits(self, samples: Samples, chosen: list[int], logits: Tensor) -> None:
-        """Do to the logits of some samples what their requests ask for. One that has ended asks for nothing."""
-        changed = [
+    def _process_logits(self, samples: Samples, indices: list[int], logits: Tensor) -> None:
+        """Apply logits processors to the logits of some samples, in place. Finished requests are skipped."""
+        processed = [
             row
-            for row, nth in enumerate(chosen)
+            for row, nth in enumerate(indices)
             if samples.requests[nth].processes_logits and not samples.requests[nth].finished
         ]
-        if not changed:
+        if not processed:
             return
-        positions = [self._position(samples, chosen[row]) for row in changed]
-        if len(changed) == len(chosen):
-            process_logits(logits, positions, self.state.counts, self.ops)
+        contexts = [self._context(samples, indices[row]) for row in processed]
+        if len(processed) == len(indices):
+            process_logits(logits, contexts, self.state.counts, self.ops)
             return
-        index = self._column(changed)
-        mine = logits[index]
-        process_logits(mine, positions, self.state.counts, self.ops)
-        logits[index] = mine
+        index = self._to_device(processed)
+        selected = logits[index]
+        process_logits(selected, contexts, self.state.counts, self.ops)
+        logits[index] = selected
 
-    def _position(self, samples: Samples, nth: int) -> Position:
+    def _context(self, samples: Samples, nth: int) -> SampleContext:
         request, num_drafts = samples.requests[nth], samples.nums_drafts[nth]
-        assert not num_drafts or request.constraint is None, "a constraint knows no drafts"
+        assert not num_drafts or request.constraint is None, "a constraint is not advanced over drafts"
         if request.needs_tokens:
-            assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token that the host has not seen yet"
-        return Position(request, self.state.processor_of(request), samples.lengths[nth], request.drafts[:num_drafts])
+            assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token is not on the host yet"
+        processor = self.state.processor_of(request)
+        return SampleContext(request, processor, samples.lengths[nth], request.drafts[:num_drafts])
 
-    def _count(self, samples: Samples, choice: Choice) -> None:
-        """Tokens of requests that penalize. Where drafts are verified, the host counts what is accepted."""
+    def _count_tokens(self, samples: Samples, output: SamplerOutput) -> None:
+        """Count the tokens of requests with penalties. Accepted drafts are counted by the host (`count_known`)."""
         rows: dict[int, int] = {}
         for nth, request in enumerate(samples.requests):
             processor = self.state.processors.get(request)
@@ -159,46 +163,46 @@ class Sampler:
                 rows[nth] = processor.row
                 processor.num_counted += 1
         if rows:
-            self.state.counts.add(self._column(rows.values()), choice.tokens[self._column(rows)])
+            self.state.counts.add(self._to_device(rows.values()), output.tokens[self._to_device(rows)])
 
-    def _column(self, numbers: Iterable[int]) -> Tensor:
+    def _to_device(self, numbers: Iterable[int]) -> Tensor:
         return to_device(list(numbers), np.int64, self.ops.device)
 
 
 @dataclass(slots=True)
-class Choice:
-    """What was chosen for a step's samples, on the model's device."""
+class SamplerOutput:
+    """The sampled tokens of a step. Indices are those of `Samples`."""
 
     tokens: Tensor  # [n] int64
-    largest: Tensor  # [n] float32: the largest logit; if it is not finite, no token is left
-    reported: list[int] = field(default_factory=list)  # samples whose log probabilities were asked for
-    report: LogprobsTensors | None = None
-    searched: list[int] = field(default_factory=list)  # samples of beams, for which no token is chosen
+    max_logits: Tensor  # [n] float32: the largest logit; if it is not finite, every token is banned
+    logprobs_indices: list[int] = field(default_factory=list)  # samples with log probabilities
+    logprobs: LogprobsTensors | None = None
+    beam_indices: list[int] = field(default_factory=list)  # samples of beams, for which no token is sampled
     beams: BeamTensors | None = None
     products: Tensor | None = None  # [n, vocab], of the head, if they were computed for all samples
 
 
 class BeamTensors(NamedTuple):
-    """The likeliest tokens of some beams; all on the logits' device."""
+    """Candidates for the next token of some beams."""
 
-    tokens: Tensor  # [n, candidates] int64: those that may come next, likeliest first
-    values: Tensor  # [n, candidates] float32: their log probabilities; minus infinity if no more may come
+    tokens: Tensor  # [n, candidates] int64: likeliest first
+    logprobs: Tensor  # [n, candidates] float32: minus infinity if the token is banned
     ranks: Tensor  # [n, candidates] int64: among all tokens, from 1
-    top: Tensor  # [n, most] int64: the likeliest of all tokens
-    top_values: Tensor  # [n, most] float32
+    top_tokens: Tensor  # [n, num_top] int64: the likeliest of all tokens
+    top_logprobs: Tensor  # [n, num_top] float32
 
 
 class LogprobsTensors(NamedTuple):
-    """Log probabilities of a row's token and of the likeliest ones, for some rows; all on the logits' device."""
+    """Log probabilities of one token a row, and of the row's likeliest tokens."""
 
-    own: Tensor  # [n] float32
-    ranks: Tensor  # [n] int64: how many are likelier, and one
-    top: Tensor  # [n, most] int64, likeliest first
-    values: Tensor  # [n, most] float32
+    logprobs: Tensor  # [n] float32
+    ranks: Tensor  # [n] int64: among all tokens, from 1
+    top_tokens: Tensor  # [n, num_top] int64, likeliest first
+    top_logprobs: Tensor  # [n, num_top] float32
 
 
 def gather_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobsTensors:
-    """logprobs [n, vocab], tokens [n]. What is said of a row does not depend on the others."""
+    """logprobs [n, vocab], tokens [n]. A row's result does not depend on other rows."""
     own = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > own).sum(1) + 1
     top = top_tokens(logprobs, min(num_top, logprobs.shape[1]))
@@ -208,7 +212,7 @@ def gather_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobsT
 def top_tokens(logprobs: Tensor, count: int) -> Tensor:
     """logprobs [n, vocab] -> the likeliest tokens of each row, [n, count].
 
-    On a GPU the order of equals would depend on the number of rows, so there they are told apart by their ids.
+    On a GPU the order of ties in `topk` depends on the number of rows, so there ties are broken by id.
     """
     if not logprobs.is_cuda or not count:
         return logprobs.topk(count).indices
@@ -216,36 +220,37 @@ def top_tokens(logprobs: Tensor, count: int) -> Tensor:
 
 
 def sort_keys(logprobs: Tensor) -> Tensor:
-    """logprobs [n, vocab] -> numbers with ids in their lower halves that rise from the likeliest token on, of equals
-    from the lowest id: a logarithm of a probability is not above zero, so its bits without the sign rise as it falls.
+    """logprobs [n, vocab] -> int64 keys in ascending order of (-logprob, id), with the id in the lower 32 bits.
+
+    A log probability is not above zero, so its bits without the sign increase as it decreases.
     """
     order = (logprobs.view(torch.int32) & 0x7FFFFFFF).long() << 32
     return order | torch.arange(logprobs.shape[1], device=logprobs.device)
 
 
-def to_token_logprobs(reported: LogprobsTensors, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
-    """A report that is on the host, for rows that asked for so many of the likeliest tokens."""
-    own, ranks, top, values = (part.tolist() for part in reported)
+def to_token_logprobs(tensors: LogprobsTensors, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Convert tensors on the host. `nums_top` is how many of the likeliest tokens each row gets."""
+    logprobs, ranks, top, top_logprobs = (tensor.tolist() for tensor in tensors)
     return [
         TokenLogprobs(
-            (token, own[row], ranks[row]),
-            [(other, values[row][place], place + 1) for place, other in enumerate(top[row][:num_top])],
+            (token, logprobs[row], ranks[row]),
+            [(other, top_logprobs[row][index], index + 1) for index, other in enumerate(top[row][:num_top])],
         )
         for row, (token, num_top) in enumerate(zip(tokens, nums_top, strict=True))
     ]
 
 
-def to_candidates(reported: BeamTensors, requests: Sequence[Request]) -> list[Candidates]:
-    """The same for beams: what may follow each of them."""
-    tokens, values, ranks, top, top_values = (part.tolist() for part in reported)
-    found: list[Candidates] = []
+def to_candidates(tensors: BeamTensors, requests: Sequence[Request]) -> list[Candidates]:
+    """The same for beams."""
+    tokens, logprobs, ranks, top, top_logprobs = (tensor.tolist() for tensor in tensors)
+    result: list[Candidates] = []
     for row, request in enumerate(requests):
-        candidates = zip(tokens[row][: num_candidates(request)], values[row], ranks[row], strict=False)
-        likeliest_tokens = zip(top[row][: request.params.logprobs or 0], top_values[row], strict=False)
-        found.append(
+        candidates = zip(tokens[row][: num_candidates(request)], logprobs[row], ranks[row], strict=False)
+        likeliest_tokens = zip(top[row][: request.params.logprobs or 0], top_logprobs[row], strict=False)
+        result.append(
             Candidates(
                 [each for each in candidates if math.isfinite(each[1])],
-                [(token, value, place + 1) for place, (token, value) in enumerate(likeliest_tokens)],
+                [(token, logprob, rank) for rank, (token, logprob) in enumerate(likeliest_tokens, 1)],
             )
         )
-    return found
+    return result

@@ -1,7 +1,7 @@
-"""SamplingState: what sampling keeps of running requests from step to step, on the model's device.
+"""SamplingState: seeds, sampling settings and logits processors of running requests, on the model's device.
 
-A request has an entry while it runs: an index into tensors that never move, so captured steps can read them. They hold
-its seed and its sampling settings. What it changes about its logits is kept beside them (`logits_processors.py`).
+A running request has an entry, which is an index into the tensors of seeds and settings. These keep their addresses, so
+captured graphs can read them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from quire.core.request import Request
 from quire.engine.buffers import Buffer, Uploader
 from quire.engine.logits_processors import LogitsProcessor, TokenCounts
 
-MIN_TEMPERATURE = 1e-6  # below it only the likeliest token is left, and float32 would overflow
-PLANS = 2  # that may be under way: their requests keep their entries
+MIN_TEMPERATURE = 1e-6  # below it sampling is greedy, and float32 would overflow
+MAX_PLANS = 2  # in flight; their requests keep their entries
 
 
-class SamplingNeeds(NamedTuple):
-    """What some request of a plan asks for: whether a step has to look for it."""
+class SamplingFlags(NamedTuple):
+    """Which features of sampling at least one request of a plan uses."""
 
-    draws: bool = False  # from logits as they are
+    random: bool = False  # samples from unprocessed logits, not greedily
     top_k: bool = False
     top_p: bool = False
-    processes_logits: bool = False  # changes logits before a token is chosen
+    processes_logits: bool = False
     logprobs: bool = False
-    needs_tokens: bool = False  # the host must know all tokens before the next one is chosen
+    needs_tokens: bool = False  # all tokens must be on the host before the next one is sampled
 
 
 class SamplingState:
-    """Entries of the requests in the last two plans. A request that is in neither loses its entry. When it is planned
-    again, it gets a new one."""
+    """Entries of the requests in the last two plans. A request that is in neither loses its entry, and gets a new one
+    when it is planned again."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, uploader: Uploader) -> None:
-        self.size = PLANS * max_rows
-        self.unused = self.size  # the entry of rows that only fill a step up
+        self.size = MAX_PLANS * max_rows
+        self.unused = self.size  # the entry of padding rows
         self._device = device
         self._seeds = Buffer((self.size + 1,), torch.int64, device, uploader)
         self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, uploader)
@@ -48,9 +48,9 @@ class SamplingState:
         self.processors: dict[Request, LogitsProcessor] = {}
         self._indices: dict[Request, int] = {}
         self._free = list(reversed(range(self.size)))
-        self.asked = SamplingNeeds()  # by the last plan
+        self.flags = SamplingFlags()  # of the last plan
         self._requests: list[Request] = []  # of the last plan
-        self._rows: list[int] = []  # its entries
+        self._entries: list[int] = []  # of its rows
 
     @property
     def seeds(self) -> Tensor:
@@ -63,20 +63,20 @@ class SamplingState:
         return self._settings.view(self.size + 1)
 
     def assign(self, plan: Plan) -> list[int]:
-        """The entry of each row. New requests get one, and their seeds and settings are put into the uploader."""
+        """The entry of each row. Seeds and settings of new requests are added to the uploader."""
         if plan.requests != self._requests:
             self._release_others(plan)
             new = [self._take(request) for request in plan.requests if request not in self._indices]
             if new:
-                self._seeds.send_rows(min(new), max(new) + 1)
-                self._settings.send_rows(min(new), max(new) + 1)
+                self._seeds.upload_rows(min(new), max(new) + 1)
+                self._settings.upload_rows(min(new), max(new) + 1)
             self._requests = list(plan.requests)
-            self._rows = [self._indices[request] for request in plan.requests]
-            self.asked = find_asked(plan.requests)
-        return self._rows
+            self._entries = [self._indices[request] for request in plan.requests]
+            self.flags = find_flags(plan.requests)
+        return self._entries
 
     def processor_of(self, request: Request) -> LogitsProcessor:
-        """What the request changes about its logits, with all of its known tokens counted."""
+        """The request's processor, with all tokens counted that are on the host."""
         processor = self.processors.get(request)
         if processor is None:
             processor = self.processors[request] = LogitsProcessor(request, self.counts, self._device)
@@ -84,9 +84,9 @@ class SamplingState:
         return processor
 
     def clear(self) -> None:
-        """Forget all requests: plans were dropped, so what was counted on the device may be wrong."""
+        """Forget all requests. After plans were dropped, token counts on the device may be wrong."""
         self._release(list(self._indices))
-        self._requests, self._rows = [], []
+        self._requests, self._entries = [], []
 
     def _take(self, request: Request) -> int:
         index = self._indices[request] = self._free.pop()
@@ -105,10 +105,10 @@ class SamplingState:
                 processor.release()
 
 
-def find_asked(requests: Sequence[Request]) -> SamplingNeeds:
+def find_flags(requests: Sequence[Request]) -> SamplingFlags:
     params = [request.params for request in requests]
-    return SamplingNeeds(
-        draws=any(not request.params.greedy and not request.processes_logits for request in requests),
+    return SamplingFlags(
+        random=any(not request.params.greedy and not request.processes_logits for request in requests),
         top_k=any(each.top_k for each in params),
         top_p=any(each.top_p < 1.0 for each in params),
         processes_logits=any(request.processes_logits for request in requests),
@@ -118,7 +118,7 @@ def find_asked(requests: Sequence[Request]) -> SamplingNeeds:
 
 
 def settings_of(params: SamplingParams) -> tuple[float, float, float, float]:
-    """A row of the op's settings: temperature, top-k, top-p, and how far min-p lets a logit be below the largest."""
+    """A row of the op's settings: temperature, top-k, top-p, and min-p as a distance below the largest logit."""
     temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
     floor = temperature * math.log(params.min_p) if params.min_p > 0.0 else -math.inf
     return temperature, params.top_k, params.top_p, floor

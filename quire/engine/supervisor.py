@@ -1,15 +1,16 @@
-"""Supervised: an engine in a process of its own that is started again when it dies, without losing a request.
+"""Supervised: a client whose engine runs in a process of its own and is restarted when it dies. No request is lost.
 
-It has the verbs of the other clients (submit, abort, health). Every request in flight is kept here with the tokens that
-have arrived. When the engine's process ends or stops answering, a new one is started and is given each request together
-with those tokens: sampling depends on seed and position alone, so the answer goes on as if nothing had happened.
+It has the methods of the other clients (submit, abort, health). It keeps every request in flight with the tokens that
+have arrived. When the engine's process exits or stops answering, a new process gets each request together with those
+tokens. Sampling depends on seed and position alone, so the answer continues unchanged.
 
-A request that makes the engine die must not do so for ever. The engine says what it is about to do: add orders, or
-compute requests for the first time. When it dies, the orders it was adding get a strike; if it was adding none, those
-that it computed; if it computed none, all that it was given. So somebody always gets one. The next token that arrives
-takes a request's strikes away. With two strikes a request is ended with an error if nobody else got them; otherwise it
-is a suspect: suspects are given to the engine one at a time, and one under which it dies again is ended. A death by a
-signal from outside, which the memory's guardian sends too, counts for a quarter of a strike.
+A request that crashes the engine is found by its crash count. The engine announces what it does next: it adds requests
+(`AddingRequests`), or computes requests for the first time (`FirstScheduled`). After a crash the suspects are the
+requests that it was adding; if there are none, those that it had begun to compute; if there are none, all that it was
+sent. The crash count of each suspect goes up by one, and the next token resets it. At MAX_CRASHES a request ends with
+an error if all suspects were submitted together. Otherwise it is quarantined: quarantined requests are sent to the
+engine one at a time, and one during which the engine crashes again is ended. A kill from outside, by the out-of-memory
+killer for example, counts for EXTERNAL_KILL_WEIGHT.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from quire.core.request import Finish, Request
 from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
     Abort,
-    Adding,
-    Began,
-    Frames,
-    Order,
+    AddingRequests,
+    EngineRequest,
+    FirstScheduled,
+    FrameDecoder,
+    LoadFailed,
     Ping,
     Ready,
     Refused,
     Start,
-    Stepped,
+    StepOutputs,
     Submit,
     ToEngine,
     ToServer,
-    Unusable,
     decode_for_server,
     encode,
 )
@@ -56,81 +57,83 @@ from quire.errors import EngineClosed, EngineError, QuireError
 ENGINE = ("-m", "quire.engine.process")
 READ_BYTES = 1 << 20
 PING_S = 1.0
-MAX_FAILED_STARTS = 5  # in a row, before giving up
-MAX_PAUSE_S = 10.0
-EXIT_S = 10.0  # that an engine which has closed its end may take to exit
-STRIKES = 2.0
-OUTSIDE_WEIGHT = 0.25
-OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+MAX_FAILED_STARTS = 5  # in a row
+MAX_BACKOFF_S = 10.0
+EXIT_S = 10.0  # grace period between the end of the connection and a kill
+MAX_CRASHES = 2.0
+EXTERNAL_KILL_WEIGHT = 0.25
+EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 log = logging.getLogger("quire.supervisor")
 
 
 @dataclass(slots=True, eq=False)
-class InFlight:
-    """A request on its way: what has arrived of its answer, and how often the engine died under it."""
+class InFlightRequest:
+    """A request, the tokens that have arrived, and how often the engine crashed while it worked on it."""
 
     request: Request
     mailbox: Mailbox
-    wire_id: str  # never used again: an id that a caller uses twice must not get the news of its first life
+    wire_id: str  # unique: a caller may reuse a request id while updates of the first request are still on their way
     output: list[int] = field(default_factory=list)
     num_scored: int = 0
-    strikes: float = 0.0
-    sent: bool = False  # the engine that runs now has its order
-    begun: bool = False  # and computes it
+    crash_count: float = 0.0
+    sent: bool = False  # to the current engine
+    scheduled: bool = False  # by the current engine
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """Who wants to know what happens to the engine."""
+class EngineCallbacks:
+    """Called after each step of the engine, and with the reason before each restart."""
 
-    stepped: Callable[[Stepped], None] = lambda stepped: None
-    restarted: Callable[[str], None] = lambda reason: None
+    on_step: Callable[[StepOutputs], None] = lambda outputs: None
+    on_restart: Callable[[str], None] = lambda reason: None
 
 
 class Supervised:
-    """Make one inside a running event loop, then `await start()`."""
+    """Constructed inside a running event loop. `await start()` comes next."""
 
-    def __init__(self, config: EngineConfig, path: Path, *, stall_s: float = 120.0, watch: Watch | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, *, stall_s: float = 120.0, callbacks: EngineCallbacks | None = None
+    ) -> None:
         self._config = config
         self._path = path
         self._stall_s = stall_s
-        self._watch = watch or Watch()
-        self._flights: dict[str, InFlight] = {}  # by their ids on the wire
-        self._open: dict[str, InFlight] = {}  # the same, by the requests' own
+        self._callbacks = callbacks or EngineCallbacks()
+        self._in_flight: dict[str, InFlightRequest] = {}  # by wire id
+        self._by_request_id: dict[str, InFlightRequest] = {}  # the same, by request id
         self._numbers = itertools.count()
-        self._suspects: list[InFlight] = []  # not given to the engine yet
-        self._trial: InFlight | None = None  # the one suspect that was
+        self._quarantined: list[InFlightRequest] = []  # not sent to the engine yet
+        self._probed: InFlightRequest | None = None  # the quarantined request that the engine has
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
-        self._heard_s = 0.0
-        self._was_stopped = False  # the process of now was killed by us: it did not answer, or did not exit
-        self._adding: list[str] = []  # ids on the wire, of the orders that the engine is adding
+        self._last_message_s = 0.0
+        self._killed_by_us = False  # the current process did not answer or did not exit
+        self._adding: list[str] = []  # wire ids of the requests that the engine is adding
         self._closing = False
-        self._first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._keeper: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
 
-    # ── what clients call ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── the client's methods ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> Ready:
         """Start the engine and wait until it has loaded the model."""
-        self._keeper = asyncio.create_task(self._keep_running(), name="quire-supervisor")
-        return await self._first
+        self._task = asyncio.create_task(self._keep_running(), name="quire-supervisor")
+        return await self._ready
 
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
-        """Run requests that belong together; yields their updates as steps bring them, until all have ended."""
-        if self._keeper is None or self._keeper.done() or self._closing:
+        """Run requests together: all are added, or all refused. Yields their updates until all have finished."""
+        if self._task is None or self._task.done() or self._closing:
             raise EngineClosed("The engine has been shut down.")
         mailbox = Mailbox()
         for request in requests:
-            if request.id in self._open:
+            if request.id in self._by_request_id:
                 raise errors.InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
-        flights = [InFlight(request, mailbox, str(next(self._numbers))) for request in requests]
-        for flight in flights:
-            self._flights[flight.wire_id] = self._open[flight.request.id] = flight
+        entries = [InFlightRequest(request, mailbox, str(next(self._numbers))) for request in requests]
+        for entry in entries:
+            self._in_flight[entry.wire_id] = self._by_request_id[entry.request.id] = entry
         unfinished_ids = {request.id for request in requests}
         try:
-            self._send_orders(flights)
+            self._send_requests(entries)
             while unfinished_ids:
                 updates = await mailbox.get()
                 unfinished_ids -= {update.id for update in updates if update.finish}
@@ -139,20 +142,20 @@ class Supervised:
             for request_id in unfinished_ids:
                 self.abort(request_id)
 
-    def abort(self, request_id: str, message: str = "") -> None:
-        """End a request at once; its reader, if it still listens, gets a last update."""
-        if flight := self._open.get(request_id):
-            self._end(flight, Finish.ABORT, message)
-            self._send(Abort(flight.wire_id))
+    def abort(self, request_id: str) -> None:
+        """Finish a request at once. Its mailbox gets a last update."""
+        if entry := self._by_request_id.get(request_id):
+            self._end(entry, Finish.ABORT, "")
+            self._send(Abort(entry.wire_id))
 
     def health(self) -> bool:
-        """Whether an engine is ready to compute."""
+        """Whether an engine is ready."""
         return self._writer is not None
 
     @property
     def gone(self) -> bool:
-        """Whether no engine will come any more."""
-        return self._keeper is None or self._keeper.done()
+        """Whether the supervisor has stopped: there will be no other engine."""
+        return self._task is None or self._task.done()
 
     @property
     def process_id(self) -> int | None:
@@ -162,15 +165,15 @@ class Supervised:
         """End the engine's process. Requests still open end with EngineClosed."""
         self._closing = True
         self._fail_all(EngineClosed("The server was shut down before the request ended."))
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self._reap()
 
-    # ── the life of processes ─────────────────────────────────────────────────────────────────────────────────────
+    # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _keep_running(self) -> None:
-        """One engine after another. Ends when the first cannot load, or when several in a row could not."""
+        """Start one engine after another. Returns if the first cannot load, or after MAX_FAILED_STARTS in a row."""
         num_failed = 0.0
         while True:
             try:
@@ -180,7 +183,7 @@ class Supervised:
                 ValueError,
                 TypeError,
                 OverflowError,
-            ) as error:  # no room for a process, or options that cannot be sent
+            ) as error:  # no process, or options that do not encode
                 await self._reap()
                 self._give_up(f"could not be started: {error}")
                 return
@@ -189,28 +192,30 @@ class Supervised:
             finally:
                 self._writer = None
             reason = await self._reap(EXIT_S)
-            if not self._first.done():
+            if not self._ready.done():
                 self._give_up(f"ended while it loaded the model: {reason}")
                 return
-            if self._first.exception() is not None:
+            if self._ready.exception() is not None:
                 return
-            weight = OUTSIDE_WEIGHT if self._was_killed() else 1.0
+            weight = EXTERNAL_KILL_WEIGHT if self._was_killed_externally() else 1.0
             num_failed = 0.0 if became_ready else num_failed + weight
             if num_failed >= MAX_FAILED_STARTS:
                 self._give_up("died and could not be started again; look into the log")
                 return
-            log.error("the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._flights))
-            self._watch.restarted(reason)
-            self._blame(weight)
-            await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * (2**num_failed - 1)))
+            log.error(
+                "the engine ended (%s) with %d requests in flight; starting it again", reason, len(self._in_flight)
+            )
+            self._callbacks.on_restart(reason)
+            self._count_crash(weight)
+            await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * (2**num_failed - 1)))
 
     def _give_up(self, what: str) -> None:
-        """There will be no engine."""
+        """Fail all requests: there will be no engine."""
         log.error("the engine %s", what)
         error = EngineError(f"The engine {what}.")
         self._fail_all(error)
-        if not self._first.done():
-            self._first.set_exception(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
 
     async def _spawn(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
@@ -220,18 +225,18 @@ class Supervised:
                 stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         reader, self._channel = await asyncio.open_connection(sock=ours)
-        self._heard_s, self._was_stopped, self._adding = time.monotonic(), False, []
+        self._last_message_s, self._killed_by_us, self._adding = time.monotonic(), False, []
         self._channel.write(encode(Start(self._config, str(self._path))))
         return reader
 
     async def _listen(self, reader: asyncio.StreamReader) -> bool:
-        """Take in all that the engine says until it closes its end; whether it became ready."""
-        frames, watchdog = Frames(), asyncio.create_task(self._watch_for_stalls())
+        """Handle the engine's messages until it closes the connection. Returns whether it became ready."""
+        frames, watchdog = FrameDecoder(), asyncio.create_task(self._watch_for_stalls())
         try:
             while data := await reader.read(READ_BYTES):
-                self._heard_s = time.monotonic()
+                self._last_message_s = time.monotonic()
                 for payload in frames.feed(data):
-                    self._take(decode_for_server(payload))
+                    self._handle(decode_for_server(payload))
         except (ConnectionError, msgspec.DecodeError) as error:
             log.error("the connection to the engine broke: %s", error)
         finally:
@@ -242,15 +247,15 @@ class Supervised:
         while True:
             await asyncio.sleep(min(PING_S, self._stall_s / 4))
             if self._writer is None:
-                continue  # loading takes as long as it takes
-            if time.monotonic() - self._heard_s > self._stall_s:
+                continue  # loading has no time limit
+            if time.monotonic() - self._last_message_s > self._stall_s:
                 log.error("the engine has not answered for %.0f s", self._stall_s)
                 self._kill()
                 return
             self._send(Ping())
 
     async def _reap(self, patience_s: float = 0.0) -> str:
-        """Make sure that the process has ended; how it did. One that is about to exit is not killed."""
+        """Wait for the process to exit, and kill it after `patience_s`. Returns how it ended."""
         if self._process is None:
             return "it was not started"
         self._channel.close()
@@ -264,144 +269,144 @@ class Supervised:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-                self._was_stopped = True
+                self._killed_by_us = True
 
-    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None:
             self._writer.write(encode(message))
 
-    def _send_orders(self, flights: Iterable[InFlight]) -> None:
+    def _send_requests(self, entries: Iterable[InFlightRequest]) -> None:
         if self._writer is None:
             return
-        group = list(flights)
-        self._send(Submit([self._order(flight) for flight in group]))
-        for flight in group:
-            flight.sent = True
+        group = list(entries)
+        self._send(Submit([self._to_message(entry) for entry in group]))
+        for entry in group:
+            entry.sent = True
 
-    def _order(self, flight: InFlight) -> Order:
-        leader = self._open.get(flight.request.leader.id) if flight.request.leader else None
+    def _to_message(self, entry: InFlightRequest) -> EngineRequest:
+        leader = self._by_request_id.get(entry.request.leader.id) if entry.request.leader else None
         leader_id = leader.wire_id if leader else None
-        return Order.of(flight.request, flight.wire_id, leader_id, flight.output, flight.num_scored)
+        return EngineRequest.of(entry.request, entry.wire_id, leader_id, entry.output, entry.num_scored)
 
-    def _take(self, message: ToServer) -> None:
-        self._adding = message.ids if isinstance(message, Adding) else []
+    def _handle(self, message: ToServer) -> None:
+        self._adding = message.ids if isinstance(message, AddingRequests) else []
         match message:
-            case Adding():
+            case AddingRequests():
                 pass
-            case Stepped():
+            case StepOutputs():
                 for update in message.updates:
                     self._deliver(update)
-                self._watch.stepped(message)
-            case Began(ids):
+                self._callbacks.on_step(message)
+            case FirstScheduled(ids):
                 for wire_id in ids:
-                    if flight := self._flights.get(wire_id):
-                        flight.begun = True
+                    if entry := self._in_flight.get(wire_id):
+                        entry.scheduled = True
             case Refused(ids, error, text):
                 self._refuse(ids, make_error(error, text))
             case Ready():
                 self._on_ready(message)
-            case Unusable(error, text):
+            case LoadFailed(error, text):
                 log.error("the engine could not load the model: %s", text)
-                if not self._first.done():
-                    self._first.set_exception(make_error(error, text))
+                if not self._ready.done():
+                    self._ready.set_exception(make_error(error, text))
 
     def _on_ready(self, ready: Ready) -> None:
-        """A new engine is there: give it everything that is in flight. Suspects come one by one, and last."""
+        """Send all requests in flight to a new engine. Quarantined requests come last, one by one."""
         self._writer = self._channel
-        if not self._first.done():
-            self._first.set_result(ready)
-        held = set(map(id, self._suspects))
-        together: dict[int, list[InFlight]] = {}
-        for flight in self._flights.values():
-            if id(flight) not in held:
-                together.setdefault(id(flight.mailbox), []).append(flight)
-        for flights in together.values():
-            self._send_orders(flights)
-        self._try_next()
+        if not self._ready.done():
+            self._ready.set_result(ready)
+        held = set(map(id, self._quarantined))
+        by_mailbox: dict[int, list[InFlightRequest]] = {}
+        for entry in self._in_flight.values():
+            if id(entry) not in held:
+                by_mailbox.setdefault(id(entry.mailbox), []).append(entry)
+        for entries in by_mailbox.values():
+            self._send_requests(entries)
+        self._send_next_quarantined()
 
     def _deliver(self, update: Update) -> None:
-        flight = self._flights.get(update.id)
-        if flight is None:
-            return  # aborted here, while this was on its way
-        flight.output += update.tokens
+        entry = self._in_flight.get(update.id)
+        if entry is None:
+            return  # it was aborted while the update was on its way
+        entry.output += update.tokens
         if update.detail is not None and update.detail.prompt_logprobs:
-            flight.num_scored += len(update.detail.prompt_logprobs)
+            entry.num_scored += len(update.detail.prompt_logprobs)
         if update.finish:
-            self._forget(flight)
+            self._forget(entry)
         elif update.tokens:
-            flight.strikes = 0.0
-            if flight is self._trial:
-                self._try_next()
-        update.id = flight.request.id
-        flight.mailbox.put([update])
+            entry.crash_count = 0.0
+            if entry is self._probed:
+                self._send_next_quarantined()
+        update.id = entry.request.id
+        entry.mailbox.put([update])
 
     def _refuse(self, ids: Sequence[str], error: QuireError) -> None:
         for wire_id in ids:
-            if flight := self._flights.get(wire_id):
-                self._forget(flight)
-                flight.mailbox.fail(error)
+            if entry := self._in_flight.get(wire_id):
+                self._forget(entry)
+                entry.mailbox.fail(error)
 
-    def _forget(self, flight: InFlight) -> None:
-        """It has ended, one way or another; if it was a suspect, the next one has its turn."""
-        del self._flights[flight.wire_id], self._open[flight.request.id]
-        if flight in self._suspects:
-            self._suspects.remove(flight)
-        if flight is self._trial:
-            self._try_next()
+    def _forget(self, entry: InFlightRequest) -> None:
+        """Remove a request that has finished. If it was the probed one, the next quarantined request is sent."""
+        del self._in_flight[entry.wire_id], self._by_request_id[entry.request.id]
+        if entry in self._quarantined:
+            self._quarantined.remove(entry)
+        if entry is self._probed:
+            self._send_next_quarantined()
 
-    def _end(self, flight: InFlight, finish: Finish, message: str) -> None:
-        self._forget(flight)
-        flight.mailbox.put([Update(flight.request.id, [], finish, Detail(message=message))])
+    def _end(self, entry: InFlightRequest, finish: Finish, message: str) -> None:
+        self._forget(entry)
+        entry.mailbox.put([Update(entry.request.id, [], finish, Detail(message=message))])
 
     def _fail_all(self, error: QuireError) -> None:
-        flights, self._flights, self._open = list(self._flights.values()), {}, {}
-        self._suspects, self._trial = [], None
-        for flight in flights:
-            flight.mailbox.fail(error)
+        entries, self._in_flight, self._by_request_id = list(self._in_flight.values()), {}, {}
+        self._quarantined, self._probed = [], None
+        for entry in entries:
+            entry.mailbox.fail(error)
 
-    # ── whose fault it was ────────────────────────────────────────────────────────────────────────────────────────
+    # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _was_killed(self) -> bool:
-        """Whether somebody else ended the process; one that we had to kill ended itself."""
+    def _was_killed_externally(self) -> bool:
+        """Whether the process was killed by a signal that did not come from here."""
         code = self._process.returncode if self._process else None
-        return not self._was_stopped and code is not None and -code in OUTSIDE
+        return not self._killed_by_us and code is not None and -code in EXTERNAL_SIGNALS
 
-    def _blame(self, weight: float) -> None:
-        """The engine has died. If the suspect on trial is among those it may have died of, it was that one."""
-        trial, self._trial = self._trial, None
-        accused = self._find_accused()
-        if trial is not None and trial in accused:
-            accused = [trial]
-        elif trial is not None:
-            self._suspects.insert(0, trial)
-        for flight in self._flights.values():
-            flight.sent = flight.begun = False
-        for flight in accused:
-            flight.strikes += weight
-        are_one = len({flight.mailbox for flight in accused}) == 1  # the samples of one prompt
-        for flight in accused:
-            if flight.strikes >= STRIKES + 1 or (flight.strikes >= STRIKES and are_one):
-                log.error("request %s is ended: the engine died under it", flight.request.id)
-                self._end(flight, Finish.ERROR, "The engine died more than once while it worked on this request.")
-            elif flight.strikes >= STRIKES and flight not in self._suspects:
-                self._suspects.append(flight)
+    def _count_crash(self, weight: float) -> None:
+        """The engine has crashed. If the probed request is a suspect, it is the only one."""
+        probed, self._probed = self._probed, None
+        suspects = self._find_suspects()
+        if probed is not None and probed in suspects:
+            suspects = [probed]
+        elif probed is not None:
+            self._quarantined.insert(0, probed)
+        for entry in self._in_flight.values():
+            entry.sent = entry.scheduled = False
+        for entry in suspects:
+            entry.crash_count += weight
+        submitted_together = len({entry.mailbox for entry in suspects}) == 1
+        for entry in suspects:
+            if entry.crash_count >= MAX_CRASHES + 1 or (entry.crash_count >= MAX_CRASHES and submitted_together):
+                log.error("request %s is ended: the engine died under it", entry.request.id)
+                self._end(entry, Finish.ERROR, "The engine died more than once while it worked on this request.")
+            elif entry.crash_count >= MAX_CRASHES and entry not in self._quarantined:
+                self._quarantined.append(entry)
 
-    def _find_accused(self) -> list[InFlight]:
-        """Whose work the engine may have died of: the best that is known."""
-        flights = self._flights
-        adding = [flights[wire_id] for wire_id in self._adding if wire_id in flights]
-        begun = [flight for flight in flights.values() if flight.begun]
-        return adding or begun or [flight for flight in flights.values() if flight.sent]
+    def _find_suspects(self) -> list[InFlightRequest]:
+        """The requests that may have crashed the engine."""
+        entries = self._in_flight
+        adding = [entries[wire_id] for wire_id in self._adding if wire_id in entries]
+        scheduled = [entry for entry in entries.values() if entry.scheduled]
+        return adding or scheduled or [entry for entry in entries.values() if entry.sent]
 
-    def _try_next(self) -> None:
-        self._trial = self._suspects.pop(0) if self._suspects and self._writer is not None else None
-        if self._trial is not None:
-            self._send_orders([self._trial])
+    def _send_next_quarantined(self) -> None:
+        self._probed = self._quarantined.pop(0) if self._quarantined and self._writer is not None else None
+        if self._probed is not None:
+            self._send_requests([self._probed])
 
 
 def make_error(name: str, message: str) -> QuireError:
-    """An error of the other process, by the name of its class."""
+    """An error of the engine's process, from the name of its class."""
     kind = getattr(errors, name, EngineError)
     return kind(message) if isinstance(kind, type) and issubclass(kind, QuireError) else EngineError(message)

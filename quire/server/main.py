@@ -14,8 +14,8 @@ from pathlib import Path
 import uvicorn
 
 from quire.config import EngineConfig
-from quire.engine.messages import Stepped
-from quire.engine.supervisor import Supervised, Watch
+from quire.engine.messages import StepOutputs
+from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import EngineError, InvalidParams
 from quire.server.app import build_app
 from quire.server.auth import load_api_keys
@@ -65,7 +65,7 @@ class Server:
             serving = asyncio.create_task(http.serve([listening]))
             client = Supervised(
                 self.engine, self.path, stall_s=self.config.stall_timeout,
-                watch=Watch(self._on_step, self._on_restart),
+                callbacks=EngineCallbacks(self._on_step, self._on_restart),
             )  # fmt: skip
             try:
                 service = await self._load(client)
@@ -123,9 +123,9 @@ class Server:
         self.num_signals += 1
         (self._stop if self.num_signals == 1 else self._abort).set()
 
-    def _on_step(self, stepped: Stepped) -> None:
+    def _on_step(self, outputs: StepOutputs) -> None:
         if self.middleware.service is not None:
-            self.middleware.service.on_step(stepped)
+            self.middleware.service.on_step(outputs)
 
     def _on_restart(self, reason: str) -> None:
         self.metrics.on_restart()

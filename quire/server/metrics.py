@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
 from quire.core.plan import Update
-from quire.engine.messages import Stepped
+from quire.engine.messages import StepOutputs
 from quire.text.output_processor import OutputProcessor
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
@@ -74,16 +74,16 @@ class Metrics:
         self.num_blocks = 1
         self._preemptions = self._swaps = 0
 
-    def on_step(self, stepped: Stepped) -> None:
-        self.running.set(stepped.num_running)
-        self.waiting.set(stepped.num_waiting)
-        self.kv_use.set(1 - stepped.num_free_blocks / self.num_blocks)
-        self.preemptions.inc(max(0, stepped.preemptions - self._preemptions))
-        self._preemptions = stepped.preemptions
-        self.swaps.inc(max(0, stepped.swaps - self._swaps))
-        self._swaps = stepped.swaps
-        if stepped.step_s is not None:
-            self.step.observe(stepped.step_s)
+    def on_step(self, outputs: StepOutputs) -> None:
+        self.running.set(outputs.num_running)
+        self.waiting.set(outputs.num_waiting)
+        self.kv_use.set(1 - outputs.num_free_blocks / self.num_blocks)
+        self.preemptions.inc(max(0, outputs.preemptions - self._preemptions))
+        self._preemptions = outputs.preemptions
+        self.swaps.inc(max(0, outputs.swaps - self._swaps))
+        self._swaps = outputs.swaps
+        if outputs.step_s is not None:
+            self.step.observe(outputs.step_s)
 
     def on_restart(self) -> None:
         self.restarts.inc()

@@ -18,7 +18,7 @@ from fastapi import Request
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.messages import Ready, Stepped
+from quire.engine.messages import Ready, StepOutputs
 from quire.engine.supervisor import Supervised
 from quire.errors import DeadlineExceeded, EngineError, InvalidParams, ModelNotFound
 from quire.server.admission import Admission
@@ -189,13 +189,13 @@ class Service:
         async for _ in self.generate(output_processors):
             pass
 
-    def on_step(self, stepped: Stepped) -> None:
+    def on_step(self, outputs: StepOutputs) -> None:
         """The engine has finished a step."""
-        if stepped.step_s is not None:
-            tokens = stepped.computed_tokens - self._computed_tokens
-            self.admission.throughput.add(max(0, tokens), stepped.step_s)
-        self._computed_tokens = stepped.computed_tokens
-        self.metrics.on_step(stepped)
+        if outputs.step_s is not None:
+            tokens = outputs.computed_tokens - self._computed_tokens
+            self.admission.throughput.add(max(0, tokens), outputs.step_s)
+        self._computed_tokens = outputs.computed_tokens
+        self.metrics.on_step(outputs)
 
     async def close(self) -> None:
         """Stop threads and the grammar worker. The client ends the requests."""

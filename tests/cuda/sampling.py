@@ -187,11 +187,11 @@ def check_logprobs(size: int, dtype: torch.dtype, device: torch.device, softcap:
     expected = gather_logprobs(torch.log_softmax(capped, -1), tokens, min(64, size))
     ids = (-capped).sort(stable=True).indices
     own, ranks, top, values = logprobs(logits, tokens, nums_top, int(nums_top.max()), softcap)
-    torch.testing.assert_close(own, expected.own, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(own, expected.logprobs, atol=2e-5, rtol=2e-5)
     assert ranks.tolist() == [int((row > row[token]).sum()) + 1 for row, token in zip(capped, tokens, strict=True)]
     for row, num_top in enumerate(nums_top.clamp(max=size).tolist()):
         assert top[row, :num_top].tolist() == ids[row, :num_top].tolist()
-        torch.testing.assert_close(values[row, :num_top], expected.values[row, :num_top], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(values[row, :num_top], expected.top_logprobs[row, :num_top], atol=2e-5, rtol=2e-5)
         alone = logprobs(logits[row:][:1], tokens[row:][:1], nums_top[row:][:1], max(1, num_top), softcap)
         assert alone[0][0] == own[row]
         assert torch.equal(alone[3][0, :num_top], values[row, :num_top])

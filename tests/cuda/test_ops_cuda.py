@@ -169,10 +169,10 @@ def test_numbers_are_delivered_from_the_host_together():
     ]  # fmt: skip
     sources = [source.pin_memory() for source in sources]
     targets = [torch.zeros(source.shape, dtype=source.dtype, device=DEVICE) for source in sources]
-    letters.put(sources[0], targets[0], 7, 4000)
-    letters.put(sources[1], targets[1], 3, 20, 517)
+    letters.add(sources[0], targets[0], 7, 4000)
+    letters.add(sources[1], targets[1], 3, 20, 517)
     letters.send()
-    letters.put(sources[2], targets[2], 0, 7)
+    letters.add(sources[2], targets[2], 0, 7)
     letters.send()
     expected = [torch.zeros_like(source) for source in sources]
     expected[0][7:4000] = sources[0][7:4000]
@@ -182,6 +182,6 @@ def test_numbers_are_delivered_from_the_host_together():
         assert torch.equal(target.cpu(), wanted)
     letters.clear()
     sources[0][:4] = 77  # what the host writes after a delivery is seen by the next
-    letters.put(sources[0], targets[0], 0, 4)
+    letters.add(sources[0], targets[0], 0, 4)
     letters.send()
     assert targets[0][:8].tolist() == [77, 77, 77, 77, 0, 0, 0, 7]

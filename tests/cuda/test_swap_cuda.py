@@ -42,16 +42,16 @@ def make_cache(num_host_blocks: int) -> CacheTensors:
 def test_blocks_come_back_bit_for_bit(count: int, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * BLOCK_BYTES)
     cache, rng = make_cache(120), random.Random(count)
-    for part in cache._parts:
+    for part in cache._stacks:
         part.view(torch.uint8).random_(0, 256)
-    before = [part.clone() for part in cache._parts]
+    before = [part.clone() for part in cache._stacks]
     blocks, targets = (rng.sample(range(1, NUM_BLOCKS + 1), count) for _ in range(2))
     slots = rng.sample(range(120), count)
     cache.swap_blocks(list(zip(blocks, slots, strict=True)), [])
-    for part in cache._parts:
+    for part in cache._stacks:
         part.zero_()
     cache.swap_blocks([], list(zip(slots, targets, strict=True)))
-    for part, kept in zip(cache._parts, before, strict=True):
+    for part, kept in zip(cache._stacks, before, strict=True):
         expected = torch.zeros_like(kept)
         expected[:, targets] = kept[:, blocks]
         assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
@@ -63,7 +63,7 @@ def test_blocks_of_mixed_layers_are_copied_whole(name: str) -> None:
     specs = MIXED_SPECS[name]
     layout = lay_out(specs, shape_blocks(specs, select(DEVICE), "bfloat16", 16))
     cache = CacheTensors(layout, CacheSize(9, 16, 0, 16, 1), DEVICE, 5)
-    for part in cache._parts:
+    for part in cache._stacks:
         part.random_(0, 100)
     before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
     cache.swap_blocks([(2, 4), (3, 0)], [(0, 5), (4, 6)])

@@ -13,8 +13,8 @@ import time
 
 from quire.core.plan import Update
 from quire.core.request import Finish
-from quire.engine.messages import Adding, Began, Ping, Ready, Stepped, Submit
-from quire.engine.process import Link
+from quire.engine.messages import AddingRequests, FirstScheduled, Ping, Ready, StepOutputs, Submit
+from quire.engine.process import Connection
 
 RAISE_WHEN_ADDED = 1  # a Python error
 ABORT_WHEN_ADDED = 2  # a signal of its own
@@ -25,7 +25,7 @@ HANG_IN_TEARDOWN = 5  # closes the socket and does not exit
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    link = Link(connection)
+    link = Connection(connection)
     next(link.receive(wait=True))
     link.send(Ready(100, 1000, 8, [], 100, "cpu", "scripted", {}))
     orders: dict[str, list[int]] = {}
@@ -34,22 +34,22 @@ def main() -> None:
     while not link.closed:
         for message in link.receive(wait=not orders):
             if isinstance(message, Submit):
-                ids = [order.id for order in message.orders]
-                link.send(Adding(ids))
-                for order in message.orders:
+                ids = [order.id for order in message.requests]
+                link.send(AddingRequests(ids))
+                for order in message.requests:
                     if order.prompt[0] == RAISE_WHEN_ADDED:
                         raise RuntimeError("a bug")
                     if order.prompt[0] == ABORT_WHEN_ADDED:
                         os.kill(os.getpid(), signal.SIGABRT)
                     orders[order.id], wanted[order.id] = order.prompt, order.max_tokens - len(order.output)
             elif isinstance(message, Ping):
-                link.send(Stepped())
+                link.send(StepOutputs())
         if any(prompt[0] == RAISE_WHILE_WAITING for prompt in orders.values()):
-            link.send(Stepped())
+            link.send(StepOutputs())
             raise RuntimeError("a bug while requests wait")
         if fresh := sorted(set(orders) - begun):
             begun.update(fresh)
-            link.send(Began(fresh))
+            link.send(FirstScheduled(fresh))
         kinds = {prompt[0] for prompt in orders.values()}
         if RAISE_IN_STEP in kinds:
             raise RuntimeError("a bug in a step")
@@ -63,7 +63,7 @@ def main() -> None:
             if not wanted[name]:
                 del orders[name]
                 begun.discard(name)
-        link.send(Stepped(updates))
+        link.send(StepOutputs(updates))
 
 
 if __name__ == "__main__":

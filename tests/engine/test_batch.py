@@ -16,16 +16,16 @@ NOWHERE = torch.device("meta")
 
 
 class Noted(DirectUploader):
-    """Notes what is put in."""
+    """Records what is added."""
 
     def __init__(self) -> None:
-        self.put_in: list[tuple[int, int, int | None]] = []
+        self.added: list[tuple[int, int, int | None]] = []
 
-    def put(self, source, target, first, last, width=None) -> None:
-        self.put_in.append((first, last, width))
+    def add(self, source, target, first, last, width=None) -> None:
+        self.added.append((first, last, width))
 
     def take(self) -> list[tuple[int, int, int | None]]:
-        taken, self.put_in = self.put_in, []
+        taken, self.added = self.added, []
         return taken
 
 
@@ -34,14 +34,14 @@ def test_a_table_sends_rows_that_changed_as_wide_as_they_are():
     tables = TableBuffer(8, 100, NOWHERE, uploader)
     for row in range(6):
         tables.fill(row, [*range(1, 4 + row)])
-    tables.send(6, 100)
+    tables.upload(6, 100)
     assert uploader.take() == [(0, 6, 8)]
     tables.fill(2, [*range(1, 6)])
-    tables.send(6, 100)
+    tables.upload(6, 100)
     assert uploader.take() == []  # nothing has changed
     tables.fill(2, [*range(1, 8)])
     tables.fill(4, [5, 6])
-    tables.send(6, 100)
+    tables.upload(6, 100)
     assert uploader.take() == [(2, 5, 7)]
     assert tables.buffer.host[2, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert tables.buffer.host[4, :2].tolist() == [5, 6]
@@ -51,10 +51,10 @@ def test_a_buffer_on_the_host_is_never_sent():
     uploader = Noted()
     buffer = Buffer((9,), torch.int32, torch.device("cpu"), uploader)
     buffer.host[:3] = 1, 2, 3
-    assert buffer.send(3).tolist() == [1, 2, 3]
+    assert buffer.upload(3).tolist() == [1, 2, 3]
     assert uploader.take() == []
     far = Buffer((9,), torch.int32, NOWHERE, uploader)
-    assert far.send(4).shape == (4,)
+    assert far.upload(4).shape == (4,)
     assert uploader.take() == [(0, 4, None)]
 
 

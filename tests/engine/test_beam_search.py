@@ -471,7 +471,7 @@ def test_logits_that_are_not_numbers_end_the_search() -> None:
     assert plan is not None
     step = engine.runner.launch(plan)
     samples, hidden = step.samples, torch.full_like(step.hidden, torch.nan)  # type: ignore[attr-defined]
-    step.choice = engine.runner.sampler.choose(samples, hidden)  # type: ignore[attr-defined]
+    step.output = engine.runner.sampler.sample(samples, hidden)  # type: ignore[attr-defined]
     (update,) = engine.scheduler.commit(plan, step.wait())
     assert update.finish is Finish.ERROR
     assert update.detail is not None

@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
 from quire.engine import supervisor
-from quire.engine.supervisor import Supervised, Watch
+from quire.engine.supervisor import EngineCallbacks, Supervised
 from tests.engine import scripted_engine as engine
 
 pytestmark = pytest.mark.cpu
@@ -42,7 +42,7 @@ async def collect(client: Supervised, *requests: Request) -> dict[str, tuple[int
 def serve(*groups: list[Request]) -> tuple[dict[str, tuple[int, Finish | None]], list[str]]:
     async def main() -> tuple[dict[str, tuple[int, Finish | None]], list[str]]:
         restarts: list[str] = []
-        client = Supervised(EngineConfig(), Path("none"), watch=Watch(restarted=restarts.append))
+        client = Supervised(EngineConfig(), Path("none"), callbacks=EngineCallbacks(on_restart=restarts.append))
         await client.start()
         try:
             answers = await asyncio.wait_for(asyncio.gather(*(collect(client, *group) for group in groups)), 120)
@@ -70,7 +70,7 @@ def test_a_request_alone_is_ended_after_two_deaths(kind: int, reason: str) -> No
 
 @pytest.mark.parametrize("kind", [engine.RAISE_WHEN_ADDED, engine.ABORT_WHEN_ADDED])
 def test_who_cannot_be_added_is_found_among_others(kind: int) -> None:
-    """The engine says whom it adds, so nobody else gets a strike however often it dies."""
+    """The engine announces which requests it adds, so the crash count of other requests stays 0."""
     good = [[request(f"good{index}", GOOD, 2000)] for index in range(3)]
     answers, restarts = serve(*good, [request("bad", kind)])
     assert answers.pop("bad") == (0, Finish.ERROR)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
-from quire.engine.memory import GIB, CacheSize, Room, describe, readable, size_cache
+from quire.engine.memory import GIB, CacheSize, MemoryBudget, describe, readable, size_cache
 from quire.errors import NotEnoughMemory
 from quire.kernels import select
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
@@ -20,7 +20,7 @@ def size(**options) -> CacheSize:
     defaults = {
         "block_bytes": 1000, "block_size": 16, "windows": (None,), "max_tokens_per_step": 32, "num_blocks": None,
         "kv_memory": None, "max_len": 160,
-        "max_len_wanted": None, "max_requests": 4, "room": Room(GIB, 4 * GIB),
+        "max_len_wanted": None, "max_requests": 4, "budget": MemoryBudget(GIB, 4 * GIB),
     }  # fmt: skip
     return size_cache(**(defaults | options))
 
@@ -56,7 +56,7 @@ def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
 def test_layers_of_one_shape_have_blocks_that_lie_one_after_the_other() -> None:
     """Keys of all slots and then values of all slots: so they have been since there were groups."""
     cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), CPU)
-    keys, values = cache._parts
+    keys, values = cache._stacks
     for layer, (_, slot) in zip(cache.layers, places(layout_of([8, 8, None, 8, 8, None, 8])), strict=True):
         for view, part in ((layer.k, keys), (layer.v, values)):
             assert view.is_contiguous()
@@ -70,7 +70,7 @@ def test_layers_of_any_shape_have_memory_of_their_own(name: str, block_size: int
     specs = MIXED_SPECS[name]
     layout = mixed_layout(specs, block_size)
     cache = CacheTensors(layout, CacheSize(2 * len(layout.groups), block_size, 0, 12, 3), CPU)
-    for part in cache._parts:
+    for part in cache._stacks:
         assert not part.any()
     owned = [(layer, block) for layer in cache.layers for block in range(layer.group + 1, 2 * len(layout.groups) + 1)]
     owned = [(layer, block) for layer, block in owned if (block - 1) % len(layout.groups) == layer.group]
@@ -134,7 +134,7 @@ def test_groups_that_do_not_grow_come_last() -> None:
 @pytest.mark.parametrize("name", MIXED_SPECS)
 def test_copies_take_all_that_a_block_holds(name: str) -> None:
     cache = CacheTensors(mixed_layout(MIXED_SPECS[name], 4), CacheSize(3, 4, 0, 12, 3), CPU)
-    for part in cache._parts:
+    for part in cache._stacks:
         part.random_(0, 100)
     before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
     cache.copy_blocks([(1, 2), (2, 3)])
@@ -171,8 +171,8 @@ def test_no_more_blocks_than_all_requests_could_use() -> None:
 
 
 def test_without_a_wish_the_cache_takes_its_share() -> None:
-    assert size(room=Room(12_345, 50_000)).num_blocks == 12
-    assert size(room=Room(12_345, 50_000), num_blocks=20).num_blocks == 20
+    assert size(budget=MemoryBudget(12_345, 50_000)).num_blocks == 12
+    assert size(budget=MemoryBudget(12_345, 50_000), num_blocks=20).num_blocks == 20
 
 
 def test_memory_bounds_the_blocks_and_with_them_the_longest_request() -> None:
@@ -200,8 +200,8 @@ def test_a_wish_that_a_gpu_cannot_fulfil_is_refused_with_numbers(options) -> Non
         r"A cache of 29\.3 KiB \(30 blocks\) was asked for, but .* has 28\.3 KiB free\. Lower kv_memory or num_blocks"
     )
     with pytest.raises(NotEnoughMemory, match=expected):
-        size(room=Room(1000, 29_000, is_gpu=True), **options)
-    assert size(room=Room(1000, 30_000, is_gpu=True), **options).num_blocks == 30
+        size(budget=MemoryBudget(1000, 29_000, is_gpu=True), **options)
+    assert size(budget=MemoryBudget(1000, 30_000, is_gpu=True), **options).num_blocks == 30
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 30}, {"kv_memory": 30_000 / GIB}, {"kv_memory": 500.0}], ids=str)
@@ -211,12 +211,12 @@ def test_a_wish_that_the_machine_cannot_fulfil_is_refused_with_numbers(options) 
         r"^A cache of .* was asked for, but beside the weights the machine has 28\.3 KiB free\. Lower kv_memory or"
     )
     with pytest.raises(NotEnoughMemory, match=expected):
-        size(room=Room(1000, 29_000), **options)
+        size(budget=MemoryBudget(1000, 29_000), **options)
 
 
 def test_a_gpu_that_is_full_is_not_helped_by_a_wish() -> None:
     with pytest.raises(NotEnoughMemory, match=r"End other programs on the GPU, take a smaller model, or lower max_len"):
-        size(room=Room(0, 0, is_gpu=True))
+        size(budget=MemoryBudget(0, 0, is_gpu=True))
 
 
 def test_the_line_at_start() -> None:

@@ -18,10 +18,10 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.request import Finish, Request
 from quire.engine import process
-from quire.engine.client import Threaded
+from quire.engine.client import AsyncClient
 from quire.engine.engine import Engine
 from quire.engine.faults import explain_kernel_errors, explain_out_of_memory, is_out_of_memory
-from quire.engine.messages import Adding, Order, Refused
+from quire.engine.messages import AddingRequests, EngineRequest, Refused
 from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
 from tests.tools.tiny import TinyEngine
@@ -116,7 +116,7 @@ class LateFailure:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    must_land = False
+    must_commit_first = False
 
     def sample(self) -> None:
         pass
@@ -219,14 +219,15 @@ def test_a_step_whose_event_fails_is_done_and_says_so_when_it_is_waited_for() ->
     pytest.importorskip("triton", reason="Triton is not installed")
     from quire.engine.batch import Samples
     from quire.engine.gpu_runner import GpuStep
-    from quire.engine.sampler import Choice
+    from quire.engine.sampler import SamplerOutput
 
     def fail() -> bool:
         raise torch.AcceleratorError(LOST)
 
-    landing: Any = SimpleNamespace(arrived=SimpleNamespace(query=fail))
+    host_outputs: Any = SimpleNamespace(done_event=SimpleNamespace(query=fail))
     runner: Any = None
-    step = GpuStep(runner, Plan(1), Samples(), torch.zeros(0), landing, choice=Choice(torch.zeros(0), torch.zeros(0)))
+    output = SamplerOutput(torch.zeros(0), torch.zeros(0))
+    step = GpuStep(runner, Plan(1), Samples(), torch.zeros(0), host_outputs, output=output)
     assert step.is_done()
 
 
@@ -253,14 +254,14 @@ def test_the_engine_s_process_ends_with_its_gpu(monkeypatch) -> None:
 
     codes: list[int] = []
     monkeypatch.setattr(process, "load", lambda link: Loop())
-    monkeypatch.setattr(process, "Link", lambda connection: None)
+    monkeypatch.setattr(process, "Connection", lambda connection: None)
     monkeypatch.setattr(process.socket, "socket", lambda fileno: None)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(process.logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(process.os, "_exit", codes.append)
     monkeypatch.setattr(sys, "argv", ["process", "7"])
     process.main()
-    assert codes == [process.LOST]
+    assert codes == [process.EXIT_DEVICE_LOST]
 
 
 def test_an_engine_in_a_thread_tells_its_callers(gpu) -> None:
@@ -277,9 +278,9 @@ def test_an_engine_in_a_thread_tells_its_callers(gpu) -> None:
     assert not client.health()
 
 
-def threaded(engine: Engine) -> Threaded:
+def threaded(engine: Engine) -> AsyncClient:
     """A client around an engine that is there already."""
-    client = Threaded.__new__(Threaded)
+    client = AsyncClient.__new__(AsyncClient)
     client._work, client._mailboxes, client._engine = queue.SimpleQueue(), {}, engine
     client._work_lock, client._ended = threading.Lock(), None
     client._thread = threading.Thread(target=client._run, daemon=True)
@@ -408,13 +409,13 @@ def test_an_order_that_cannot_be_added_is_refused_and_the_process_goes_on(monkey
     link = SimpleNamespace(send=sent.append, closed=False)
     engine = engine_with()
     loop = process.EngineLoop(engine, link, Path("none"))  # type: ignore[arg-type]
-    good, bad, other = (Order.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
+    good, bad, other = (EngineRequest.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
     loop._submit([good])
     failing_once(monkeypatch, engine, "_enqueue", RuntimeError("a bug"))
     loop._submit([bad, other])
     assert sent == [
-        Adding(["good"]),
-        Adding(["bad", "other"]),
+        AddingRequests(["good"]),
+        AddingRequests(["bad", "other"]),
         Refused(["bad", "other"], "EngineError", "The engine failed on this request: a bug"),
     ]
     assert ends(run(engine)) == {"good": Finish.LENGTH}

@@ -61,7 +61,7 @@ def make(gpu: FakeGpu, max_mib: int = 1000) -> Graphs:
 
 def test_at_start_all_steps_of_single_tokens_are_captured_and_some_with_prompts(monkeypatch) -> None:
     graphs = make(FakeGpu(monkeypatch))
-    graphs.begin(KINDS)
+    graphs.warm_up(KINDS)
     for size in decode_sizes(256):
         assert graphs.find("decode", size) == Key("decode", size)
     for kind in KINDS:
@@ -85,21 +85,21 @@ def test_what_makes_a_workspace_is_run_before_it_is_captured(monkeypatch, max_ro
         seen.setdefault(family, bool(captured))
         return key
 
-    Graphs(body, max_rows, 8192, 1000 * MIB).begin(KINDS)
+    Graphs(body, max_rows, 8192, 1000 * MIB).warm_up(KINDS)
     assert not any(seen.values()), seen
 
 
 @pytest.mark.parametrize("max_mib", [1, 3, 20])
 def test_a_start_survives_graphs_that_use_up_their_memory(monkeypatch, max_mib: int) -> None:
     graphs = make(FakeGpu(monkeypatch), max_mib)
-    graphs.begin(KINDS)
+    graphs.warm_up(KINDS)
     assert graphs.find("decode", 256) == Key("decode", 256), "any step of single tokens can run"
     assert not graphs.capture_next(math.inf)
 
 
 def test_what_steps_ask_for_is_captured_when_there_is_time(monkeypatch) -> None:
     graphs = make(FakeGpu(monkeypatch))
-    graphs.begin(KINDS)
+    graphs.warm_up(KINDS)
     assert graphs.find("prompts", 700) == Key("prompts", 1024), "a larger one serves until then"
     assert not graphs.capture_next(0.055), "it takes 12 ms, and may take more"
     assert not graphs.capture_next(-math.inf)
@@ -113,7 +113,7 @@ def test_what_steps_ask_for_is_captured_when_there_is_time(monkeypatch) -> None:
 def test_after_a_capture_that_failed_none_is_tried(monkeypatch, caplog) -> None:
     gpu = FakeGpu(monkeypatch)
     graphs = make(gpu)
-    graphs.begin(KINDS)
+    graphs.warm_up(KINDS)
     gpu.fails = True
     assert graphs.capture_next(math.inf)
     assert "No more steps are captured: a capture failed: no." in caplog.text

@@ -108,7 +108,7 @@ def test_counts_follow_the_answer_from_step_to_step(options: dict[str, float]) -
         logits = torch.randn(1, 8, generator=generator)
         if step == 12:
             sampler.state.clear()
-        chosen = int(sampler.choose(samples_of(sampler, [request]), logits).tokens[0])
+        chosen = int(sampler.sample(samples_of(sampler, [request]), logits).tokens[0])
         assert [chosen] == sample(logits, [position(output=request.tokens[2:], temperature=0.0, **options)], OPS)[0]
         request.tokens.append(chosen)
 
@@ -122,11 +122,11 @@ def test_penalties_see_the_drafts_before_a_position() -> None:
         for nth in range(4)
     ]
     sampler = make_sampler(8, 1, OPS)
-    assert sampler.choose(samples_of(sampler, [request]), logits).tokens.tolist() == expected
+    assert sampler.sample(samples_of(sampler, [request]), logits).tokens.tolist() == expected
     request.drafts = []
     request.tokens += [5, 5]  # of the drafts two were right
     after = torch.randn(1, 8, generator=generator)
-    chosen = sampler.choose(samples_of(sampler, [request]), after).tokens.tolist()
+    chosen = sampler.sample(samples_of(sampler, [request]), after).tokens.tolist()
     assert chosen == sample(after, [position(output=[3, 5, 5], **options)], OPS)[0]
 
 

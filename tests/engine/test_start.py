@@ -1,4 +1,4 @@
-"""What an engine decides at its start: sizes for the device, room for the cache, and the step it tries first.
+"""What an engine decides at its start: sizes for the device, memory for the cache, and the step it tries first.
 
 A GPU is stood in for by its figures; `tests/cuda/test_start_cuda.py` has the real one.
 """
@@ -22,7 +22,7 @@ from quire.engine.backend import (
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.build import choose_batching
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
-from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, Room, check_weights, find_room
+from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, MemoryBudget, check_weights, find_memory_budget
 from quire.engine.profile_run import ProfileRun, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select
@@ -121,20 +121,20 @@ def test_the_cpu_s_kernels_are_refused_on_a_gpu(gpu) -> None:
         ops_for(kernels="native")
 
 
-# ── room for weights and cache ────────────────────────────────────────────────────────────────────────────────────
+# ── memory for weights and cache ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_gpu_s_room_is_what_two_steps_and_the_graphs_leave(gpu) -> None:
-    room = find_room(CUDA, 5 * GIB)
-    assert room.most == 60 * GIB - 10 * GIB - GRAPH_BYTES
-    assert room.share == int(CUDA_SHARE * 60 * GIB) - 10 * GIB - GRAPH_BYTES
-    assert room.kept == 10 * GIB + GRAPH_BYTES
-    assert find_room(CUDA, 40 * GIB) == Room(0, 0, 80 * GIB + GRAPH_BYTES, is_gpu=True)
+    budget = find_memory_budget(CUDA, 5 * GIB)
+    assert budget.max_bytes == 60 * GIB - 10 * GIB - GRAPH_BYTES
+    assert budget.default_bytes == int(CUDA_SHARE * 60 * GIB) - 10 * GIB - GRAPH_BYTES
+    assert budget.reserved_bytes == 10 * GIB + GRAPH_BYTES
+    assert find_memory_budget(CUDA, 40 * GIB) == MemoryBudget(0, 0, 80 * GIB + GRAPH_BYTES, is_gpu=True)
 
 
 def test_a_cpu_s_room_is_a_share_of_what_is_free(monkeypatch) -> None:
     monkeypatch.setattr("quire.engine.memory.free_bytes", lambda device: 8 * GIB)
-    assert find_room(CPU, 0) == Room(2 * GIB, 8 * GIB)
+    assert find_memory_budget(CPU, 0) == MemoryBudget(2 * GIB, 8 * GIB)
 
 
 def test_threads_are_refused_on_a_gpu(gpu) -> None:
@@ -203,8 +203,8 @@ def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    trial = ProfileRun(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
-    assert trial.measure(read_libraries(CPU, torch.float32)) == 700
+    profile_run = ProfileRun(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
+    assert profile_run.measure(read_libraries(CPU, torch.float32)) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
 
@@ -217,8 +217,8 @@ def test_kernels_are_tried_on_a_token_before_the_largest_step(gpu, monkeypatch) 
     )
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    trial = ProfileRun(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
-    trial.measure(read_libraries(CPU, torch.float32))
+    profile_run = ProfileRun(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
+    profile_run.measure(read_libraries(CPU, torch.float32))
     assert seen == [(9, 1), (9, 1), (None, 1), (9, 40), (9, 40), (None, 40)]
 
 

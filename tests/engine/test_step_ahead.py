@@ -39,7 +39,7 @@ class SlowStep:
     begin_s: float
     end_s: float
 
-    must_land = False
+    must_commit_first = False
 
     def sample(self) -> None:
         pass

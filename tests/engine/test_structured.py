@@ -16,7 +16,7 @@ from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
 from quire.engine.logits_processors import join_masks
-from quire.engine.messages import Order, Submit, decode_for_engine, encode
+from quire.engine.messages import EngineRequest, Submit, decode_for_engine, encode
 from quire.kernels import reference, select
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -199,9 +199,9 @@ def test_masks_leave_only_tokens_whose_bit_is_set() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_what_was_asked_for_crosses_to_the_engines_process(name: str) -> None:
     one = request(name, 3, sampled=True)
-    order = Order.of(one, "7", None, [1, 2], 0)
-    frame = encode(Submit([order]))
-    (arrived,) = decode_for_engine(frame[4:]).orders
-    assert arrived == order
+    sent = EngineRequest.of(one, "7", None, [1, 2], 0)
+    frame = encode(Submit([sent]))
+    (arrived,) = decode_for_engine(frame[4:]).requests
+    assert arrived == sent
     assert arrived.params.structured_outputs == SPECS[name]
-    assert not arrived.request({}).argmax_only
+    assert not arrived.to_request({}).argmax_only

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
 from quire.engine.mailbox import Mailbox
-from quire.engine.supervisor import InFlight, Supervised, Watch
+from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
 from quire.errors import EngineClosed, EngineError, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
@@ -52,7 +52,10 @@ def run(default_model, scenario, stall_s=120.0, **options):
     async def main():
         restarts = []
         client = Supervised(
-            EngineConfig(**OPTIONS | options), default_model, stall_s=stall_s, watch=Watch(restarted=restarts.append)
+            EngineConfig(**OPTIONS | options),
+            default_model,
+            stall_s=stall_s,
+            callbacks=EngineCallbacks(on_restart=restarts.append),
         )
         await client.start()
         try:
@@ -120,19 +123,19 @@ def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_m
 
     async def scenario(client, restarts):
         *innocent, culprit = requests(4, 200)
-        deliver, begun = client._take, []
+        deliver, scheduled = client._handle, []
 
         def take(message):
             deliver(message)
-            flight = client._open.get(culprit.id)
-            if flight is not None and flight.begun:
-                begun.append(message)
+            entry = client._by_request_id.get(culprit.id)
+            if entry is not None and entry.scheduled:
+                scheduled.append(message)
                 os.kill(client.process_id, signal.SIGSEGV)
 
-        client._take = take
+        client._handle = take
         working = [asyncio.ensure_future(collect(client, request)) for request in innocent]
         guilty = await collect(client, culprit)
-        client._take = deliver
+        client._handle = deliver
         return guilty, await asyncio.gather(*working), restarts
 
     guilty, others, restarts = run(default_model, scenario)
@@ -145,16 +148,16 @@ def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_m
 def test_a_suspect_that_is_refused_lets_the_next_one_have_its_turn(default_model):
     async def scenario(client, restarts):
         first, second = requests(2, 6)
-        flights = [InFlight(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
-        for flight in flights:
-            client._flights[flight.wire_id] = client._open[flight.request.id] = flight
-        client._suspects = [flights[1]]
-        client._trial = flights[0]
-        client._refuse([flights[0].wire_id], PromptTooLong("too long"))
+        entries = [InFlightRequest(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
+        for entry in entries:
+            client._in_flight[entry.wire_id] = client._by_request_id[entry.request.id] = entry
+        client._quarantined = [entries[1]]
+        client._probed = entries[0]
+        client._refuse([entries[0].wire_id], PromptTooLong("too long"))
         with pytest.raises(PromptTooLong):
-            await flights[0].mailbox.get()
-        assert client._trial is flights[1]
-        return await flights[1].mailbox.get()
+            await entries[0].mailbox.get()
+        assert client._probed is entries[1]
+        return await entries[1].mailbox.get()
 
     assert run(default_model, scenario)[0].tokens
 
@@ -164,7 +167,7 @@ def test_an_abandoned_request_is_aborted(default_model):
         updates = client.submit(requests(1, 400)[:1])
         await updates.__anext__()
         await updates.aclose()
-        assert not client._flights
+        assert not client._in_flight
         tokens, finish, _ = await collect(client, Request("r0", [1, 2, 3], SamplingParams(max_tokens=4), max_tokens=4))
         return tokens, finish
 

@@ -51,9 +51,9 @@ LAYOUTS = {name: layout_of(block, [8, 8, None, 8]) for name, block in SHAPES.ite
 
 def fill(cache: CacheTensors) -> list[torch.Tensor]:
     """Random bytes everywhere, and copies of them."""
-    for part in cache._parts:
+    for part in cache._stacks:
         part.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
-    return [part.clone() for part in cache._parts]
+    return [part.clone() for part in cache._stacks]
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 3, 100])
@@ -62,14 +62,14 @@ def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch:
     layout, rng = LAYOUTS[name], random.Random(2)
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * layout.block_bytes)
     cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), CPU, num_host_blocks=20)
-    assert cache.host.piece_slots == min(piece_blocks, 20)
+    assert cache.host.blocks_per_piece == min(piece_blocks, 20)
     before = fill(cache)
     blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
     cache.swap_blocks(list(zip(blocks, slots, strict=True)), [])
-    for part in cache._parts:
+    for part in cache._stacks:
         part.zero_()
     cache.swap_blocks([], list(zip(slots, targets, strict=True)))
-    for part, kept in zip(cache._parts, before, strict=True):
+    for part, kept in zip(cache._stacks, before, strict=True):
         expected = torch.zeros_like(kept)
         expected[:, targets] = kept[:, blocks]
         assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
@@ -97,7 +97,7 @@ def test_a_trial_copy_is_timed_and_leaves_the_cache_as_it_was() -> None:
     cache = CacheTensors(layout_of(SHAPES["float32"]), CacheSize(9, 4, 0, 9, 9), CPU, 5)
     before = fill(cache)
     assert time_copies(cache, CPU) > 0
-    for part, kept in zip(cache._parts, before, strict=True):
+    for part, kept in zip(cache._stacks, before, strict=True):
         assert torch.equal(part.view(torch.uint8), kept.view(torch.uint8))
 
 

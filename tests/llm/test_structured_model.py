@@ -15,7 +15,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.params import StructuredOutputs
-from quire.engine.supervisor import Supervised, Watch
+from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import BadGrammar
 from quire.text.input_processor import InputProcessor
 from quire.text.output_processor import OutputProcessor
@@ -115,7 +115,7 @@ def test_in_a_process_of_its_own_that_dies_in_the_middle(llm: LLM, default_model
                 os.kill(client.process_id, signal.SIGKILL)
 
     async def run() -> list[OutputProcessor]:
-        client = Supervised(config, default_model, watch=Watch(restarted=restarts.append))
+        client = Supervised(config, default_model, callbacks=EngineCallbacks(on_restart=restarts.append))
         try:
             facts = await client.start()
             input_processor = InputProcessor(tokenizer, facts.vocab_size, facts.max_len, facts.eos_token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.messages import Stepped
+from quire.engine.messages import StepOutputs
 from quire.server.metrics import Metrics
 
 pytestmark = pytest.mark.server
@@ -17,9 +17,9 @@ def figures(metrics: Metrics) -> tuple[float, float]:
 
 def test_preemptions_and_swaps_are_counted_over_restarts() -> None:
     metrics = Metrics()
-    metrics.on_step(Stepped(preemptions=3, swaps=2))
-    metrics.on_step(Stepped(preemptions=5, swaps=2))
+    metrics.on_step(StepOutputs(preemptions=3, swaps=2))
+    metrics.on_step(StepOutputs(preemptions=5, swaps=2))
     assert figures(metrics) == (5, 2)
     metrics.on_restart()
-    metrics.on_step(Stepped(preemptions=1, swaps=1))
+    metrics.on_step(StepOutputs(preemptions=1, swaps=1))
     assert figures(metrics) == (6, 3)

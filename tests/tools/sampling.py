@@ -55,18 +55,18 @@ def sample(
     """logits [samples, vocab] -> a token each, None where none is left, and log probabilities if asked for."""
     sampler = make_sampler(logits.shape[1], len(requests), ops)
     samples = samples_of(sampler, requests)
-    choice = sampler.choose(samples, logits)
-    tokens = choice.tokens.tolist()
+    output = sampler.sample(samples, logits)
+    tokens = output.tokens.tolist()
     told: list[TokenLogprobs | None] = [None] * len(samples)
-    if choice.report is not None:
-        nums_top = [samples.requests[nth].params.logprobs or 0 for nth in choice.reported]
+    if output.logprobs is not None:
+        nums_top = [samples.requests[nth].params.logprobs or 0 for nth in output.logprobs_indices]
         for nth, each in zip(
-            choice.reported,
-            to_token_logprobs(choice.report, [tokens[nth] for nth in choice.reported], nums_top),
+            output.logprobs_indices,
+            to_token_logprobs(output.logprobs, [tokens[nth] for nth in output.logprobs_indices], nums_top),
             strict=True,
         ):
             told[nth] = each
-    kept = map(math.isfinite, choice.largest.tolist())
+    kept = map(math.isfinite, output.max_logits.tolist())
     return [token if is_kept else None for token, is_kept in zip(tokens, kept, strict=True)], told
 
 

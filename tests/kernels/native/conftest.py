@@ -8,22 +8,22 @@ import pytest
 from torch import Tensor
 
 from quire.engine.batch import Samples
-from quire.engine.sampler import Choice, Sampler
+from quire.engine.sampler import Sampler, SamplerOutput
 from tests.tools.scores import Scores
 
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
     """The last of the list takes what tokens are sampled from, or are the best of."""
-    kept, choose = [Scores()], Sampler.choose
+    kept, sample = [Scores()], Sampler.sample
 
-    def keep_and_choose(self: Any, samples: Samples, hidden: Tensor) -> Choice:
+    def keep_and_sample(self: Any, samples: Samples, hidden: Tensor) -> SamplerOutput:
         if len(samples):
             logits = self.model.logits(hidden[: len(samples)])
             kept[-1].keep(logits, samples)
             best = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
             assert not best or self.model.argmax(hidden, best)[0] == logits[best].argmax(-1).tolist()
-        return choose(self, samples, hidden)
+        return sample(self, samples, hidden)
 
-    monkeypatch.setattr(Sampler, "choose", keep_and_choose)
+    monkeypatch.setattr(Sampler, "sample", keep_and_sample)
     return kept

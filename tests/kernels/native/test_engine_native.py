@@ -18,7 +18,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.client import Threaded, start_engine
+from quire.engine.client import AsyncClient, start_engine
 from quire.engine.engine import Engine
 from quire.errors import InvalidParams, UnsupportedModel
 from quire.kernels.cpu import native
@@ -142,7 +142,7 @@ def test_two_engines_in_two_threads_at_once(llama: Path, gemma: Path) -> None:
 
 def test_an_engine_in_a_thread(llama: Path) -> None:
     expected = answer(build(llama))
-    client = Threaded(EngineConfig(kernels="native", num_blocks=64), llama)
+    client = AsyncClient(EngineConfig(kernels="native", num_blocks=64), llama)
 
     async def ask(request: Request) -> list[int]:
         return [token async for updates in client.submit([request]) for update in updates for token in update.tokens]

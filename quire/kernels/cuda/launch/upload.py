@@ -46,7 +46,7 @@ class Upload:
         self._rows = self._copies.numpy()
         self._sent = self._count = self._most_words = 0
 
-    def put(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
+    def add(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
         """Add a copy of source[first:last] to target[first:last]; with `width`, only of the first `width` columns."""
         words = source.element_size() // WORD
         stride = source.stride(0) * words
