@@ -55,10 +55,10 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, plan: Plan) -> RunningStep:
+    def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        running = self._runner.launch(plan)
+        running = self._runner.launch(plan, is_behind)
         end.record()
         self.steps.append(Timed(plan, begin, end))
         return running

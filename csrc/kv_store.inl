@@ -69,6 +69,7 @@ static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, c
   const Span own = share(worker, int64_t{num_tokens} * shape.kv_heads);
   for (int64_t at = own.first; at < own.last; ++at) {
     const int64_t token = at / shape.kv_heads, head = at % shape.kv_heads;
+    if (slots[token] < 0) continue;
     const int64_t block = slots[token] / shape.block_size;
     const int offset = static_cast<int>(slots[token] % shape.block_size);
     const float* key = k + token * k_stride + head * shape.head_dim;

@@ -17,8 +17,8 @@ class Plan:
     """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
 
     `yields[i]` is the number of the row's last positions that are sampled: 0 when the row ends before the request's
-    last token, 1 when it ends there, 1 + k when k drafts follow. Block tables are those of the requests. They must be
-    read before the next `schedule()`.
+    last token, 1 when it ends there, 1 + k when k drafts follow. `drafts[i]` holds these, if there are any. Block
+    tables are those of the requests. They must be read before the next `schedule()`.
 
     Before the model runs, whole blocks are copied, after all steps planned before: first every (block, host block) of
     `swap_out`, then every (host block, block) of `swap_in`, then every (source, target) of `copies`, in order. A block
@@ -33,6 +33,7 @@ class Plan:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     yields: list[int] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)

@@ -82,7 +82,8 @@ class Request:
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # num_prompt + max_tokens
     tokens: list[int] = field(init=False)
-    drafts: list[int] = field(init=False, default_factory=list)
+    drafts: list[int] = field(init=False, default_factory=list)  # to be verified by the next step
+    num_drafts_in_flight: int = field(init=False, default=0)
     num_computed: int = field(init=False, default=0)
     num_planned: int = field(init=False, default=0)
     num_expected: int = field(init=False, default=0)
@@ -138,6 +139,7 @@ class Request:
         self.node, self.publish_at, self.swapped_out = None, NEVER, None
         self.release_due = False
         self.drafts.clear()
+        self.num_drafts_in_flight = 0
         self.forks.clear()
 
     def holds_any(self, blocks: set[int]) -> bool:

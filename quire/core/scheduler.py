@@ -94,7 +94,7 @@ class Scheduler:
         self._num_arrived = 0
         self._fair_queue = FairQueue()
         self._in_flight: deque[Plan] = deque()  # plans neither committed nor failed, oldest first
-        self._groups: list[BeamGroup] = []  # running beam searches
+        self._beam_groups: list[BeamGroup] = []  # running beam searches
         self._blocked: Blocked | None = None
         self._updates: list[Update] = []  # results of the current operation
         self._in_operation = False  # still True at the next operation if an exception interrupted this one
@@ -262,7 +262,7 @@ class Scheduler:
         """Rebuild queues and blocks. Every request waits again and recomputes its tokens. No plan is in flight."""
         self._in_operation = True
         self._in_flight.clear()
-        self._groups.clear()
+        self._beam_groups.clear()
         self._blocked = None
         self.kv.reset()
         self.swap.reset()
@@ -341,15 +341,19 @@ class Scheduler:
         for request in self.running:
             num_tokens = len(request.tokens) + request.num_expected
             start = request.num_planned
+            if request.num_drafts_in_flight:
+                continue  # its length is not known
             if request.drafts:
+                if request.num_in_flight:
+                    request.drafts.clear()  # they were proposed before the token in flight
                 draft_blocks = self._truncate_drafts(request, num_tokens, draft_blocks)
             num_left = num_tokens + len(request.drafts) - start
             if num_left <= 0:
                 continue
             if request.num_in_flight and (
-                request.drafts or num_tokens >= request.max_len or (request.num_expected and request.beam is not None)
+                num_tokens >= request.max_len or (request.num_expected and request.beam is not None)
             ):
-                continue  # its token in flight comes first: drafts follow it, it may be the last, a beam may be dropped
+                continue  # its token in flight comes first: it may be the last, a beam may be dropped
             count = 1
             if num_left > 1:
                 count = min(num_left, budget + 1)
@@ -364,7 +368,8 @@ class Scheduler:
         """Drop drafts beyond `max_len` or beyond the free blocks. Returns the free blocks left for other drafts.
 
         Drafts use only blocks that no running request needs for its tokens and its next one, so they never cause a
-        preemption. Beams have no drafts, because a beam continues with any of several candidates.
+        preemption. Beams have no drafts, because a beam continues with any of several candidates, and constrained
+        requests have none, because a constraint cannot be rolled back.
         """
         size, num_groups = self.kv.block_size, len(self.kv.windows)
         if self.kv.num_state_groups:
@@ -377,7 +382,7 @@ class Scheduler:
             num_free = max(0, self.kv.pool.num_free - num_reserved)
         num_blocks = ceil_div(num_tokens, size)
         max_drafts = min(request.max_len - num_tokens - 1, (num_blocks + num_free // num_groups) * size - num_tokens)
-        if request.beam is not None:
+        if request.beam is not None or request.constraint is not None:
             max_drafts = 0
         del request.drafts[max(0, max_drafts) :]
         return num_free - (ceil_div(num_tokens + len(request.drafts), size) - num_blocks) * num_groups
@@ -425,10 +430,11 @@ class Scheduler:
         quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait_s(now_s))
         if not quota:
             return
-        num_rows = self.max_requests - len(self.running) - sum(each.width - len(each.beams) for each in self._groups)
+        num_beams = sum(each.width - len(each.beams) for each in self._beam_groups)  # that may still be forked
+        num_rows = self.max_requests - len(self.running) - num_beams
         budget = min(prompt_budget, self.max_tokens_per_step - plan.num_tokens)
         num_reserved = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
-        num_reserved += sum(self._folded_blocks(group.root) for group in self._groups)
+        num_reserved += sum(self._folded_blocks(group.root) for group in self._beam_groups)
         while quota > 0 and num_rows > 0 and budget > 0 and (request := self._peek_waiting()) is not None:
             if request.num_rows > num_rows or not self._allocate(request, plan, num_reserved):
                 return
@@ -439,7 +445,7 @@ class Scheduler:
             request.state = State.RUNNING
             insort(self.running, request, key=_sort_key)
             if request.beam is not None:
-                self._groups.append(request.beam.group)
+                self._beam_groups.append(request.beam.group)
             quota -= 1
             num_rows -= request.num_rows
             count = min(len(request.tokens) - request.num_planned, budget)
@@ -502,7 +508,10 @@ class Scheduler:
         if num_yields < 0:
             num_yields = 0
         if request.drafts:
-            del request.drafts[max(0, num_yields - 1) :]
+            verified, request.drafts = request.drafts[: max(0, num_yields - 1)], []
+            if verified:
+                plan.drafts[len(plan.requests)] = verified
+                request.num_drafts_in_flight = len(verified)
         plan.requests.append(request)
         plan.starts.append(start)
         plan.counts.append(count)
@@ -529,7 +538,11 @@ class Scheduler:
         request.num_planned = plan.starts[row]
         request.num_in_flight -= 1
         request.num_expected -= bool(plan.yields[row])
+        request.num_drafts_in_flight = 0
         del plan.requests[row], plan.starts[row], plan.counts[row], plan.yields[row]
+        moved = {other - (other > row): drafts for other, drafts in plan.drafts.items() if other != row}
+        plan.drafts.clear()
+        plan.drafts.update(moved)
 
     # ── commit ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -560,8 +573,7 @@ class Scheduler:
 
     def _advance(self, request: Request, end: int) -> None:
         """Set `num_computed` to `end`, less the rejected drafts. The newest token has no k and v yet."""
-        if request.drafts:
-            request.drafts.clear()
+        request.num_drafts_in_flight = 0
         last = len(request.tokens) - 1
         request.num_computed = end = end if end < last else last
         if not request.num_in_flight:
@@ -602,7 +614,6 @@ class Scheduler:
         if detail is not None and detail.prompt_logprobs:
             self._updates.append(Update(request.id, [], None, Detail(prompt_logprobs=detail.prompt_logprobs)))
             request.num_scored += len(detail.prompt_logprobs)
-        request.drafts.clear()
         request.num_computed = end = min(end, len(request.tokens) - 1) if is_preempted else end
         if end >= request.publish_at:
             self.kv.publish(request, end)
@@ -697,7 +708,7 @@ class Scheduler:
         if request.beam is not None:
             group = request.beam.group
             request = group.root
-            self._groups.remove(group)
+            self._beam_groups.remove(group)
             self._drop_beams(group.fold())
         self.counters.preemptions += 1
         request.num_preemptions += 1
@@ -709,8 +720,8 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """End a request. Its final update has been made, or the caller makes it."""
         was_waiting = request.state is State.WAITING
-        if request.beam is not None and request.beam.group in self._groups:
-            self._groups.remove(request.beam.group)
+        if request.beam is not None and request.beam.group in self._beam_groups:
+            self._beam_groups.remove(request.beam.group)
             self._drop_beams([each for each in request.beam.group.beams if each is not request])
         request.state = State.FINISHED
         if was_waiting:

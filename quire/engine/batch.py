@@ -30,6 +30,7 @@ class Samples:
     lengths: list[int] = field(default_factory=list)  # tokens before the sampled one; the random noise depends on it
     nums_drafts: list[int] = field(default_factory=list)  # how many of these are drafts
     entries: list[int] = field(default_factory=list)  # indices into the sampling state
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by row, if it has any
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,6 +83,12 @@ class BatchBuffers:
             TableBuffer(max_rows, max_blocks, device, self.uploader) for _ in range(shape.num_fixed_groups)
         ]
         self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.uploader) if shape.num_fixed_groups else None
+
+    def reset(self) -> None:
+        """Forget what is on the device: plans were dropped."""
+        self.state.clear()
+        for table in [*self.tables, *self.fixed_tables]:
+            table.reset()
 
     def fill(self, plan: Plan) -> Batch:
         """Fill and upload the buffers. Rows beyond the plan's keep old data, which is never read."""
@@ -159,12 +166,13 @@ class BatchBuffers:
         """Returns whether some tokens are only on the device: the host has not read the step that sampled them."""
         tokens: list[int] = []
         unknown: list[int] = []
-        for request, start, count, entry in zip(plan.requests, plan.starts, plan.counts, entries, strict=True):
+        rows = zip(plan.requests, plan.starts, plan.counts, entries, strict=True)
+        for row, (request, start, count, entry) in enumerate(rows):
             known = request.tokens[start : start + count]
             tokens += known
             its_entry = -1
             if len(known) < count:
-                missing = request.drafts[: count - len(known)]
+                missing = plan.drafts.get(row, [])
                 if not missing:
                     assert count == 1, "only the last token of a request can be in flight"
                     missing, its_entry = [0], entry
@@ -203,7 +211,7 @@ def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entri
     if plan.num_tokens == len(plan) and all(plan.yields):
         count = len(plan)
         return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, entries)
-    samples = Samples()
+    samples = Samples(drafts=plan.drafts)
     for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
         for nth in range(num_yields):
             samples.requests.append(request)

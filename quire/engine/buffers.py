@@ -91,3 +91,8 @@ class TableBuffer:
             self.buffer.upload_rows(min(self._changed), max(self._changed) + 1, widest)
             self._changed.clear()
         return self.buffer.view(num_rows, num_blocks)
+
+    def reset(self) -> None:
+        """Upload every row at its next fill: an upload may have been dropped."""
+        self._kept = [[] for _ in self._kept]
+        self._changed.clear()

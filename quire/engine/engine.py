@@ -23,7 +23,7 @@ from quire.engine.costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep
-from quire.errors import DeviceLost
+from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
 
 log = logging.getLogger("quire.engine")
@@ -78,7 +78,14 @@ class Engine:
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request, time.monotonic())
+        try:
+            self.scheduler.add(request, time.monotonic())
+        except QuireError:
+            raise
+        except Exception:
+            self._drop_plans()  # the request is refused, the others are recomputed
+            self.scheduler.reset()
+            raise
 
     def abort(self, request_id: str) -> Update | None:
         return self.scheduler.abort(request_id, Finish.ABORT)
@@ -175,7 +182,7 @@ class Engine:
         if self.before_run is not None:
             self.before_run(plan)
         try:
-            running: RunningStep = self.runner.launch(plan)
+            running: RunningStep = self.runner.launch(plan, is_behind=bool(self._launched))
         except Exception as error:
             running = Failure(error)
         launched_s, expected_s = time.monotonic(), None
@@ -192,6 +199,10 @@ class Engine:
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
         updates = self.scheduler.fail(plan, describe_failure(error, plan))
         self._check_device(error)
+        if self._launched:
+            self._sample_next()
+        else:
+            self.runner.reset()
         return updates
 
     def _recover(self, error: Exception) -> list[Update]:

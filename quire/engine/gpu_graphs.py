@@ -2,7 +2,7 @@
 
 A graph has a fixed size and serves every step up to it. All decode sizes and a few sizes of steps with prompts are
 captured when the engine is built. The others are captured when the host is idle, the most frequent first. No step waits
-for a capture.
+for a capture; without a latency target, a capture may delay the tokens of a step that has ended.
 """
 
 from __future__ import annotations

@@ -98,7 +98,6 @@ class GpuStep:
         )
 
     def wait(self) -> Sampled:
-        self.runner.num_in_flight -= 1
         assert self.output is not None, "the plan before was not committed"
         self.host_outputs.done_event.synchronize()
         return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
@@ -117,7 +116,6 @@ class GpuRunner(ModelRunner):
         super().__init__(model, cache, buffers, ops)
         self.sampler = GpuSampler(model, buffers, ops)
         self.max_rows = buffers.max_rows
-        self.num_in_flight = 0  # plans
         self._host_outputs = deque(
             HostOutputs(
                 torch.zeros(buffers.max_tokens, dtype=torch.int64, pin_memory=True),
@@ -130,7 +128,7 @@ class GpuRunner(ModelRunner):
         self.graphs = Graphs(self._run_captured, self.max_rows, buffers.max_tokens, graph_bytes)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> RunningStep:
+    def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         host_outputs = self._host_outputs[0]
         self._host_outputs.rotate(-1)
         host_outputs.start_event.record()
@@ -138,14 +136,9 @@ class GpuRunner(ModelRunner):
         self.cache.copy_blocks(plan.copies)
         is_decode = plan.num_tokens == len(plan) and all(plan.yields)
         step = self._run_decode(plan, host_outputs) if is_decode else self._run_mixed(plan, host_outputs)
-        if not self.num_in_flight or not self.buffers.state.flags.needs_tokens:
+        if not (is_behind and self.buffers.state.flags.needs_tokens):
             step.sample()
-        self.num_in_flight += 1
         return step
-
-    def reset(self) -> None:
-        super().reset()
-        self.num_in_flight = 0
 
     def _run_decode(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
         """A step whose rows have one token each."""

@@ -7,6 +7,7 @@ token counts are on the device, so the cost of a step does not depend on the con
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.constraint import Constraint
 from quire.core.request import Request
 from quire.kernels import Kernels
 from quire.kernels.sampling import IN_PROMPT
+
+log = logging.getLogger("quire.engine")
 
 
 class TokenCounts:
@@ -59,20 +63,20 @@ class LogitsProcessor:
         self.biased = to_device(list(params.logit_bias or ()), np.int64, device)
         self.bias = to_device(list((params.logit_bias or {}).values()), np.float32, device)
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self.row = counts.allocate(request) if params.has_penalties else None
+        self.counts_row = counts.allocate(request) if params.has_penalties else None
         self.num_counted = request.num_prompt  # tokens of the request that are counted in its row
 
     def count_known(self, request: Request) -> None:
         """Count the tokens that have reached the host and are not counted yet."""
-        if self.row is None or self.num_counted >= len(request.tokens):
+        if self.counts_row is None or self.num_counted >= len(request.tokens):
             return
         tokens = to_device(request.tokens[self.num_counted :], np.int64, self._device)
-        self._counts.add(torch.full_like(tokens, self.row), tokens)
+        self._counts.add(torch.full_like(tokens, self.counts_row), tokens)
         self.num_counted = len(request.tokens)
 
     def release(self) -> None:
-        if self.row is not None:
-            self._counts.free(self.row)
+        if self.counts_row is not None:
+            self._counts.free(self.counts_row)
 
 
 class SampleContext(NamedTuple):
@@ -83,26 +87,26 @@ class SampleContext(NamedTuple):
     length: int  # number of tokens before it
     drafts: Sequence[int] = ()  # the drafts among them, which are the last
 
-    @property
-    def output(self) -> Sequence[int]:
-        """The output tokens before this sample that are on the host."""
-        return [*self.request.tokens[self.request.num_prompt :], *self.drafts]
+    def last_output(self, count: int) -> Sequence[int]:
+        """The last `count` output tokens before this sample that are on the host, or as many as there are."""
+        first = max(self.request.num_prompt, len(self.request.tokens) - count)
+        return [*self.request.tokens[first:], *self.drafts]
 
 
 def process_logits(logits: Tensor, contexts: Sequence[SampleContext], counts: TokenCounts, ops: Kernels) -> None:
     """Apply each context's processors to its row, in place. logits [n, vocab] float32"""
     constrained = {row: each.request.constraint for row, each in enumerate(contexts) if each.request.constraint}
     if constrained:
-        masks = join_masks([constraint.allowed() for constraint in constrained.values()], logits.shape[1])
+        masks = join_masks([allowed_tokens(each) for each in constrained.values()], logits.shape[1])
         rows = to_device(list(constrained), np.int64, logits.device)
         ops.apply_token_bitmask(logits, rows, to_device(masks, np.uint8, logits.device))
     for row, context in enumerate(contexts):
         apply_bans_and_bias(logits[row], context)
-    penalized = {row: each for row, each in enumerate(contexts) if each.processor.row is not None}
+    penalized = {row: each for row, each in enumerate(contexts) if each.processor.counts_row is not None}
     if penalized:
         max_drafts = max(len(context.drafts) for context in penalized.values())
         index = [
-            (row, context.processor.row, *context.drafts, *[-1] * (max_drafts - len(context.drafts)))
+            (row, context.processor.counts_row, *context.drafts, *[-1] * (max_drafts - len(context.drafts)))
             for row, context in penalized.items()
         ]
         penalties = [context.processor.penalties for context in penalized.values()]
@@ -112,6 +116,15 @@ def process_logits(logits: Tensor, contexts: Sequence[SampleContext], counts: To
             to_device(index, np.int64, logits.device),
             to_device(penalties, np.float32, logits.device),
         )
+
+
+def allowed_tokens(constraint: Constraint) -> bytes:
+    """The mask of a constraint. If it raises, no token is allowed, so its request ends and the others go on."""
+    try:
+        return constraint.allowed()
+    except Exception:
+        log.exception("a constraint failed")
+        return b""
 
 
 def join_masks(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.uint8]:
@@ -132,7 +145,9 @@ def apply_bans_and_bias(logits: Tensor, context: SampleContext) -> None:
         logits[processor.allowed] = kept
     if len(processor.biased):
         logits[processor.biased] += processor.bias
-    banned = banned_words(request.bad_word_ids, context.output) if request.bad_word_ids else []
+    banned: list[int] = []
+    if words := request.bad_word_ids:
+        banned = banned_words(words, context.last_output(max(map(len, words)) - 1))
     if context.length - request.num_prompt < request.params.min_tokens:
         banned += request.stop_ids
     if banned:

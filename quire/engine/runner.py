@@ -52,10 +52,11 @@ class Runner(Protocol):
         """How many plans may be in flight."""
         ...
 
-    def launch(self, plan: Plan) -> RunningStep:
+    def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         """Start to compute the plan's rows.
 
-        A row without a token that can be sampled is in `Sampled.failed`.
+        With `is_behind` another plan is in flight, so the host may not have the last token of a request yet. A row
+        without a token that can be sampled is in `Sampled.failed`.
         """
         ...
 
@@ -124,7 +125,7 @@ class ModelRunner:
         self.sampler = Sampler(model, buffers.state, ops)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> RunningStep:
+    def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin_s = time.perf_counter()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
@@ -149,7 +150,7 @@ class ModelRunner:
         return False
 
     def reset(self) -> None:
-        self.buffers.state.clear()
+        self.buffers.reset()
 
     def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Tensor) -> list[PromptLogprobs]:
         """Log probabilities of prompt tokens, for requests with `prompt_logprobs`. hidden [tokens, hidden_size]"""
@@ -213,7 +214,7 @@ def collect(
 def accept(plan: Plan, sampled: Sampled, row: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
     """Append a sample's token if every draft before it was accepted. The result equals sampling one by one."""
     accepted = sampled.tokens[row]
-    if row in sampled.failed or accepted != plan.requests[row].drafts[: len(accepted)]:
+    if row in sampled.failed or accepted != plan.drafts.get(row, [])[: len(accepted)]:
         return
     if token is None:
         sampled.failed.append(row)

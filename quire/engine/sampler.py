@@ -152,15 +152,16 @@ class Sampler:
         if request.needs_tokens:
             assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token is not on the host yet"
         processor = self.state.processor_of(request)
-        return SampleContext(request, processor, samples.lengths[nth], request.drafts[:num_drafts])
+        drafts = samples.drafts[samples.rows[nth]][:num_drafts] if num_drafts else []
+        return SampleContext(request, processor, samples.lengths[nth], drafts)
 
     def _count_tokens(self, samples: Samples, output: SamplerOutput) -> None:
         """Count the tokens of requests with penalties. Accepted drafts are counted by the host (`count_known`)."""
         rows: dict[int, int] = {}
         for nth, request in enumerate(samples.requests):
             processor = self.state.processors.get(request)
-            if processor is not None and processor.row is not None and not request.drafts:
-                rows[nth] = processor.row
+            if processor is not None and processor.counts_row is not None and samples.rows[nth] not in samples.drafts:
+                rows[nth] = processor.counts_row
                 processor.num_counted += 1
         if rows:
             self.state.counts.add(self._to_device(rows.values()), output.tokens[self._to_device(rows)])

@@ -95,7 +95,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Write k and v [tokens, kv_heads, head_dim] to the cache at slots [tokens] int64: block * block_size + offset."""
+    """Write k and v [tokens, kv_heads, head_dim] to the cache at slots [tokens] int64: block * block_size + offset.
+
+    A token with slot -1 is not stored.
+    """
+    stored = slots >= 0
+    k, v, slots = k[stored], v[stored], slots[stored]
     block, offset = slots // cache.block_size, slots % cache.block_size
     cache.k[block, offset] = k.to(cache.k.dtype)
     cache.v[block, offset] = v.to(cache.v.dtype)

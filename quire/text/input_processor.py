@@ -50,7 +50,8 @@ class InputProcessor:
 
     def __post_init__(self) -> None:
         self._ids = list(range(max(self.vocab_size, self.tokenizer.vocab_size)))
-        self.end_token_ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
+        ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
+        self.end_token_ids = frozenset(token for token in ids if token < self.vocab_size)
 
     def process(
         self,
@@ -199,10 +200,13 @@ class InputProcessor:
         return self.grammars.make_constraint(params.structured_outputs)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of banned words: each word at the start of a line and after a space has other tokens."""
+        """The tokens of banned words: each word at the start of a line and after a space has other tokens.
+
+        Tokens that the model does not have cannot be sampled anyway.
+        """
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < self.vocab_size))
 
 
 def pack_prompt(text: str, tokens: Sequence[int]) -> Prompt:

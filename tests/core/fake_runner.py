@@ -71,7 +71,10 @@ class FakeRunner:
         writers: dict[int, Request] = {}
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
         known = [context[r.id] if r.beam is None else r.tokens for r in plan.requests]
-        texts = [(text + r.drafts)[: start + count] for text, (r, start, count) in zip(known, rows, strict=True)]
+        texts = [
+            (text + plan.drafts.get(row, []))[: start + count]
+            for row, (text, (_, start, count)) in enumerate(zip(known, rows, strict=True))
+        ]
         if max(plan.counts) == 1:  # a kernel for such steps may read other rows' keys before they are written
             for (request, start, _), tokens in zip(rows, texts, strict=True):
                 self._read(request, tokens[:start], start, writers)

@@ -79,8 +79,8 @@ def check_queues(scheduler: Scheduler, live: list[Request]) -> None:
     running = scheduler.running
     assert len(running) <= scheduler.max_requests
     groups = {id(request.beam.group) for request in running if request.beam}
-    assert groups == set(map(id, scheduler._groups))
-    for group in scheduler._groups:
+    assert groups == set(map(id, scheduler._beam_groups))
+    for group in scheduler._beam_groups:
         assert group.root in group.beams
         assert all(beam in running for beam in group.beams)
         assert len(group.beams) <= group.width

@@ -421,10 +421,26 @@ def test_drafts_end_where_the_answer_must() -> None:
     request.drafts[:] = [7, 7, 7, 7, 7, 7]
     plan = scheduler.schedule()
     assert plan is not None
-    assert request.drafts == [7, 7]
+    assert plan.drafts == {0: [7, 7]}
     assert (plan.starts, plan.counts, plan.yields) == ([5], [3], [3])
     (update,) = scheduler.commit(plan, Sampled([[7, 7, 7]]))
     assert (update.tokens, update.finish) == ([7, 7, 7], Finish.LENGTH)
+
+
+def test_a_plan_has_its_own_drafts_and_early_ones_are_dropped() -> None:
+    scheduler = make()
+    request, other = ask("a", 5), ask("b", 5, first=300)
+    scheduler.add(request)
+    scheduler.add(other)
+    step(scheduler)
+    request.drafts = [1, 2]
+    plan = scheduler.schedule()
+    assert plan is not None
+    request.drafts, other.drafts = [9], [9]  # while a token of each is in flight
+    behind = scheduler.schedule()
+    assert plan.drafts == {0: [1, 2]}
+    assert behind is not None
+    assert (behind.requests, behind.drafts, other.drafts) == ([other], {}, [])
 
 
 def test_drafts_preempt_nobody() -> None:
@@ -439,7 +455,7 @@ def test_drafts_preempt_nobody() -> None:
     assert plan is not None
     assert plan.requests == [first, second]
     assert not scheduler.counters.preemptions
-    assert not first.drafts
+    assert not plan.drafts
 
 
 def test_drafts_take_blocks_that_nobody_needs() -> None:
@@ -452,5 +468,5 @@ def test_drafts_take_blocks_that_nobody_needs() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     assert {request.id for request in plan.requests} == {"first", "second"}
-    assert [len(request.drafts) for request in (first, second)] == [16, 0]
+    assert {plan.requests[row].id: len(drafts) for row, drafts in plan.drafts.items()} == {"first": 16}
     assert not scheduler.counters.preemptions

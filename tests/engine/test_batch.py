@@ -72,3 +72,15 @@ def test_blocks_of_the_encoder_and_of_states_come_after_those_that_grow():
     assert paging.encoder_lens is not None
     assert paging.encoder_lens.tolist() == [7, 0]
     assert len(paging.slot_mapping) == 2
+
+
+def test_after_a_reset_every_table_is_uploaded_again() -> None:
+    """An upload that was queued may never have been sent."""
+    table = TableBuffer(2, 4, torch.device("cpu"), DirectUploader())
+    table.fill(0, [1, 2, 3])
+    table.upload(1, 4)
+    table.fill(0, [1, 2, 3])
+    assert not table._changed
+    table.reset()
+    table.fill(0, [1, 2, 3])
+    assert table._changed == [0]

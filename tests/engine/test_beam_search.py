@@ -116,7 +116,7 @@ def run(engine: TinyEngine, requests: Sequence[Request], seed: int | None = None
         if seed is not None and engine.scheduler.running and rng.random() < 0.5:
             engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
-    assert not engine.scheduler._groups
+    assert not engine.scheduler._beam_groups
     return last
 
 

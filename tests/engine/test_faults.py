@@ -142,11 +142,11 @@ class FailingRunner:
     def reset(self) -> None:
         self.runner.reset()
 
-    def launch(self, plan: Plan) -> Any:
+    def launch(self, plan: Plan, is_behind: bool = False) -> Any:
         self.launched.append(plan.step)
         if error := self.at_launch.get(len(self.launched)):
             raise error
-        running, late = self.runner.launch(plan), self.at_end.get(len(self.launched))
+        running, late = self.runner.launch(plan, is_behind), self.at_end.get(len(self.launched))
         return running if late is None else LateFailure(late)
 
 

@@ -65,7 +65,7 @@ class SlowRunner:
         self.free_s, self.busy_s, self.plans = 0.0, 0.0, list[tuple[float, Plan]]()
         self.spare: list[float] = []
 
-    def launch(self, plan: Plan) -> SlowStep:
+    def launch(self, plan: Plan, is_behind: bool = False) -> SlowStep:
         self.clock.now += self.launch_s
         step_s = self.decode_s + 20e-6 * (plan.num_tokens - len(plan)) + self.stalls.get(len(self.plans), 0.0)
         self.plans.append((self.clock.now, plan))
@@ -280,3 +280,50 @@ def test_the_time_until_a_plan_is_made_may_be_used(clock: Clock) -> None:
         engine.step()
     assert max(runner.spare) == pytest.approx(0.022, abs=0.003)
     assert min(runner.spare) > 0
+
+
+def run_to_end(engine: Engine) -> dict[str, tuple[int, str]]:
+    """How many tokens each request got, and why it ended."""
+    counts: dict[str, int] = {}
+    ends: dict[str, tuple[int, str]] = {}
+    while engine.has_work:
+        for update in engine.step():
+            counts[update.id] = counts.get(update.id, 0) + len(update.tokens)
+            if update.finish is not None:
+                ends[update.id] = counts[update.id], update.finish.value
+    return ends
+
+
+def test_an_error_while_a_request_is_added_costs_the_others_time_only(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make(clock, None)
+    engine.add(ask("a", 10, 6))
+    engine.add(ask("b", 10, 6))
+    engine.step()
+    assert engine._launched, "a plan is in flight"
+    with monkeypatch.context() as patch:
+        enqueue = engine.scheduler._enqueue
+        patch.setattr(engine.scheduler, "_enqueue", lambda request: 1 / 0 if request.id == "c" else enqueue(request))
+        with pytest.raises(ZeroDivisionError):
+            engine.add(ask("c", 10, 6))
+    ends = run_to_end(engine)
+    assert {name: finish for name, (_, finish) in ends.items()} == {"a": "length", "b": "length"}
+
+
+def test_behind_a_step_that_fails_the_next_is_sampled(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose sampling waits for the tokens before it must not wait for ever."""
+    engine, runner = make(clock, None)
+    sampled = list[int]()
+    monkeypatch.setattr(SlowStep, "sample", lambda step: sampled.append(step.plan.step))
+    engine.add(ask("a", 10, 6))
+    engine.step()
+    engine.add(ask("b", 10, 6))
+    engine.step()
+    failing = engine._launched[0]
+    monkeypatch.setattr(failing.running, "wait", lambda: 1 / 0)
+    monkeypatch.setattr(engine, "_check_device", lambda error: None)
+    while failing in engine._launched:
+        engine.step()
+    assert engine._launched
+    assert engine._launched[0].plan.step in sampled

@@ -214,3 +214,14 @@ def test_a_latent_is_both_keys_and_values(ops) -> None:
     scores[:, 0, 9] = float("-inf")
     expected = torch.einsum("hnm,md->nhd", scores.softmax(-1), k[:, :8])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@BACKENDS
+def test_a_token_with_slot_minus_one_is_not_stored(ops: Kernels) -> None:
+    cache = LayerCache(torch.zeros(3, 2, 1, 4), torch.zeros(3, 2, 1, 4), 0, 2)
+    k, v = torch.randn(3, 1, 4), torch.randn(3, 1, 4)
+    ops.store_kv(k, v, cache, torch.tensor([3, -1, 0]))
+    for kept, new in ((cache.k, k), (cache.v, v)):
+        expected = torch.zeros(6, 1, 4)
+        expected[3], expected[0] = new[0], new[2]
+        assert torch.equal(kept.flatten(0, 1), expected)

@@ -256,13 +256,13 @@ def test_requests_are_made_as_the_engine_gets_to_them(default_model, monkeypatch
 def test_priorities_hold_among_prompts_that_wait(default_model, monkeypatch) -> None:
     """Also for those that are not in the engine's queue yet."""
     with LLM(max_len=128, num_blocks=64, max_requests=1, order="priority") as small:
-        admitted, place = [], small._client.engine.scheduler._place
+        admitted, allocate = [], small._client.engine.scheduler._allocate
 
         def noted(request, *args):
             admitted.append(request.id)
-            return place(request, *args)
+            return allocate(request, *args)
 
-        monkeypatch.setattr(small._client.engine.scheduler, "_place", noted)
+        monkeypatch.setattr(small._client.engine.scheduler, "_allocate", noted)
         small.generate(["a", "b", "c", "d", "e"], SamplingParams(max_tokens=1), priority=[0, 0, 0, 0, -1])
     assert admitted == ["4", "0", "1", "2", "3"]
 

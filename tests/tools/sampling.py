@@ -46,6 +46,8 @@ def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
             samples.lengths.append(len(request.tokens) + num_drafts)
             samples.nums_drafts.append(num_drafts)
             samples.entries.append(entries[row])
+        if request.drafts:
+            samples.drafts[row] = list(request.drafts)
     return samples
 
 

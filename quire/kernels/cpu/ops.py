@@ -65,6 +65,9 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    if len(slots) and int(slots.min()) < 0:
+        reference.store_kv(k, v, cache, slots)
+        return
     for new, kept in ((k, cache.k), (v, cache.v)):
         if kept.is_contiguous():
             kept.view(-1, *kept.shape[2:]).index_copy_(0, slots, new.to(kept.dtype))
