@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.beam_search import BeamSearchParams
     from quire.config import EngineConfig
     from quire.core.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.core.params import SamplingParams, StructuredOutputs
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.async_llm",
+    "BeamSearchParams": "quire.beam_search",
     "CompletionOutput": "quire.core.outputs",
     "EngineConfig": "quire.config",
     "Logprob": "quire.core.outputs",

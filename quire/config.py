@@ -15,6 +15,7 @@ from typing import Any, Literal
 from quire.errors import InvalidParams, UnknownField
 
 DEFAULT_MODEL = "smollm2:135m"
+MAX_THREADS = 1024
 MAX_COUNT = 2**31 - 1  # tokens, requests, blocks, threads
 MAX_NUMBER = 1e12  # of other options
 
@@ -128,6 +129,8 @@ class EngineConfig:
         for name in ("max_len", "max_requests", "max_tokens_per_step", "num_blocks", "batch_size", "threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise InvalidParams(f"threads is {self.threads:,}; give at most {MAX_THREADS:,}.", "threads")
         if self.max_tokens_per_step and self.max_requests and self.max_tokens_per_step < self.max_requests:
             raise InvalidParams(
                 f"max_tokens_per_step is {self.max_tokens_per_step}, below max_requests ({self.max_requests}): every "

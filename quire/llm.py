@@ -23,7 +23,7 @@ from quire.core.outputs import CompletionOutput, RequestOutput, Score
 from quire.core.params import SamplingParams
 from quire.core.policy import PRIORITY_POSITIONS
 from quire.engine.client import SyncClient, UpdateQueue, no_garbage_collection
-from quire.errors import EngineError, InvalidParams, TemplateError
+from quire.errors import EngineError, InvalidParams, TemplateError, show
 from quire.progress import bar
 from quire.store import resolve
 from quire.text.detokenizer import Detokenizer
@@ -83,7 +83,7 @@ class LLM:
         Without sampling_params the model's own defaults apply, here and wherever else they may be left out. All prompts
         are checked before the first one is computed. Requests are made as the engine has room for them.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        many = as_list(prompts)
         params = spread("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
         priorities = spread("priority", 0 if priority is None else priority, len(many))
         encoded = self._check(many, params, priorities)
@@ -160,7 +160,7 @@ class LLM:
 
     def score(self, prompts: Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
         """Log probability of each prompt's tokens after the first. With continuations, of the continuation's tokens."""
-        texts = [self._input_processor.encode(prompt)[1] for prompt in prompts]
+        texts = [self._input_processor.encode(prompt)[1] for prompt in as_list(prompts)]
         starts = [1] * len(texts)
         if continuations is not None:
             starts = [len(tokens) for tokens in texts]
@@ -180,7 +180,7 @@ class LLM:
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
         ends = frozenset[int]() if params.ignore_eos else self._input_processor.end_token_ids
-        outputs = self.generate(list(prompts), params.sampling, use_tqdm=False)
+        outputs = self.generate(prompts, params.sampling, use_tqdm=False)
         return [BeamSearchOutput([self._as_beam(answer, ends) for answer in out.outputs]) for out in outputs]
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,6 +245,15 @@ class LLM:
                     yield grown
         finally:
             self._client.abort(owners)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or many."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParams(f"prompts is {show(prompts)}; give a text, token ids in a dictionary, or a list of these.")
+    return list(prompts)
 
 
 def spread(name: str, value: Any, length: int) -> list[Any]:

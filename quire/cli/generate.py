@@ -68,9 +68,12 @@ def run(arguments: argparse.Namespace) -> None:
         outputs = llm.generate(inputs, params)
         print(json.dumps({"model": config.model, "outputs": [document(output) for output in outputs]}))
     elif len(inputs) == 1 and params.n == 1:
-        stream(llm, inputs[0], params)
+        outputs = [stream(llm, inputs[0], params)]
     else:
-        show(prompts, llm.generate(inputs, params))
+        outputs = llm.generate(inputs, params)
+        show(prompts, outputs)
+    if any(answer.error for output in outputs for answer in output.outputs):
+        sys.exit(1)
 
 
 def read_prompt() -> str:
@@ -79,9 +82,10 @@ def read_prompt() -> str:
     return sys.stdin.read()
 
 
-def stream(llm: LLM, prompt: object, params: SamplingParams) -> None:
+def stream(llm: LLM, prompt: object, params: SamplingParams) -> RequestOutput:
     """Print the answer while it is generated."""
     num_printed = 0
+    output: RequestOutput
     for output in llm.stream(prompt, params):  # type: ignore[arg-type]
         answer = output.outputs[0]
         print(answer.text[num_printed:], end="", flush=True)
@@ -89,6 +93,7 @@ def stream(llm: LLM, prompt: object, params: SamplingParams) -> None:
         if answer.error:
             say(f"error: {answer.error}")
     print()
+    return output
 
 
 def show(prompts: list[str], outputs: list[RequestOutput]) -> None:

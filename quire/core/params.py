@@ -6,7 +6,7 @@ Names and defaults follow vLLM's. The constructor checks all values, so every in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ MAX_N = 256
 MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256  # each is looked for at every token
+MAX_BEAM_STOP_IDS = 16
 MAX_PRIORITY = 100
 
 
@@ -120,13 +122,14 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParams(f"{name} is {show(getattr(self, name))}; give true or false.", name)
         self._freeze("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
-        self._freeze("bad_words", _strings("bad_words", self.bad_words, None))
+        self._freeze("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         self._freeze("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidParams(
-                    "allowed_token_ids is empty, so no token could be chosen; name one or leave it out."
+                    "allowed_token_ids is empty, so no token could be chosen; name one or leave it out.",
+                    "allowed_token_ids",
                 )
             self._freeze("allowed_token_ids", allowed)
         if self.logit_bias is not None:
@@ -197,10 +200,20 @@ class SamplingParams:
                         "use_beam_search, or leave it out.", name,
                     )  # fmt: skip
             return
-        if not self.n <= self.beam_width <= MAX_BEAM_WIDTH:
+        if self.beam_width > MAX_BEAM_WIDTH:
+            raise InvalidParams(
+                f"A beam search of width {self.beam_width} is too wide; give a width (best_of) of at most "
+                f"{MAX_BEAM_WIDTH}.", "best_of",
+            )  # fmt: skip
+        if self.beam_width < self.n:
             raise InvalidParams(
                 f"A beam search of width {self.beam_width} cannot return n = {self.n} answers; give a width (best_of) "
-                f"from n to {MAX_BEAM_WIDTH}.", "best_of",
+                "of at least n.", "best_of",
+            )  # fmt: skip
+        if len(self.stop_token_ids) > MAX_BEAM_STOP_IDS:
+            raise InvalidParams(
+                f"stop_token_ids holds {len(self.stop_token_ids):,} ids; give at most {MAX_BEAM_STOP_IDS} to a beam "
+                "search, whose candidates grow with them.", "stop_token_ids",
             )  # fmt: skip
         if self.max_tokens == 0:
             raise InvalidParams("max_tokens is 0; a beam search computes at least one token.", "max_tokens")
@@ -234,16 +247,20 @@ class SamplingParams:
             raise InvalidParams(f"{name} is {show(value)}; give a number {limit}.", name)
 
 
-def _strings(name: str, value: str | Sequence[str], most: int | None) -> tuple[str, ...]:
+def _strings(name: str, value: str | Sequence[str], most: int) -> tuple[str, ...]:
+    if not isinstance(value, str | Sequence | Set):
+        raise InvalidParams(f"{name} is {show(value)}; give a text or a list of texts.", name)
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidParams(f"{name} holds {show(texts)}; give texts, none of them empty.", name)
-    if most is not None and len(texts) > most:
+    if len(texts) > most:
         raise InvalidParams(f"{name} holds {len(texts)} texts; give at most {most}.", name)
     return texts
 
 
 def _token_ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(value, Sequence | Set | Mapping) or isinstance(value, str | bytes):
+        raise InvalidParams(f"{name} is {show(value)}; give a list of token ids.", name)
     ids = tuple(value)
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= MAX_COUNT for token in ids):
         raise InvalidParams(f"{name} holds {show(ids)}; give token ids, whole numbers from 0.", name)
@@ -251,8 +268,10 @@ def _token_ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bias(value: Mapping[int, float]) -> dict[int, float]:
-    _token_ids("logit_bias", list(value))
-    bias = {token: float(number) for token, number in value.items()}
-    if not all(math.isfinite(number) and abs(number) <= 100 for number in bias.values()):
-        raise InvalidParams(f"logit_bias holds {show(bias)}; give numbers from -100 to 100.", "logit_bias")
-    return bias
+    if not isinstance(value, Mapping):
+        raise InvalidParams(f"logit_bias is {show(value)}; give a number for each token id.", "logit_bias")
+    _token_ids("logit_bias", value)  # type: ignore[arg-type]
+    for number in value.values():
+        if not isinstance(number, int | float) or isinstance(number, bool) or not abs(number) <= 100:
+            raise InvalidParams(f"logit_bias holds {show(number)}; give numbers from -100 to 100.", "logit_bias")
+    return {token: float(number) for token, number in value.items()}

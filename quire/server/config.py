@@ -31,7 +31,7 @@ class ServerConfig:
     max_body_bytes: int = option(4_194_304, "Longest request body; longer ones are refused (413).", "BYTES")
     max_header_bytes: int = option(65_536, "Longest request line and headers; longer ones are refused (431).", "BYTES")
     read_timeout: float = option(
-        60.0, "Seconds a client has to send a request's headers, and again for its body (408)."
+        60.0, "Seconds a client has to send a request's headers, and again for its body (408).", "SECONDS"
     )
     max_prompts: int = option(128, "Prompts in one request.")
     allow_request_templates: bool = option(False, "Accept requests with their own chat template.")

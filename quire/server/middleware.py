@@ -114,7 +114,12 @@ class AccessLog:
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             message["headers"] = headers
-        await self._send(message)
+        try:
+            await self._send(message)
+        except RuntimeError as error:
+            if "closed" not in str(error):  # uvloop's error for a transport that the client has closed
+                raise
+            raise ClientDisconnected from error
 
     def labels(self) -> tuple[str, str]:
         """The route and the status, for the metrics."""

@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.messages import Ready, StepOutputs
 from quire.engine.supervisor import Supervised
-from quire.errors import DeadlineExceeded, EngineError, InvalidParams, ModelNotFound
+from quire.errors import DeadlineExceeded, EngineError, InvalidParams, ModelNotFound, show
 from quire.server.admission import Admission
 from quire.server.auth import Tenant
 from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
@@ -53,7 +53,7 @@ def request_context(request: Request, model: str | None = None) -> RequestContex
     context: RequestContext = request.scope["quire"]
     served = context.service.model
     if model is not None and model != served and model not in PLACEHOLDER_MODELS:
-        raise ModelNotFound(f"There is no model {model!r} here; this server has {served!r}.")
+        raise ModelNotFound(f"There is no model {show(model)} here; this server has {served!r}.")
     return context
 
 

@@ -10,10 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from quire.cli.main import main
+from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.core.params import SamplingParams
 from tests.server.running import Running
 
 pytestmark = pytest.mark.model
@@ -236,3 +241,30 @@ def test_the_api_key_may_come_from_the_environment(default_model, monkeypatch) -
         assert http.get("/v1/models").status_code == 401
         headers = {"authorization": "Bearer key-from-environment"}
         assert http.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["-n", "2"]])
+def test_an_answer_that_failed_is_a_status(options: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    failed = RequestOutput("0", "hi", [1], [CompletionOutput(0, "", [], finish_reason="error", error="It broke.")])
+
+    class Failing:
+        info = SimpleNamespace(summary="")
+
+        def __init__(self, **config: object) -> None:
+            pass
+
+        def get_default_sampling_params(self) -> SamplingParams:
+            return SamplingParams()
+
+        def generate(self, *_: object) -> list[RequestOutput]:
+            return [failed]
+
+        def stream(self, *_: object) -> Iterator[RequestOutput]:
+            yield failed
+
+    monkeypatch.setattr("quire.llm.LLM", Failing)
+    monkeypatch.setattr(sys, "argv", ["quire", "generate", "-p", "hi", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "It broke." in "".join(capsys.readouterr())

@@ -40,7 +40,16 @@ BAD = [
     {"allowed_token_ids": []},
     {"logit_bias": {1: math.inf}},
     {"logit_bias": {-3: 1.0}},
+    {"logit_bias": {5: "x"}},
+    {"logit_bias": [1]},
     {"bad_words": [""]},
+    {"bad_words": None},
+    {"bad_words": ["x"] * 257},
+    {"stop": 5},
+    {"stop_token_ids": 3},
+    {"stop_token_ids": "12"},
+    {"allowed_token_ids": 5},
+    {"stop_token_ids": list(range(17)), "use_beam_search": True, "temperature": 0.0},
     {"ignore_eos": 1},
 ]
 
@@ -50,6 +59,7 @@ def test_bad_values(options) -> None:
     with pytest.raises(InvalidParams) as caught:
         SamplingParams(**options)
     assert next(iter(options)) in str(caught.value)
+    assert caught.value.param == next(iter(options))
     assert caught.value.status == 400
 
 
@@ -114,3 +124,15 @@ def test_every_error_has_a_status_and_a_place_in_the_tree() -> None:
     for kind in walk(QuireError):
         assert kind.__doc__
         assert (kind.status == 400) == issubclass(kind, InvalidRequest)
+
+
+def test_more_threads_than_a_process_can_have_are_refused() -> None:
+    with pytest.raises(InvalidParams, match="threads is 100,000; give at most 1,024"):
+        EngineConfig(threads=100_000)
+
+
+def test_a_width_that_is_too_large_is_told_apart_from_one_that_is_too_small() -> None:
+    with pytest.raises(InvalidParams, match="width 65 is too wide"):
+        SamplingParams(use_beam_search=True, temperature=0.0, best_of=65)
+    with pytest.raises(InvalidParams, match="width 2 cannot return n = 3"):
+        SamplingParams(use_beam_search=True, temperature=0.0, best_of=2, n=3)

@@ -313,7 +313,7 @@ def test_an_error_while_a_request_is_added_costs_the_others_time_only(
 
 def test_behind_a_step_that_fails_the_next_is_sampled(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose sampling waits for the tokens before it must not wait for ever."""
-    engine, runner = make(clock, None)
+    engine, _ = make(clock, None)
     sampled = list[int]()
     monkeypatch.setattr(SlowStep, "sample", lambda step: sampled.append(step.plan.step))
     engine.add(ask("a", 10, 6))

@@ -430,3 +430,10 @@ def test_after_closing_it_says_so(default_model) -> None:
     llm.close()
     with pytest.raises(EngineClosed):
         llm.generate("hi", GREEDY)
+
+
+def test_one_prompt_is_one_prompt_everywhere(llm: LLM) -> None:
+    assert len(llm.score("One, two")) == 1
+    assert len(llm.beam_search("One,", BeamSearchParams(beam_width=2, max_tokens=2))) == 1
+    with pytest.raises(InvalidParams, match="prompts is 5"):
+        llm.generate(5)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.core.params import SamplingParams
+from quire.errors import InvalidParams
 from quire.server.anthropic.protocol import MessagesRequest
 from quire.server.openai import chat, completions
 from quire.server.openai.protocol import NO_EFFECT, ChatCompletionRequest, CompletionRequest
@@ -122,3 +123,23 @@ def test_parallel_calls_may_be_spoken_of_where_there_are_no_tools(parallel) -> N
 def test_a_field_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValidationError, match="frobnicate"):
         completion({"frobnicate": 1})
+
+
+@pytest.mark.parametrize("key", ["9" * 5000, "٣", "-1", "1.0", ""])
+def test_keys_of_a_bias_are_token_ids(key: str) -> None:
+    with pytest.raises(InvalidParams) as caught:
+        completion({"logit_bias": {key: 1}})
+    assert caught.value.param == "logit_bias"
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("dialect", [completion, chat_completion])
+def test_log_probabilities_of_a_prompt_are_bounded(dialect: Any) -> None:
+    assert dialect({"prompt_logprobs": 20}).prompt_logprobs == 20
+    with pytest.raises(InvalidParams, match="prompt_logprobs is 1000; give a whole number from 0 to 20"):
+        dialect({"prompt_logprobs": 1000})
+
+
+@pytest.mark.parametrize("dialect", [completion, chat_completion, response])
+def test_a_top_k_of_minus_one_keeps_all(dialect: Any) -> None:
+    assert dialect({"top_k": -1}).top_k == 0

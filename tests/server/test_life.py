@@ -92,11 +92,11 @@ def test_a_reader_that_never_reads_harms_nobody(server):
     assert (reason, errors) == ("length", [])
 
 
-def test_ten_thousand_requests_wait_their_turn(server):
-    """A hundred calls of a hundred prompts each, at once; somebody else is answered in the middle of it."""
+def test_thousands_of_requests_wait_their_turn(server):
+    """Forty calls of a hundred prompts each, at once; the server answers others in the middle of it."""
     body = {"prompt": [f"Number {n}" for n in range(100)], "max_tokens": 1, "temperature": 0}
-    with server.client() as http, concurrent.futures.ThreadPoolExecutor(100) as pool:
-        asked = [pool.submit(http.post, "/v1/completions", json=body, timeout=300) for _ in range(100)]
+    with server.client() as http, concurrent.futures.ThreadPoolExecutor(40) as pool:
+        asked = [pool.submit(http.post, "/v1/completions", json=body, timeout=300) for _ in range(40)]
         wait_for(lambda: figure(http, "quire_requests_waiting") > 1000)
         assert http.get("/health").status_code == 200
         answers = [task.result() for task in asked]

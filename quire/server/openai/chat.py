@@ -22,15 +22,13 @@ from quire.server.openai.output import (
     stream_choices,
     usage,
 )
-from quire.server.openai.protocol import ChatCompletionRequest
+from quire.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest
 from quire.server.schemas import ChatCompletion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
 from quire.text.output_processor import OutputProcessor
 from quire.text.tools.definitions import parse_tool_choice, parse_tools
 from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallStart, collect_events
-
-MAX_LOGPROBS = 20
 
 router = APIRouter()
 

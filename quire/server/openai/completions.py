@@ -21,14 +21,13 @@ from quire.server.openai.output import (
     stream_choices,
     usage,
 )
-from quire.server.openai.protocol import CompletionRequest
+from quire.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
 from quire.server.schemas import Completion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
 from quire.text.detokenizer import Detokenizer, PromptText, TokenOffsets
 from quire.text.output_processor import OutputProcessor
 
-MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 
 router = APIRouter()

@@ -18,6 +18,9 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Ids = ArrayOf[StrictInt]
 STRUCTURED_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
+MAX_ID_DIGITS = 10
+MAX_LOGPROBS = 20  # OpenAI's limit; documents with more take the event loop long to write
+
 
 class StreamOptions(RequestModel):
     """`include_obfuscation` has no effect: quire adds no random characters to hide the length of an answer."""
@@ -94,6 +97,11 @@ class SamplingFields(NoEffectFields):
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise InvalidParams(
+                f"prompt_logprobs is {self.prompt_logprobs}; give a whole number from 0 to {MAX_LOGPROBS}.",
+                "prompt_logprobs",
+            )
         if given.get("top_k") == -1:
             given["top_k"] = 0  # vLLM's value for: keep all
         if self.logit_bias is not None:
@@ -183,6 +191,6 @@ class ChatCompletionRequest(SamplingFields):
 
 
 def token_id(name: str, key: str) -> int:
-    if not key.isdecimal():
+    if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
         raise InvalidParams(f"{name} has the key {show(key)}; keys are token ids.", name)
     return int(key)

@@ -13,12 +13,11 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams, show
-from quire.server.openai.protocol import NoEffectFields, Number
+from quire.server.openai.protocol import MAX_LOGPROBS, NoEffectFields, Number
 from quire.server.request_model import ArrayOf, RequestModel
 
 Document = dict[str, Any]
 
-MAX_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -191,6 +190,8 @@ class ResponsesRequest(NoEffectFields):
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
+        if given.get("top_k") == -1:
+            given["top_k"] = 0  # vLLM's value for: keep all
         if self.with_logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return SamplingParams.of({**defaults, **given, "max_tokens": self.max_output_tokens, **overrides})
