@@ -17,7 +17,7 @@ PACKAGE = Path(quire.__file__).parent
 
 # What a room may import of quire beside itself. A name stands for the module and everything below it.
 ALLOWED: dict[str, set[str]] = {
-    "": {"llm", "async_llm", "config", "core", "errors"},
+    "": {"llm", "async_llm", "beam_search", "config", "core", "errors"},
     "errors": set(),
     "config": {"errors"},
     "core": {"errors"},

@@ -53,7 +53,7 @@ def request_context(request: Request, model: str | None = None) -> RequestContex
     context: RequestContext = request.scope["quire"]
     served = context.service.model
     if model is not None and model != served and model not in PLACEHOLDER_MODELS:
-        raise ModelNotFound(f"There is no model {show(model)} here; this server has {served!r}.")
+        raise ModelNotFound(f"There is no model {show(model)} here; this server has {show(served)}.")
     return context
 
 

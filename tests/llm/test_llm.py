@@ -352,7 +352,7 @@ def test_when_every_token_is_banned_only_that_request_ends_with_an_error(llm: LL
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch, caplog) -> None:
     runner = llm._client.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("out of luck")))
+        patch.setattr(runner, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of luck")))
         (out,) = llm.generate("hi", GREEDY)
     assert out.outputs[0].finish_reason == "error"
     assert "out of luck" in (out.outputs[0].error or "")
@@ -363,7 +363,7 @@ def test_a_gpu_that_is_lost_is_the_caller_s_to_know(llm: LLM, monkeypatch) -> No
     """Not an error of the requests alone: an engine in a process of its own ends with it, and is started again."""
     engine = llm._client.engine
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
 
     with monkeypatch.context() as patch:
@@ -379,7 +379,7 @@ def test_a_gpu_that_is_lost_is_the_caller_s_to_know(llm: LLM, monkeypatch) -> No
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch) -> None:
     runner = llm._client.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(runner, "launch", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], GREEDY)
     scheduler = llm._client.engine.scheduler

@@ -37,7 +37,7 @@ class TestModels:
         assert client.models.retrieve(MODEL).owned_by == "quire"
 
     def test_unknown(self, client):
-        with pytest.raises(openai.NotFoundError, match="no model 'gpt-9'"):
+        with pytest.raises(openai.NotFoundError, match='no model "gpt-9"'):
             client.models.retrieve("gpt-9")
 
 
