@@ -100,8 +100,8 @@ class BatchBuffers:
         """`size` and `rows` pad the step to that many tokens and rows. Padding tokens have no slot, and padding rows no
         context."""
         self._wait_for_upload()
-        num_rows, num_tokens = len(plan), plan.num_tokens
         query_starts = list(accumulate(plan.counts, initial=0))
+        num_rows, num_tokens = len(plan.counts), query_starts[-1]
         seq_lens = list(map(add, plan.starts, plan.counts))
         self.query_starts.host[: num_rows + 1] = query_starts
         self.seq_lens.host[:num_rows] = seq_lens
@@ -156,8 +156,9 @@ class BatchBuffers:
         self.query_starts.host[num_rows + 1 : rows + 1] = self.query_starts.host[num_rows]
 
     def _fill_positions(self, plan: Plan, query_starts: list[int]) -> None:
-        if plan.num_tokens == len(plan):
-            self.positions.host[: len(plan)] = plan.starts
+        num_rows = len(plan.starts)
+        if query_starts[-1] == num_rows:
+            self.positions.host[:num_rows] = plan.starts
             return
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
             self.positions.host[first : first + count] = np.arange(start, start + count)
@@ -208,8 +209,8 @@ class BatchBuffers:
 
 def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entries: list[int]) -> Samples:
     """The last `yields` positions of each row."""
-    if plan.num_tokens == len(plan) and all(plan.yields):
-        count = len(plan)
+    count = len(plan.yields)
+    if query_starts[-1] == count and all(plan.yields):
         return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, entries)
     samples = Samples(drafts=plan.drafts)
     for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):

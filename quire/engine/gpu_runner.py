@@ -114,7 +114,7 @@ class GpuRunner(ModelRunner):
         self, model: Decoder, cache: CacheTensors, buffers: GpuBuffers, ops: Kernels, graph_bytes: int
     ) -> None:
         super().__init__(model, cache, buffers, ops)
-        self.sampler = GpuSampler(model, buffers, ops)
+        self.sampler = GpuSampler(model.head, buffers, ops)
         self.max_rows = buffers.max_rows
         self._host_outputs = deque(
             HostOutputs(

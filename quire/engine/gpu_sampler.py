@@ -17,12 +17,12 @@ from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
-from quire.models.decoder import Decoder
+from quire.layers.embedding import Head
 
 
 class GpuSampler(Sampler):
-    def __init__(self, model: Decoder, buffers: GpuBuffers, ops: Kernels) -> None:
-        super().__init__(model, buffers.state, ops)
+    def __init__(self, head: Head, buffers: GpuBuffers, ops: Kernels) -> None:
+        super().__init__(head, buffers.state, ops)
         device, max_rows = ops.device, buffers.max_rows
         self._buffers = buffers
         self._max_rows = max_rows
@@ -30,36 +30,37 @@ class GpuSampler(Sampler):
         self._max_logits = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
         self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
         self._argmax = Argmax(max_rows, device)
-        vocab_size = model.head.weight.shape[0]
-        self._draw = TokenSampler(max_rows, vocab_size, model.head.softcap, device)
+        vocab_size = head.weight.shape[0]
+        self._draw = TokenSampler(max_rows, vocab_size, head.softcap, device)
         self._draw_processed = TokenSampler(max_rows, vocab_size, None, device)  # the softcap is already applied
 
     def prepare(self, hidden: Tensor) -> None:
         """Warm up: run every kernel once on a dummy sample. hidden [1 or more, hidden_size]"""
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
         draws = self._draws(entries, lengths)._replace(has_top_k=True, has_top_p=True)
-        self._draw(self.model.products(hidden), draws, self._tokens, self._max_logits)
-        self._draw_processed(self.model.logits(hidden[:1]), draws, self._tokens, self._max_logits)
-        self._argmax(self.model.products(hidden), entries, self._tokens, self._max_logits, self.last_tokens)
+        self._draw(self.head.weight.matmul(hidden), draws, self._tokens, self._max_logits)
+        self._draw_processed(self.head(hidden[:1]), draws, self._tokens, self._max_logits)
+        self._argmax(self.head.weight.matmul(hidden), entries, self._tokens, self._max_logits, self.last_tokens)
         self.score(hidden[:1], [0], 1)
-        vocab_size = self.model.head.weight.shape[0]
+        vocab_size = self.head.weight.shape[0]
         logits = hidden.new_zeros(1, vocab_size, dtype=torch.float32)
         index, bits = hidden.new_zeros(1, 2, dtype=torch.int64), -(-vocab_size // 8)
         self.ops.penalize(logits, logits.int(), index, logits[:, :3].contiguous())
         self.ops.apply_token_bitmask(logits, index[0, :1], hidden.new_zeros(1, bits, dtype=torch.uint8))
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
-        return self._gather_logprobs(self.model.products(hidden), self._to_device(targets), [num_top] * len(targets))
+        products = self.head.weight.matmul(hidden)
+        return self._gather_logprobs(products, self._to_device(targets), [num_top] * len(targets))
 
     def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
         count, products = len(samples), None
         if 0 < count <= self._max_rows:
-            products = self.model.products(hidden)[:count]
+            products = self.head.weight.matmul(hidden)[:count]
             self._sample_range(products, 0, count)
         elif count:  # drafts of many requests
             for first in range(0, count, self._max_rows):
                 stop = min(first + self._max_rows, count)
-                self._sample_range(self.model.products(hidden[first:stop]), first, stop)
+                self._sample_range(self.head.weight.matmul(hidden[first:stop]), first, stop)
         processed: list[int] = []
         if self.state.flags.processes_logits:
             requests = enumerate(samples.requests)
@@ -81,14 +82,12 @@ class GpuSampler(Sampler):
             self._sample_from_logits(samples, rest, self._logits(hidden, output.products, rest), output)
         if scored := output.logprobs_indices:
             index = self._to_device(scored)
-            products = self.model.products(hidden[index]) if output.products is None else output.products[index]
+            products = self.head.weight.matmul(hidden[index]) if output.products is None else output.products[index]
             nums_top = [samples.requests[nth].params.logprobs or 0 for nth in scored]
             output.logprobs = self._gather_logprobs(products, output.tokens[index], nums_top)
 
     def _gather_logprobs(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsTensors:
-        return LogprobsTensors(
-            *logprobs(products, tokens, self._to_device(nums_top), max(nums_top), self.model.head.softcap)
-        )
+        return LogprobsTensors(*logprobs(products, tokens, self._to_device(nums_top), max(nums_top), self.head.softcap))
 
     def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
         self._process_logits(samples, indices, logits)

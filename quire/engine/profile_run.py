@@ -88,7 +88,7 @@ def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
     """The model on all tokens, and logits and log probabilities of every row."""
     hidden = model(batch.tokens, batch.positions, batch.paging, cache.layers)
     ends = torch.tensor(batch.paging.host_query_starts[1:], device=hidden.device) - 1
-    torch.log_softmax(model.logits(hidden[ends]), -1)
+    torch.log_softmax(model.head(hidden[ends]), -1)
 
 
 def largest_plan(

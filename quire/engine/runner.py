@@ -122,7 +122,7 @@ class ModelRunner:
         self.cache = cache
         self.buffers = buffers
         self.ops = ops
-        self.sampler = Sampler(model, buffers.state, ops)
+        self.sampler = Sampler(model.head, buffers.state, ops)
 
     @torch.inference_mode()
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:

@@ -28,14 +28,14 @@ from quire.engine.batch import Samples
 from quire.engine.logits_processors import SampleContext, process_logits, to_device
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
-from quire.models.decoder import Decoder
+from quire.layers.embedding import Head
 
 
 class Sampler:
     """Samples the tokens of a step."""
 
-    def __init__(self, model: Decoder, state: SamplingState, ops: Kernels) -> None:
-        self.model = model
+    def __init__(self, head: Head, state: SamplingState, ops: Kernels) -> None:
+        self.head = head
         self.state = state
         self.ops = ops
 
@@ -63,14 +63,14 @@ class Sampler:
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
         """Log probabilities of prompt tokens. hidden [targets, hidden_size]: the states of the tokens before them."""
-        logprobs = torch.log_softmax(self.model.logits(hidden), -1)
+        logprobs = torch.log_softmax(self.head(hidden), -1)
         return gather_logprobs(logprobs, self._to_device(targets), num_top)
 
     def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
         """Sample by a fused argmax where no logits are needed. Returns the indices of the other samples too."""
         plain = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
         rest = [nth for nth, request in enumerate(samples.requests) if not request.argmax_only and request.beam is None]
-        found = self.model.argmax(hidden, plain) if plain else ([], [])
+        found = self.head.weight.argmax(hidden, plain) if plain else ([], [])
         tokens = torch.tensor(found[0], dtype=torch.int64, device=hidden.device)
         max_logits = torch.tensor(found[1], device=hidden.device)
         if len(plain) == len(samples):
@@ -126,7 +126,7 @@ class Sampler:
     def _logits(self, hidden: Tensor, products: Tensor | None, indices: list[int]) -> Tensor:
         """Logits of some samples, [indices, vocab] float32. They are a copy."""
         index = self._to_device(indices)
-        return self.model.logits(hidden[index]) if products is None else self.model.head.cap(products[index])
+        return self.head(hidden[index]) if products is None else self.head.cap(products[index])
 
     def _process_logits(self, samples: Samples, indices: list[int], logits: Tensor) -> None:
         """Apply logits processors to the logits of some samples, in place. Finished requests are skipped."""

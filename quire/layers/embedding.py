@@ -5,8 +5,6 @@ In a model with tied embeddings they hold the same Weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,3 @@ class Head:
         """Products of the matrix -> logits: float32, with the soft cap applied."""
         logits = products.float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The likeliest token of each of the given rows, and its logit before the cap. The cap changes no order."""
-        return self.weight.argmax(hidden, rows)

@@ -83,18 +83,6 @@ class Decoder:
         """The cache spec of each layer. The model is called with one cache a layer, in this order."""
         return [layer.attention.cache_spec for layer in self.layers]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [m, hidden_size] -> [m, vocab_size] float32"""
-        return self.head(hidden)
-
-    def products(self, hidden: Tensor) -> Tensor:
-        """Logits before the soft cap and the cast to float32. Their order is the same."""
-        return self.head.weight.matmul(hidden)
-
-    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The likeliest next token of each of the given rows, and its logit before the cap: greedy sampling."""
-        return self.head.argmax(hidden, rows)
-
 
 def build_attention(
     config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool

@@ -40,7 +40,7 @@ def test_logits_and_perplexity_agree_with_transformers(llm: LLM, theirs, default
     with torch.inference_mode():
         paging = cache.step(rows)
         hidden = loaded.model(torch.tensor(tokens), cache.positions(rows), paging, cache.layers)
-        ours = loaded.model.logits(hidden)
+        ours = loaded.model.head(hidden)
         expected = theirs(torch.tensor([tokens])).logits[0]
     assert (ours - expected).abs().max() < 1e-3
     targets = torch.tensor(tokens[1:])

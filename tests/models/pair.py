@@ -78,7 +78,7 @@ def run(
     for rows in steps:
         paging = cache.step(rows)
         ids = torch.cat([tokens[sequence][done[sequence] :][:count] for sequence, count in rows])
-        out = model.logits(model(ids, cache.positions(rows), paging, cache.layers))
+        out = model.head(model(ids, cache.positions(rows), paging, cache.layers))
         for (sequence, count), part in zip(rows, out.split([count for _, count in rows]), strict=True):
             logits[sequence].append(part)
             done[sequence] += count

@@ -109,7 +109,7 @@ class Model:
             x = layer(x, positions, paging, cache, ends if index == LAYERS - 1 else None)
         return self.last_norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.embedding.weight.matmul(hidden)
 
 
@@ -159,7 +159,7 @@ def run(model: Any, cache: PagedCache) -> list[Tensor]:
 
 def logits_of(model: Any, found: list[Tensor], sequence: int) -> Tensor:
     order = [row for step in STEPS for row, _ in step]
-    return model.logits(torch.cat([hidden for row, hidden in zip(order, found, strict=True) if row == sequence]))
+    return model.head(torch.cat([hidden for row, hidden in zip(order, found, strict=True) if row == sequence]))
 
 
 def assert_agrees(reference: Any, model: Any, found: list[Tensor]) -> None:

@@ -18,10 +18,14 @@ from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
 
 
-class NoModel:
-    """Its hidden entries are the logits."""
+class NoHead:
+    """Its hidden states are the logits."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    @property
+    def weight(self) -> NoHead:
+        return self
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         return hidden.float().clone()
 
     def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -30,8 +34,8 @@ class NoModel:
 
 
 def make_sampler(vocab_size: int, max_rows: int, ops: Kernels) -> Sampler:
-    model: Any = NoModel()
-    return Sampler(model, SamplingState(max_rows, vocab_size, ops.device, DirectUploader()), ops)
+    head: Any = NoHead()
+    return Sampler(head, SamplingState(max_rows, vocab_size, ops.device, DirectUploader()), ops)
 
 
 def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:

@@ -54,7 +54,7 @@ def logits(model, config, tokens=TOKENS):
     )
     shape = (1, 16, config.num_kv_heads, config.head_dim)
     kv = [LayerCache(torch.zeros(shape), torch.zeros(shape), 0, 16) for _ in range(config.num_layers)]
-    return model.logits(model(tokens, torch.arange(n), paging, kv))
+    return model.head(model(tokens, torch.arange(n), paging, kv))
 
 
 def gguf_tensors(family="llama"):

@@ -35,7 +35,7 @@ class RecordedModel:
     """A model, its caches and the tape of its forward pass."""
 
     def __init__(self, model: Any, kv: Sequence[LayerCache], native: Native, max_tokens: int) -> None:
-        self.model = model
+        self.head = model.head
         self.tape = Tape(native, max_tokens)
         self._kv = kv
         groups = range(1 + max(cache.group for cache in kv))
@@ -49,11 +49,3 @@ class RecordedModel:
         num_tokens = tokens.shape[0]
         self.tape.run(tokens, positions, paging, num_tokens)
         return self._result[:num_tokens]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.logits(hidden)
-        return logits
-
-    def argmax(self, hidden: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        found: tuple[list[int], list[float]] = self.model.argmax(hidden, rows)
-        return found

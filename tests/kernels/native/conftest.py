@@ -19,10 +19,10 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
 
     def keep_and_sample(self: Any, samples: Samples, hidden: Tensor) -> SamplerOutput:
         if len(samples):
-            logits = self.model.logits(hidden[: len(samples)])
+            logits = self.head(hidden[: len(samples)])
             kept[-1].keep(logits, samples)
             best = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
-            assert not best or self.model.argmax(hidden, best)[0] == logits[best].argmax(-1).tolist()
+            assert not best or self.head.weight.argmax(hidden, best)[0] == logits[best].argmax(-1).tolist()
         return sample(self, samples, hidden)
 
     monkeypatch.setattr(Sampler, "sample", keep_and_sample)
