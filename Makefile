@@ -1,4 +1,4 @@
-# From a fresh clone: `make run` starts a server, `make test` tests. `make help` lists the rest.
+# In a fresh clone, `make run` starts a server and `make test` runs the tests. `make help` lists all targets.
 
 PYTHON ?= python3
 MODEL ?= smollm2:135m
@@ -7,19 +7,19 @@ PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The build's own tools go into .venv, at their pinned versions, so that `make native` can build on where pip stopped.
+# The build tools are installed into .venv at their pinned versions, so that `make native` continues pip's build.
 INSTALL := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmake ninja && \
 	$(PIP) install -qq -c constraints.txt --no-build-isolation
-# pip compiles what it installs, but not a package that stays where it is; compiling at every start costs 0.2 s.
+# pip does not compile an editable package to bytecode. Without bytecode every start takes 0.2 s longer.
 COMPILE := $(BIN)/python -m compileall -q quire
-# The compiler of the GPU's kernels: tests compile them on machines without a GPU too. It is not in constraints.txt, since
-# torch for a GPU brings the version that belongs to it. It exists for Linux only; elsewhere those tests are skipped.
+# The compiler of the GPU kernels. Tests compile them on machines without a GPU too. It is not in constraints.txt, because
+# torch for a GPU depends on its own version. It exists for Linux only. On other systems these tests are skipped.
 TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 # The C++ kernels. pip configures $(NATIVE) when it installs; without pip, the first `make native` does.
-# (A build directory keeps the generator that it began with, so there is one for each.)
+# A build directory cannot change its generator, so there is one for each generator.
 NATIVE = build/native$(if $(NINJA),,-make)
 SANITIZED := build/sanitized
 SANITIZED_TESTS ?= tests/kernels/native
@@ -47,7 +47,7 @@ run: $(INSTALLED) ## Install, fetch the default model and serve it; Ctrl-C stops
 install: $(INSTALLED) ## Install quire into .venv.
 	@$(BUILD_NATIVE_QUIETLY)
 
-native: ## Build the C++ kernels into quire/kernels/cpu/; needs no .venv, but cmake, a C++ compiler and nanobind.
+native: ## Build the C++ kernels into quire/kernels/cpu/. Needs cmake, a C++ compiler and nanobind, but no .venv.
 	@$(BUILD_NATIVE)
 
 test: $(INSTALLED_DEV) ## Run every test that this machine can run.
@@ -57,10 +57,10 @@ test: $(INSTALLED_DEV) ## Run every test that this machine can run.
 test-core: $(INSTALLED_DEV) ## Run the tests that need no torch (seconds).
 	@$(BIN)/pytest -m core
 
-test-cuda: ## Run the tests that need an NVIDIA GPU, with the Python that has torch for it; elsewhere they are skipped.
+test-cuda: ## Run the tests that need an NVIDIA GPU, with a Python that has torch for it. Without a GPU they are skipped.
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest tests/cuda
 
-# The tests run in a copy of the package that holds the sanitized kernels, so no other build of them can be meant.
+# The tests run in a copy of the package that has only the sanitized kernels, so no other build can be loaded.
 test-sanitized: $(INSTALLED_DEV) ## Run the C++ kernels' tests under AddressSanitizer and UBSan.
 	@rm -rf $(SANITIZED)/tree && mkdir -p $(SANITIZED)/tree
 	@cp -r quire tests pyproject.toml $(SANITIZED)/tree && rm -f $(SANITIZED)/tree/quire/kernels/cpu/_native*.so
@@ -81,11 +81,11 @@ lint: $(INSTALLED_DEV) ## Check style and types.
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(INSTALLED_DEV) ## Format the code and repair what ruff can.
+format: $(INSTALLED_DEV) ## Format the code and apply ruff's fixes.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-clean: ## Remove caches and build outputs; .venv and fetched models stay.
+clean: ## Remove caches and build outputs. .venv and fetched models are kept.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage *.egg-info
 	@rm -f quire/kernels/cpu/_native*.so quire/kernels/cpu/native_missing.txt
 	@find quire tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Types of command line arguments: wrong ones are refused by argparse with a sentence."""
+"""Types of command line arguments. argparse reports wrong values with the message of the type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """A whole number, at least 1."""
     value = positive(text)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not whole")

@@ -1,9 +1,9 @@
-"""Continuous, static and dynamic batching on the same work: requests of mixed length that arrive all the time.
+"""Continuous, static and dynamic batching under the same load: requests of mixed length that arrive at random times.
 
     python benchmarks/batching.py [--model smollm2:135m] [--requests 32] [--rate 4] [--batch-size 8]
 
-The three differ in when a waiting request may join; scheduler, runner and answers are the same. Prompts have 8 to 64
-random tokens, answers 4 to 64; arrivals are a Poisson process of --rate requests a second.
+The three differ in when a waiting request may join the batch. Scheduler, runner and answers are the same. Prompts have
+8 to 64 random tokens, answers 4 to 64. Arrivals are a Poisson process of --rate requests a second.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The engine is killed again and again under load; every answer must be what it is undisturbed.
+"""Kills the engine repeatedly under load. Every answer must equal the answer without kills.
 
     python benchmarks/chaos.py [--kills 50] [--streams 32] [--output-tokens 200]
 
-Starts `quire serve`, asks all questions once in peace, then keeps as many streams open as wanted, asking the same
-questions over and over, while the engine's process gets SIGKILL at random moments. Prints how many answers came, how
-many were lost, and how many differed.
+Starts `quire serve` and sends all requests once without kills. Then --streams streams repeat the same requests while
+the engine's process gets SIGKILL at random times. Prints how many answers arrived, how many were lost, and how many
+differed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import httpx2
 
-MAX_LOST = 20  # then it is no use to go on
+MAX_LOST = 20  # then the run ends
 WORDS = ("river", "stone", "cloud", "engine", "paper", "lamp", "north", "seven", "violet", "harbour")
 
 
@@ -69,7 +69,7 @@ def question(number: int, output_tokens: int) -> dict[str, object]:
 
 
 async def ask(client: httpx2.AsyncClient, body: dict[str, object]) -> dict[int, tuple[list[int], str, str]]:
-    """Each choice: tokens, text, why it ended."""
+    """For each choice: tokens, text, finish reason."""
     found: dict[int, tuple[list[int], str, str]] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():

@@ -1,11 +1,11 @@
-"""quire beside llama.cpp, vLLM CPU, OpenVINO GenAI and transformers: the same model and work, one after another.
+"""quire compared with llama.cpp, vLLM CPU, OpenVINO GenAI and transformers: the same model and work, one after another.
 
     python benchmarks/cpu_peers.py --peers DIR [--model smollm2:135m] [--model other.gguf] [--only llama,vllm] [--quick]
 
-DIR holds the peers, each on its own: DIR/llama/bin, DIR/vllm, DIR/openvino, DIR/transformers (virtual environments);
-those that are not there are listed with what they need. quire runs before and after every peer, which is compared with
-those two runs: the machine's speed may change meanwhile. The report goes to stdout, progress to stderr;
-peers/engines.py says how each engine is asked.
+DIR holds the peers: DIR/llama/bin, and the virtual environments DIR/vllm, DIR/openvino and DIR/transformers. The report
+lists missing peers with what they need. quire runs before and after every peer, because the machine's speed may change.
+A peer is compared with these two runs. The report is written to stdout, progress to stderr. peers/engines.py describes
+how each engine is called.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, default=cache_dir() / "peers", help="default: peers in quire's cache")
     parser.add_argument("--model", action="append", help="an alias or a .gguf file; may be given several times")
     parser.add_argument("--only", type=names, default=list(PEERS), help=f"of {','.join(PEERS)}; default all")
-    parser.add_argument("--contexts", type=counts, default=[512, 4096], help="batch 1, prompts so long; 512,4096")
-    parser.add_argument("--batches", type=counts, default=[8, 16, 32], help="prompts of --prompt-tokens; 8,16,32")
+    parser.add_argument("--contexts", type=counts, default=[512, 4096], help="prompt lengths at batch 1; 512,4096")
+    parser.add_argument("--batches", type=counts, default=[8, 16, 32], help="of prompts of --prompt-tokens; 8,16,32")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one process may take; 1800")
-    parser.add_argument("--quick", action="store_true", help="try the mechanics: one repeat, 1 x 64 and 4 x 32, 8 new")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="time limit of one process in s; 1800")
+    parser.add_argument("--quick", action="store_true", help="a test run: one repeat, 1 x 64 and 4 x 32, 8 new tokens")
     parser.add_argument("--json", type=Path, help="write the figures here, after every engine")
     parser.add_argument("--plot", type=Path, help="draw them here, as SVG")
     options = parser.parse_args()
@@ -74,10 +74,10 @@ def names(text: str) -> list[str]:
 
 
 def describe(name: str) -> tuple[Model, dict[str, Any]]:
-    """A model and the machine as `quire info` sees them."""
+    """A model and the machine, as `quire info` reports them."""
     path = resolve(name).path.resolve()
     if path.suffix != ".gguf":
-        raise SystemExit(f"{name}: only a model that is one .gguf file can be put before every engine.")
+        raise SystemExit(f"{name}: every engine reads only a model that is one .gguf file.")
     command = [sys.executable, "-m", "quire.cli.main", "info", str(path), "--json"]
     child = run_child(command, env=os.environ, timeout_s=60.0)
     if child.failure:
@@ -87,9 +87,9 @@ def describe(name: str) -> tuple[Model, dict[str, Any]]:
 
 
 def environment(onednn_limit: str | None) -> dict[str, str]:
-    """What every child gets; a limit for oneDNN only where AMX is advertised and faults, and unless one is set.
+    """The environment of every child. oneDNN gets a limit if AMX is advertised but faults, and no limit is set.
 
-    Each engine is told its threads in its own way: OMP_NUM_THREADS would also set vLLM's helper processes spinning.
+    Each engine has its own option for threads. OMP_NUM_THREADS would also make vLLM's helper processes spin.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env.pop("OMP_NUM_THREADS", None)
@@ -105,7 +105,7 @@ def feel_pulse(setup: Setup) -> dict[str, float] | None:
 
 
 def measure(engine: Engine, model: Model, cells: Sequence[Cell], setup: Setup) -> dict[str, Any]:
-    """Everything about one engine on one model."""
+    """All figures of one engine on one model."""
     pulse = feel_pulse(setup)
     starts = start_often(engine, model, setup)
     measured = engine.measure(model, cells, setup)
@@ -124,9 +124,9 @@ def measure(engine: Engine, model: Model, cells: Sequence[Cell], setup: Setup) -
 
 
 def start_often(engine: Engine, model: Model, setup: Setup) -> list[Child]:
-    """As many starts as there are repeats, or one where it takes long or fails.
+    """Start the engine once for each repeat, or only once if that takes long or fails.
 
-    One more goes before them and counts only if it fails or takes long: it fills caches of files and compiled code.
+    A first start fills the caches of files and compiled code. It counts only if it fails or takes long.
     """
     if (first := engine.start(model, setup)).failure or first.total_s >= SLOW_START_S:
         return [first]
@@ -137,7 +137,7 @@ def start_often(engine: Engine, model: Model, setup: Setup) -> list[Child]:
 
 
 def compare(model: Model, peers: Sequence[Engine], cells: Sequence[Cell], setup: Setup) -> Iterator[dict[str, Any]]:
-    """The result of one engine after another; quire comes first, and again after every peer."""
+    """The results of all engines in order. quire runs first, and again after every peer."""
     order: list[Engine] = [Quire()]
     for peer in peers:
         order += [peer, Quire()]

@@ -1,9 +1,10 @@
-"""Where a step's time goes with quire's own CPU kernels: op by op, and what Python adds around them.
+"""The time of a step with quire's own CPU kernels, for each op and for Python.
 
     python benchmarks/cpu_profile.py [--model smollm2:135m] [--batch 1,8,32] [--context 128] [--steps 64]
 
-Each batch decodes `--steps` tokens at about `--context` tokens each, timed op by op; the last line of a table is the
-whole step as the engine runs it, so the difference is scheduling, batching and sampling.
+Each batch decodes `--steps` tokens at a context of about `--context` tokens. Every op is timed. The title of a table
+has the time of the whole step as the engine runs it. The line `around it` is the rest: scheduling, batching and
+sampling.
 """
 
 from __future__ import annotations

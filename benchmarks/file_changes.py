@@ -3,8 +3,8 @@
     python benchmarks/file_changes.py [--stream] [--tokens 4] [--under server] [--list]
 
 The request goes through the ASGI application to a fake engine that answers with fixed tokens, one at a time. A change
-is a call (or a resumption of a coroutine) in another file than the call before. A first request, which is not counted,
-loads and compiles what later ones share.
+is a call (or a resumption of a coroutine) in another file than the call before. A first request loads and compiles what
+later requests share. It is not counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FakeEngine:
 
 
 class Trace:
-    """The files that functions are called in, in order; neighbours that are equal count once."""
+    """The files in which functions are called, in order. Consecutive equal files count once."""
 
     def __init__(self, root: str) -> None:
         self.root = root

@@ -1,22 +1,23 @@
-"""quire on one GPU beside vLLM's recorded figures: Llama-3-8B's shapes, bf16, random weights made on the GPU.
+"""quire on one GPU compared with recorded figures of vLLM: Llama-3-8B's shapes, bf16, random weights.
 
     python benchmarks/gpu.py [--only start,1,16,64,256,neighbours,prefill,mix,arrivals,...] [--json FILE] [--exact]
                              [--sampling JSON] [--trace FILE] [--seconds S]
 
-Greedy unless `--sampling` says otherwise, such as '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'; `--exact`
-measures what the same bits in any batch cost. Needs no network and no file; from a checkout it needs no installation.
+Sampling is greedy, or as `--sampling` sets it: '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. `--exact`
+measures an engine whose bits do not depend on the batch. It needs no network, no file and, in a checkout, no
+installation.
 
-start, batches, prefill, mix: batches that begin together, without prefix cache and without a target for the time
-between tokens, as `LLM.generate` runs them. TTFT is the time of a batch with one new token; TPOT is (time for n tokens
-- TTFT) / (n - 1). Best of `--repeats` runs after one to warm up.
-neighbours: the speed of a batch of 64 in which one request asks for more, beside that of 64 plain ones.
-arrivals: requests that come one by one, as a server has them, on an engine with default settings; prompts of 32 to
-1,024 tokens, answers of 16 to 512. Cold is a new process that has compiled nothing, from its first request on.
-mixed: long prompts together, and long contexts. shared: 64 requests that begin with the same 6,000 tokens, twice.
-azure: an hour's excerpt of Azure's conversation trace (`--trace`), at three speeds.
+start, batches, prefill, mix: all requests of a batch start together, without a prefix cache and without a target for
+the time between tokens, as in `LLM.generate`. TTFT is the time of a batch with one new token. TPOT is
+(time for n tokens - TTFT) / (n - 1). Best of `--repeats` runs after a warmup run.
+neighbours: the speed of a batch of 64 in which one request has an additional option, compared with 64 plain requests.
+arrivals: requests arrive one by one, as at a server, at an engine with default settings. Prompts have 32 to 1,024
+tokens, answers 16 to 512. Cold is a new process without compiled kernels, measured from its first request on.
+mixed: several long prompts, and long contexts. shared: 64 requests that begin with the same 6,000 tokens, twice.
+azure: the first part of Azure's conversation trace (`--trace`), at three speeds.
 
-vLLM 0.24.0 was measured once on one H200 with dummy weights, and so was the limit: weights and cache read once a step
-at 4.2 TB/s, or 800 TFLOP/s.
+vLLM 0.24.0 was measured once on one H200 with dummy weights. The limit was measured there too: weights and cache are
+read once a step at 4.2 TB/s, or 800 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LLAMA_3_8B = {
 
 
 class Figure(NamedTuple):
-    """One row of the table; less is better unless it is a rate."""
+    """One row of the table. Less is better, except for rates."""
 
     name: str
     unit: str
@@ -108,7 +109,7 @@ LONGEST_GAP_MS = 100.0
 
 
 class AllowAll:
-    """A constraint that allows every token: what constraints cost, without a grammar of this vocabulary."""
+    """A constraint that allows every token: the cost of constraints without a grammar for this vocabulary."""
 
     error = ""
 
@@ -136,7 +137,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for the row azure")
-    parser.add_argument("--seconds", type=positive, default=20.0, help="of arrivals at each rate")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="duration of arrivals at each rate")
     parser.add_argument(
         "--itl-target-ms", type=milliseconds, help="for the rows of arrivals; the engine's default if not given"
     )
@@ -173,7 +174,7 @@ class Bench:
         self._number = 0
 
     def run(self, lengths: list[tuple[int, int]]) -> traffic.Figures:
-        """Requests of (prompt, output) tokens, all at once."""
+        """Run requests of (prompt, output) tokens, which all start together."""
         self._number += 1
         arrivals = [traffic.Arrival(0.0, *each) for each in lengths]
         return traffic.drive(self.client, arrivals, f"b{self._number}", **self._sampling)
@@ -207,7 +208,7 @@ def measure_batch(bench: Bench, batch: Batch, repeats: int) -> list[Figure]:
 
 
 def measure_neighbours(bench: Bench, repeats: int) -> Iterator[Figure]:
-    """The time between tokens of all, less that of the prompts."""
+    """The speed relative to plain requests, from the time between tokens without that of the prompts."""
 
     def tpot_s(**asked: Any) -> float:
         times_s = [min(run_beside(bench, output, asked) for _ in range(repeats)) for output in (1, NEIGHBOUR_TOKENS)]
@@ -221,7 +222,7 @@ def measure_neighbours(bench: Bench, repeats: int) -> Iterator[Figure]:
 
 
 def run_beside(bench: Bench, output: int, asked: dict[str, Any]) -> float:
-    """63 plain requests and one that asks for something: seconds until all are answered."""
+    """63 plain requests and one with additional options: seconds until all have finished."""
     rng, requests = random.Random(1), list[tuple[float, Any]]()
     for number in range(64):
         prompt = traffic.random_prompt(rng, 512)
@@ -258,7 +259,7 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
 
 
 def let_go() -> None:
-    """Give the memory of an engine back before the next one is made."""
+    """Free the memory of an engine before the next one is created."""
     import torch
 
     gc.collect()
@@ -276,7 +277,7 @@ def describe_arrivals(rate: Rate, kind: str, ttft: dict[str, float], itl: dict[s
 
 
 def measure_cold(options: argparse.Namespace, rate: Rate) -> Iterator[Figure]:
-    """In a new process, whose kernels nobody has compiled."""
+    """In a new process without compiled kernels."""
     command = [sys.executable, __file__, "--cold", str(rate.per_second), "--seconds", str(options.seconds)]
     command += ["--exact"] if options.exact else []
     command += ["--sampling", json.dumps(options.sampling)]

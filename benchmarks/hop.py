@@ -1,10 +1,10 @@
-"""What each layer around the engine costs per token: the same load on the engine alone, behind a process, behind HTTP.
+"""The cost per token of each layer around the engine: the same load on the engine alone, and on its own process.
 
     python benchmarks/hop.py [--streams 16] [--num-requests 64] [--output-tokens 64]
 
-Closed loop, random token ids, greedy. `engine` is stepped in this process; `process` is the supervisor's client, with
-the engine in a process of its own and no text; HTTP is measured by `quire bench serve` (benchmarks/serve_peers.py).
-Rounds alternate, since the machine's speed may change meanwhile.
+Closed loop, random token ids, greedy. `engine` runs in this process. `process` is the supervisor's client with the
+engine in its own process, without text. `quire bench serve` measures HTTP (benchmarks/serve_peers.py). Rounds
+alternate, because the machine's speed may change.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Steps of real traffic beside what their matrix products and their attention need at least.
+"""The time of steps under real traffic, compared with the least time that their products and their attention need.
 
     python benchmarks/limits.py [--rate 30] [--seconds 20] [--exact] [--itl-target-ms MS] [--trace]
 
-Poisson arrivals on Llama-3-8B's shapes, as in `gpu.py`, warm. Each step is timed by the GPU's own events, so gaps in
-which it waits for the host count. Its limit is the time that cuBLAS takes for the products of as many tokens, while it
-computes nothing else for a third of a second (the GPU's power sets its clock, as in traffic), plus attention at 650
-TFLOP/s for chunks of prompts and at 4.2 TB/s for keys and values that single queries read. With `--trace`, the kernels
-of one step of 64 single tokens and a prompt of 540 are listed too, and the time in which none runs.
+Poisson arrivals on Llama-3-8B's shapes, as in `gpu.py`, after a warmup. Each step is timed by GPU events, so gaps in
+which the GPU waits for the host count. The limit of a step is the time of its products plus that of its attention.
+Products are those of cuBLAS for as many tokens. They are repeated for a third of a second, so that the GPU's power
+limits its clock as under traffic. Attention has 650 TFLOP/s for chunks of prompts, and 4.2 TB/s for keys and values
+that single queries read. `--trace` also lists the kernels of one step of 64 single tokens and a prompt of 540, and the
+time without a kernel.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def replay(graph: torch.cuda.CUDAGraph, rounds: int) -> float:
 
 
 class Limits:
-    """What a step takes at least, in milliseconds."""
+    """The least time of a step, in milliseconds."""
 
     def __init__(self) -> None:
         self._layers = [NUM_LAYERS * time_products(LAYER, size, TIMED_LAYERS) for size in SIZES]
@@ -177,7 +178,7 @@ def describe_step(kernels: list[tuple[float, float, str]]) -> str:
         totals.setdefault(name[:60], []).append(end - start)
     busy = 0.0
     reached = kernels[0][0]
-    for start, end, _ in kernels:  # they overlap: on two streams, and where one is started before the last has ended
+    for start, end, _ in kernels:  # kernels overlap: on two streams, or if one starts before the last has ended
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     whole = reached - kernels[0][0]
@@ -204,7 +205,7 @@ def main() -> None:
         parser.error("there is no GPU that torch can use")
     limits = Limits()
     torch.cuda.empty_cache()
-    gc.freeze()  # torch's own objects: looking through them takes as long as several steps
+    gc.freeze()  # torch's objects: collecting them takes as long as several steps
     bench = gpu.make_server(options)
     engine = bench.client.engine
     for name in ("warm-up", "measured"):

@@ -1,10 +1,10 @@
-"""What `--itl-target-ms` trades: time between tokens against time to the first token, at one rate of arrivals.
+"""The trade-off of `--itl-target-ms`: time between tokens against time to the first token, at one rate of arrivals.
 
     python benchmarks/pace.py [--rate 30] [--seconds 20] [--targets 10,15,20,26.5,40,80,0]
                               [--longest PROMPT ANSWER] [--model MODEL] [--svg FILE] [--json FILE]
 
-Without a model: Llama-3-8B's shapes with random weights, on a GPU. All targets are measured on one engine, after a run
-to warm up, with the same requests each time. A target of 0 is none.
+Without --model it uses Llama-3-8B's shapes with random weights on a GPU. All targets are measured on one engine after a
+warmup run, with the same requests each time. A target of 0 is no target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Perplexity of a model on the first windows of a text, here and, to compare, in transformers (float32).
+"""Perplexity of a model on the first windows of a text, in quire and, with --peer, in transformers (float32).
 
     python benchmarks/perplexity.py TEXT [--model smollm2:135m] [--windows 40] [--window 512] [--kv-dtype int8] [--peer]
 
-Each window is scored on its own, from its second token on. --peer needs transformers and a model in a GGUF file.
+Each window is scored separately, from its second token on. --peer needs transformers and a model in a GGUF file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def windows_of(llm: LLM, text: str, size: int, count: int) -> list[list[int]]:
 
 
 def score(llm: LLM, windows: list[list[int]]) -> float:
-    """Sum of the negative log probabilities of all tokens but each window's first."""
+    """Sum of the negative log probabilities of all tokens except the first of each window."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     total = 0.0
     for out in llm.generate([{"prompt_token_ids": window} for window in windows], params):

@@ -1,9 +1,9 @@
-"""What planning costs: milliseconds of Python a step, for a steady batch of running requests and no model.
+"""The cost of planning: milliseconds of Python per step, for a constant batch of running requests, without a model.
 
     python benchmarks/scheduler.py [--requests 256] [--context 1024] [--steps 400]
 
-One step is `schedule()` plus `commit()`. Requests arrive with prompts of random length around --context, decode one
-token a step, never end, and the cache is large enough, so every step plans every request and some need a new block.
+One step is `schedule()` plus `commit()`. Prompts have random lengths around --context. Requests decode one token a step
+and never end. The cache is large enough for all of them. So every step plans every request, and some need a new block.
 """
 
 from __future__ import annotations

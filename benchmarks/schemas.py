@@ -1,11 +1,11 @@
-"""Every JSON schema of a directory on a model: does it compile, and does what the model writes under it validate?
+"""Tests every JSON schema of a directory with a model: whether it compiles, and whether the model's answer validates.
 
     python benchmarks/schemas.py DIR [--model smollm2:135m] [--max-tokens 256] [--limit N] [--json]
 
-DIR holds .jsonl files of {"id", "schema"}. Each schema is tried out in the worker process, as the server does; what
-passes is answered by the model, and the answer is checked with jsonschema. An answer that --max-tokens cut off cannot
-validate: it gets one more try with a bias towards tokens that close strings, lists and objects, because a small model
-is in no hurry to, and is counted apart if that is cut off too.
+DIR holds .jsonl files of {"id", "schema"}. Each schema is checked in the worker process, as in the server. If it
+passes, the model generates an answer, and jsonschema validates it. An answer that --max-tokens has cut off cannot
+validate. It is generated once more with a bias towards tokens that close strings, lists and objects, because a small
+model rarely closes them. If that is cut off too, it is counted separately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_cases(directory: Path, limit: int | None) -> list[Case]:
 
 
 async def try_out(cases: list[Case], checker: GrammarChecker) -> None:
-    """Fill in what does not pass."""
+    """Set the outcome of schemas that do not pass."""
     await checker.check(StructuredOutputs(json=True))
     for case in cases:
         begin = time.perf_counter()
@@ -70,7 +70,7 @@ async def try_out(cases: list[Case], checker: GrammarChecker) -> None:
 
 
 def closing_bias(tokenizer: Tokenizer) -> dict[int, float]:
-    """More for quotes, because a bracket inside a string closes nothing."""
+    """Quotes get more, because a bracket inside a string closes nothing."""
     pieces = {token: tokenizer.pieces[token] for token in range(tokenizer.vocab_size)}
     closing = {token: piece for token, piece in pieces.items() if re.fullmatch(rb'["\]}]+', piece)}
     return {token: 12.0 if piece.startswith(b'"') else 6.0 for token, piece in closing.items()}
@@ -118,7 +118,7 @@ def validate(schema: dict[str, Any], text: str) -> tuple[str, str]:
 
 
 def kind_of(reason: str) -> str:
-    """A reason without what is particular to a schema."""
+    """A reason without the parts that are specific to a schema."""
     reason = reason.removeprefix("The schema or grammar cannot be followed: ")
     return re.sub(r"'[^']*'|\d+", "…", reason)[:100]
 

@@ -1,12 +1,12 @@
-"""quire's server beside llama.cpp's and vLLM's: the same load, one after another, by `quire bench serve`.
+"""quire's server compared with llama.cpp's and vLLM's: the same load by `quire bench serve`, one after another.
 
     python benchmarks/serve_peers.py --peers DIR [--streams 1,16,64] [--rates 2,4] [--only offline,llama,vllm]
                                      [--json FILE]
 
-Closed loop: so many streams, each asking again when it has its answer; open loop (`--rates`): so many requests a
-second, at random times. 115 random words in, 64 tokens out, greedy, no prefix reused. The line `offline` is the engine
-alone under the same load, with no HTTP and no text. quire runs before and after every peer, since the machine's speed
-may change meanwhile. DIR is that of cpu_peers.py.
+Closed loop (`--streams`): each stream sends its next request when it has its answer. Open loop (`--rates`): requests
+arrive at random times, at that many a second. Prompts have 115 random words, answers 64 tokens. Sampling is greedy, and
+no prefix is reused. The row `offline` is the engine under the same load, without HTTP and text. quire runs before and
+after every peer, because the machine's speed may change. DIR is that of cpu_peers.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--streams", type=count_list, default="1,16,64")
-    parser.add_argument("--rates", type=positive_list, default="", help="requests a second; 60 s of each")
+    parser.add_argument("--rates", type=positive_list, default="", help="requests a second; each rate runs for 60 s")
     parser.add_argument("--only", default="offline,llama,vllm")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def commands(peers: Path, model: Path, port: int) -> dict[str, list[str]]:
-    """How each server is started. Contexts of 512 tokens for each of 64 streams, two threads, no prefix cache."""
+    """The command of each server: contexts of 512 tokens for each of 64 streams, two threads, no prefix cache."""
     return {
         "quire": [sys.executable, "-m", "quire.cli.main", "serve", str(model), "--port", str(port), "--threads", "2",
                   "--no-prefix-cache", "--no-log-requests", "--served-model-name", "m"],
@@ -66,7 +66,7 @@ def commands(peers: Path, model: Path, port: int) -> dict[str, list[str]]:
 
 
 def safetensors(peers: Path) -> Path:
-    """What cpu_peers.py has made for vLLM."""
+    """The safetensors that cpu_peers.py has made for vLLM."""
     found = sorted((peers / "safetensors").glob("*/config.json"))
     return found[0].parent if found else peers / "safetensors"
 
@@ -109,7 +109,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 class Load(NamedTuple):
-    """So many streams, or requests a second."""
+    """A number of streams, or of requests a second."""
 
     name: str
     flags: tuple[str, ...]
@@ -129,7 +129,7 @@ def make_loads(streams: list[int], rates: list[float]) -> list[Load]:
 
 
 def load(port: int, flags: Sequence[str]) -> dict[str, float]:
-    """One cell: what clients saw."""
+    """Measure one cell at the clients."""
     command = [
         sys.executable, "-m", "quire.cli.main", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}",
         "--model", "m", *flags, "--json",
@@ -147,7 +147,7 @@ def load(port: int, flags: Sequence[str]) -> dict[str, float]:
 
 
 def offline(model: Path, streams: int) -> dict[str, float]:
-    """The engine alone in a child: `streams` requests at a time, the next one added when one has ended."""
+    """The engine alone in a child, with `streams` requests at a time. When one ends, the next one is added."""
     number = streams * REQUESTS_PER_STREAM.get(streams, 4)
     done = subprocess.run(
         [sys.executable, __file__, "--offline", str(model), str(streams), str(number)], capture_output=True, text=True,
@@ -188,7 +188,7 @@ def main() -> None:
         run_offline(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers end with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers are ended too
     model = resolve(DEFAULT_MODEL).path.resolve()
     loads = make_loads(options.streams, options.rates)
     order = ["quire"]

@@ -1,4 +1,4 @@
-"""From the return key to the first token: `quire generate -p hi` as a new process, timed from outside.
+"""The time to the first token of a new process: `quire generate -p hi`, timed from outside.
 
     python benchmarks/start.py [--repeats 5] [--model smollm2:135m]
 

@@ -1,4 +1,4 @@
-"""What text costs around a step: a chat prompt, stop strings, and the load generator's HTTP parser. Best of several.
+"""The cost of text processing: a chat prompt, stop strings, and the load generator's HTTP parser. Best of several.
 
 python benchmarks/text.py [MODEL]
 """
@@ -25,7 +25,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 
 def best_us(work: Callable[[], object], count: int) -> float:
-    """Microseconds for one of the `count` things that `work` does."""
+    """Microseconds for one of the `count` items that `work` processes."""
 
     def once() -> float:
         start = perf_counter()

@@ -1,6 +1,6 @@
-"""Requests that come one by one to an engine in this process, and what their users see of it.
+"""Requests that arrive one by one at an engine in this process, and their latencies.
 
-The engine is driven as a server drives it: what has arrived is added, then a step is run. `gpu.py` calls this.
+The engine is called as in a server: requests that have arrived are added, then a step is run. `gpu.py` calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class Seen:
-    """What came of one request, in seconds from the beginning."""
+    """The times of one request, in seconds since the beginning."""
 
     due_s: float
     times_s: list[float] = field(default_factory=list)  # of tokens
@@ -59,7 +59,7 @@ def random_prompt(rng: random.Random, length: int, vocabulary: range = VOCABULAR
 def poisson(
     rate: float, seconds: float, seed: str, longest_prompt: int = 1024, longest_answer: int = 512
 ) -> list[Arrival]:
-    """Prompts and answers of uniformly distributed lengths; at least one."""
+    """Poisson arrivals, at least one. The lengths of prompts and answers are uniformly distributed."""
     rng = random.Random(seed)
     arrivals, at_s = [], 0.0
     while (at_s := at_s + rng.expovariate(rate)) < seconds:

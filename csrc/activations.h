@@ -1,14 +1,14 @@
-// Activations in int8, one scale for each 32 values: x = scale * code. Written by the op that computes them, read by
-// products on quantized panels.
+// Activations in int8, with one scale for each 32 values: x = scale * code. The op that computes them writes them, and
+// products with quantized panels read them.
 //
-// Rows lie in tiles of R, the number that one kernel call multiplies, and a tile in records of one block each. Tiles of a
-// step may differ in R; a row takes the same number of bytes in each. In a record the rows are interleaved, so that a
-// kernel finds all it needs at fixed distances from one pointer:
-//   R x 32   codes: [8 quads][R][4], or [R][32] where tiles of AMX read them
+// Rows are stored in tiles of R rows. R is the number of rows that one kernel call multiplies. A tile consists of
+// records, one for each block. Tiles of a step may differ in R; a row takes the same number of bytes in each. In a
+// record the rows are interleaved, so a kernel reads everything at fixed offsets from one pointer:
+//   R x 32   codes: [8 quads][R][4], or [R][32] for AMX tiles
 //   R x 4    scales                                                                                          float32
 //   R x 4    scale times the sum of codes                                                                    float32
 //   R x 4    -128 times the sum of codes, then the same of the first 16 values (R), and of the last 16 (R)   int32
-// Rows that fill up a last tile are zero.
+// Padding rows of the last tile are zero.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Regions come from mmap and go back by munmap; what is in between is a bump of one pointer under a lock. Taken while a
-// model is loaded, given back when Python lets go of a matrix, never during a step.
+// A bump allocator over regions. Regions are mapped with mmap and unmapped with munmap. A lock protects the state.
+// Memory is allocated while a model is loaded and freed when Python frees a matrix, never during a step.
 #include "arena.h"
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 namespace quire {
 
-// Memory is handed out once and never again: what was not written yet is zero, as the system gave it.
+// Memory is never reused, so memory that is not written yet is zero.
 struct Region {
   uint8_t* base;
   size_t bytes, used, pieces;
@@ -33,7 +33,7 @@ uint8_t* map_huge_pages(size_t bytes) {
   size_t before = static_cast<size_t>(base - first);
   if (before > 0) munmap(first, before);
   munmap(base + bytes, kHugePage - before);
-  // A wish only: a kernel without huge pages refuses it, and small ones hold the same bytes.
+  // The result is not checked: a kernel without huge pages refuses, and small pages are used.
   madvise(base, bytes, MADV_HUGEPAGE);
   return base;
 }
@@ -77,7 +77,7 @@ class Arena {
     return region;
   }
 
-  // Pages that no other piece shares.
+  // Frees the pages that no other piece shares.
   static void drop_pages(uint8_t* data, size_t bytes) {
     auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     uintptr_t first = align_up(reinterpret_cast<uintptr_t>(data), page);
@@ -90,7 +90,7 @@ class Arena {
   ArenaUse use_{0, 0};
 };
 
-// Never destroyed: Python may let go of a matrix after the destructors of statics have run.
+// Never destroyed: Python may free a matrix after the destructors of static objects have run.
 Arena& arena() {
   static Arena& instance = *new Arena;
   return instance;

@@ -1,5 +1,5 @@
-// Where packed matrices live: regions of memory in huge pages, filled in the order of construction, so that the weights
-// of a model lie in the order in which a step reads them. Nothing here knows what is stored. Any thread.
+// The memory of packed matrices: regions in huge pages, filled in the order of construction. So the weights of a model
+// are in the order in which a step reads them. Safe to call from any thread.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@ namespace quire {
 
 struct Region;
 
-// A piece of a region, zeros at first, at a multiple of 64. Its pages go back to the system with it, the region with
-// the last of its pieces.
+// A piece of a region, initially zero, aligned to 64 bytes. Its destructor returns its pages to the system. The region
+// is unmapped with the last of its pieces.
 class ArenaPiece {
  public:
-  // Throws std::bad_alloc if the system has no such memory.
+  // Throws std::bad_alloc if the system has too little memory.
   explicit ArenaPiece(size_t bytes);
   ~ArenaPiece();
   ArenaPiece(const ArenaPiece&) = delete;
@@ -28,7 +28,7 @@ class ArenaPiece {
   size_t bytes_;
 };
 
-// Regions that exist, and the bytes of address space they take.
+// The number of regions, and their bytes of address space.
 struct ArenaUse {
   int64_t regions, bytes;
 };

@@ -1,9 +1,10 @@
-// What attention and store_kv are asked to do. The layout of the cache is described here and nowhere else:
-// attention.inl reads and writes it, and Python only needs the sizes.
+// The arguments of attention and store_kv, and the layout of the KV cache. attention.inl reads the cache, kv_store.inl
+// writes it, and Python uses only the sizes.
 //
-// A block of keys is [kv_heads][head_dim][lanes]: a vector holds one dimension of 16 tokens, so scores of 16 keys come
-// out of one register. `lanes` is the block size rounded up to 16. A block of values is [kv_heads][block_size][head_dim].
-// INT8 blocks hold, for each head, the codes in that order and then `lanes` float32 scales, one a token: x = scale * code.
+// A block of keys is [kv_heads][head_dim][lanes]. A vector holds one dimension of 16 tokens, so the scores of 16 keys
+// are computed in one register. `lanes` is the block size rounded up to 16. A block of values is
+// [kv_heads][block_size][head_dim]. INT8 blocks hold, for each head, the codes in that order and then `lanes` float32
+// scales, one for each token: x = scale * code.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +26,12 @@ struct CacheShape {
   int64_t value_head_bytes() const { return int64_t{head_dim} * block_size * item() + scale_bytes(); }
 };
 
-// One layer's cache and the rows of a step: `kernels/paging.py` says what they mean.
+// One layer's cache and the rows of a step. They are described in `kernels/paging.py`.
 struct Cache {
   CacheShape shape;
   uint8_t* keys;
   uint8_t* values;
-  int64_t key_stride, value_stride;  // bytes from one block to the next: a block may hold other layers' keys too
+  int64_t key_stride, value_stride;  // bytes from one block to the next; other layers may be in between
 };
 
 struct Rows {
@@ -56,8 +57,8 @@ struct AttentionCall {
   int window;            // 0: none
   float softcap;         // 0: none
   const float* slopes;   // [heads] or null
-  float* partials;       // shared by the team: room for the parts of contexts that several threads work on
-  int64_t num_partials;  // floats there
+  float* partials;       // shared by the team: partial results of contexts that several threads share
+  int64_t num_partials;  // size of `partials` in floats
 };
 
 }  // namespace quire

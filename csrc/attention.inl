@@ -1,19 +1,23 @@
-// Attention over the paged cache: any mix of rows, online softmax, heads that share a key head computed together.
-// attention.h says what is asked; this file strings together who does what (attention_plan.inl), the way to the pages
-// (attention_pages.inl), the products (attention_products.inl), what is seen (attention_sight.inl), what becomes of
-// scores (attention_weights.inl) and the merging of parts (attention_softmax.inl). Called by all threads of a team.
+// Attention over the paged cache: any mix of rows, online softmax. Query heads of one key head are computed together.
+// attention.h has the arguments. All threads of a team call it. The steps are:
+//   attention_plan.inl      divides the work among threads
+//   attention_pages.inl     finds keys and values in the pages
+//   attention_products.inl  computes the two products
+//   attention_mask.inl      tells which keys a query sees
+//   attention_weights.inl   turns scores into weights
+//   attention_softmax.inl   merges partial results
 //
-// Keys come in chunks of 256, counted from position 0. A chunk is computed for itself: scores, their highest, weights
-// relative to it, weighted sum of values; then chunks are merged in their order. So the result of a query is the same
-// bit by bit whoever shares its step, its task or its chunks, and keys or chunks that it does not see leave it as it
-// is. Zeros may differ in their sign on the way, which is taken off at the end.
+// Keys are processed in chunks of 256, counted from position 0. Each chunk is computed separately: scores, their
+// maximum, weights relative to it, weighted sum of values. Then chunks are merged in order. So the result of a query is
+// the same bit by bit for any batch, task and division into units. Keys and chunks that a query does not see do not
+// change its result. Only the sign of a zero may differ in between; `finish` removes it.
 #pragma once
 
 #include "attention.h"
 #include "attention_pages.inl"
 #include "attention_plan.inl"
 #include "attention_products.inl"
-#include "attention_sight.inl"
+#include "attention_mask.inl"
 #include "attention_softmax.inl"
 #include "attention_weights.inl"
 #include "attention_workspace.inl"
@@ -24,12 +28,12 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int kDirectRows = 12;  // up to so many rows read from the pages, more share a copy
+constexpr int kDirectRows = 12;  // up to this many rows read the pages in place; more rows share a copy
 
 // Where a stretch's keys and values come from.
 struct Source {
   Pages pages;
-  bool in_place;  // or from the copy
+  bool in_place;  // false: from the copy
 };
 
 // One thread's part of a call.
@@ -39,17 +43,18 @@ struct Attention {
   State state;
   int group, head_dim;
   Workspace space;
-  Sight sight;
+  AttentionMask mask;
 
   explicit Attention(const AttentionCall& call)
       : call(call), state{call.cache.shape.head_dim}, group(call.heads / call.cache.shape.kv_heads),
-        head_dim(call.cache.shape.head_dim), sight{call, nullptr, nullptr} {
+        head_dim(call.cache.shape.head_dim), mask{call, nullptr, nullptr} {
     int task_queries = Tasks(call).tile_queries, most_queries = 0;
     for (int row = 0; row < call.rows.num_rows; ++row) most_queries = larger(most_queries, queries_of(row));
     int stretch_queries = smaller(task_queries * kStretchTasks, most_queries);
-    carve({task_queries, stretch_queries, group, head_dim, Sight::needs_depths(call) ? most_queries : 0}, space);
-    sight.queries = space.queries;
-    sight.depths = space.depths;
+    int num_depths = AttentionMask::needs_depths(call) ? most_queries : 0;
+    carve({task_queries, stretch_queries, group, head_dim, num_depths}, space);
+    mask.queries = space.queries;
+    mask.depths = space.depths;
   }
 
   void run(const Stretch& stretch, const Unit* following) {
@@ -70,7 +75,7 @@ struct Attention {
     }
   }
 
-  // The rows of a shared task whose turn it is, put together from its parts.
+  // Merges the parts of a shared task, for every `turns`-th row from row `turn` on.
   void join(const Unit& unit, int turn, int turns) {
     const Task& task = unit.task;
     int rows = task.num_queries * group;
@@ -95,7 +100,7 @@ struct Attention {
     return call.out + token_of(task, row / group) * call.out_stride + head * head_dim;
   }
 
-  // The stretch's rows of q, [rows][head_dim]: one query's heads are that already.
+  // The stretch's rows of q, [rows][head_dim]. The heads of a single query have this layout and are not copied.
   const float* gather_queries(const Stretch& stretch) {
     const Task &first = stretch.units[0].task, &last = stretch.units[stretch.count - 1].task;
     const int num_queries = last.first_query + last.num_queries - first.first_query, size = group * head_dim;
@@ -122,7 +127,7 @@ struct Attention {
     space.copy.restart(chunk);
   }
 
-  // What is fetched at a chunk's end: the stretch's next chunk, or the first one of the following unit.
+  // Sets what is prefetched at the end of a chunk: the stretch's next chunk, or the first one of the following unit.
   void look_ahead(const Stretch& stretch, const Pages& pages, const Unit* following, Chunk& chunk) const {
     if (following != nullptr) {
       const Task& other = following->task;
@@ -133,12 +138,12 @@ struct Attention {
     }
   }
 
-  // One chunk for the rows of one unit.
+  // Computes one chunk for the rows of one unit.
   void run_unit(const Unit& unit, int index, const Source& source, const float* q, Chunk& chunk, float* total) {
     const Task& task = unit.task;
     const int rows = task.num_queries * group;
     const bool first = index == unit.first_chunk, last = index == unit.last_chunk - 1;
-    sight.face(task);
+    mask.set_task(task);
     set_bundles(rows, chunk);
     if (unit.parts != nullptr) {
       float* part = unit.parts + int64_t{index - task.first_chunk()} * rows * state.stride();
@@ -157,15 +162,16 @@ struct Attention {
       bundle = {row, even_part(rows - row, kMaxRows), chunk.end, chunk.begin};
       row += bundle.count;
       for (int i = bundle.row / group; i <= (row - 1) / group; ++i) {
-        bundle.begin = smaller(bundle.begin, sight.queries[i].first_key - chunk.position);
-        bundle.end = larger(bundle.end, sight.queries[i].last_key - chunk.position);
+        bundle.begin = smaller(bundle.begin, mask.queries[i].first_key - chunk.position);
+        bundle.end = larger(bundle.end, mask.queries[i].last_key - chunk.position);
       }
       bundle.begin = larger(bundle.begin, chunk.begin);
       bundle.end = smaller(bundle.end, chunk.end);
     }
   }
 
-  // One chunk for some rows, from scores to states. Vectors of a copy are passed by all rows before the next ones are.
+  // Computes one chunk for some rows, from scores to states. All rows use a copied vector before the next one is
+  // copied.
   void run_chunk(const Source& source, const float* q, Chunk& chunk, float* into) {
     const Vectors all{0, kChunkVectors};
     if (source.in_place) {
@@ -208,7 +214,7 @@ struct Attention {
   }
 
   void soften_rows(const Chunk& chunk, float* into) const {
-    Weights<Item> weights{call, sight, state, group};
+    Weights<Item> weights{call, mask, state, group};
     for (int i = 0; i < space.num_bundles; ++i) {
       const Bundle& bundle = space.bundles[i];
       weights.soften(bundle, chunk, space.scores + bundle.row * kChunkKeys, into + bundle.row * state.stride());
@@ -258,8 +264,8 @@ static void join(const AttentionCall& call, Worker& worker) {
   }
 }
 
-// Writes `out` for every token, but for those whose contexts several workers share: true if there are such, and
-// join_attention has to follow when all are done. All workers give the same answer.
+// Writes `out` for every token, except for those whose contexts several workers share. Returns true if there are any:
+// then join_attention must be called when all workers are done. All workers return the same.
 static bool attention(const AttentionCall& call, Worker& worker) {
   switch (call.cache.shape.type) {
     case CacheType::F32: return attend<F32Item>(call, worker);

@@ -1,5 +1,5 @@
-// Finds the keys and values of a chunk through the block table, in place or copied to float32. Knows the layout of
-// attention.h and nothing of softmax; called by attention.inl.
+// Finds the keys and values of a chunk through the block table, in place or copied to float32, in the layout of
+// attention.h. attention.inl calls it.
 #pragma once
 
 #include "attention.h"
@@ -52,17 +52,17 @@ static Pages open_pages(const Cache& cache, const Rows& rows, int row, int head)
   return pages;
 }
 
-// Whether 16 keys from a multiple of 16 on always lie side by side in one block.
+// Whether any 16 keys from a multiple of 16 on are contiguous in one block.
 QUIRE_INLINE bool side_by_side(int block_size) { return block_size % kLanes == 0; }
 
-// The chunk at `position`, as far as it lies in [first, last).
+// Sets the chunk at `position`, limited to keys [first, last).
 QUIRE_INLINE void set_wanted(Chunk& chunk, int position, int first, int last) {
   chunk.position = position;
   chunk.begin = first > position ? first - position : 0;
   chunk.end = last < position + kChunkKeys ? last - position : kChunkKeys;
 }
 
-// Points to the wanted keys in their pages, which must lie side by side.
+// Sets the pointers to the wanted keys in their pages, which must be contiguous (side_by_side).
 static void locate(const Pages& pages, Chunk& chunk) {
   const int first = chunk.first_vector(), count = chunk.last_vector() - first;
   const int64_t slice = int64_t{kLanes} * pages.head_dim * pages.item;
@@ -78,7 +78,7 @@ static void locate(const Pages& pages, Chunk& chunk) {
     const uint8_t *keys = pages.keys_of(block), *values = pages.values_of(block);
     chunk.keys[first + i] = keys + offset * pages.item;
     chunk.values[first + i] = values + offset / kLanes * slice;
-    // Keys of 16 tokens are strewn over their block; together its slices are the whole block.
+    // The keys of 16 tokens are spread over their block. Its slices together are the whole block.
     chunk.stream[i] = keys + offset / kLanes * slice;
     chunk.stream[count + i] = chunk.values[first + i];
     if (pages.scaled) {
@@ -89,7 +89,7 @@ static void locate(const Pages& pages, Chunk& chunk) {
   for (int i = 0; i < kAhead; ++i) chunk.stream[2 * count + i] = chunk.stream[2 * count - 1];
 }
 
-// Lets the stream of a chunk go on with the keys of the next one, which begins at `position`.
+// Extends the prefetch stream of a chunk by keys of the next chunk, which begins at `position`.
 static void extend_stream(const Pages& pages, int position, int last, Chunk& chunk) {
   const int64_t slice = int64_t{kLanes} * pages.head_dim * pages.item;
   const int end = 2 * (chunk.last_vector() - chunk.first_vector());
@@ -100,16 +100,16 @@ static void extend_stream(const Pages& pages, int position, int last, Chunk& chu
   }
 }
 
-constexpr int kCopyVectors = 4;  // that are copied, and passed by a task's rows, at a time: they fit into L1
+constexpr int kCopyVectors = 4;  // copied at a time, before all rows of a task use them: they fit into L1
 constexpr int kCopyKeys = kCopyVectors * kLanes;
 
-// A chunk's keys and values in float32, copied when they are first wanted.
+// A chunk's keys and values in float32, copied when they are first used.
 struct Copy {
   float* keys;          // [kChunkVectors / kCopyVectors][head_dim][kCopyKeys]
   float* values;        // [kChunkKeys][head_dim]
   float* key_scales;    // [kChunkKeys]
   float* value_scales;  // [kChunkKeys]
-  int keys_until, values_until;  // vectors of the chunk that are not copied yet begin here
+  int keys_until, values_until;  // the first vector of the chunk that is not copied yet
 
   void restart(const Chunk& chunk) { keys_until = values_until = chunk.first_vector(); }
   float* key_vector(int vector, int head_dim) const {
@@ -117,7 +117,7 @@ struct Copy {
   }
 };
 
-// Fetches a line of what comes kAhead vectors later in the stream, if `item` of what is copied now begins a line.
+// Prefetches a cache line of the vector that is kAhead later in the stream, if `item` is the first of a line.
 template <class Item>
 QUIRE_INLINE void fetch_beside(const void* ahead, int item) {
   if (item * sizeof(typename Item::Type) % 64 == 0) fetch(static_cast<const typename Item::Type*>(ahead) + item);
@@ -137,7 +137,7 @@ static void copy_key_vectors(const Pages& pages, const Copy& copy, int first, in
   }
 }
 
-// The same for keys [begin, end) of the chunk, wherever they lie.
+// The same for keys [begin, end) of the chunk, which need not be contiguous.
 template <class Item>
 static void copy_key_columns(const Pages& pages, const Copy& copy, int begin, int end, const Chunk& chunk) {
   using Type = typename Item::Type;
@@ -149,7 +149,7 @@ static void copy_key_columns(const Pages& pages, const Copy& copy, int begin, in
   }
 }
 
-// Copies the keys of the vectors before `last` that are not copied yet, and points to the copy.
+// Copies the keys of the vectors before `last` that are not copied yet, and sets the pointers to the copy.
 template <class Item>
 static void copy_keys(const Pages& pages, Copy& copy, int last, Chunk& chunk) {
   const int first = copy.keys_until;
@@ -209,7 +209,7 @@ static void copy_values(const Pages& pages, Copy& copy, int last, Chunk& chunk) 
   copy.values_until = last;
 }
 
-// Copies the scales of all wanted keys, for pages that do not lie side by side.
+// Copies the scales of all wanted keys, for pages that are not contiguous.
 static void copy_scales(const Pages& pages, const Copy& copy, Chunk& chunk) {
   for (int key = chunk.begin; key < chunk.end; ++key) {
     Place place = pages.find(chunk.position + key);

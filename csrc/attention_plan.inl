@@ -1,8 +1,8 @@
-// Who does what in one call of attention. Work is cut into tasks (a row's queries, a tile at a time, of one key head),
-// which lie in one line by what they cost; each thread takes an equal part of it. A task that lies across a border and
-// is long is shared by chunks of its keys, if there is room for the parts. Whole tasks of one thread that see the same
-// keys are joined to stretches. All threads compute the same plan, so nothing is communicated. Nothing here touches a
-// key; called by attention.inl.
+// Divides one call of attention among threads. The work consists of tasks: a task is one tile of a row's queries for
+// one key head. The costs of all tasks are added up in order, and each thread gets an equal part of the sum. A long
+// task that crosses a boundary is divided by chunks of its keys, if `partials` has space for the parts. Whole tasks of
+// one thread that see the same keys form a stretch. All threads compute the same plan, so they do not communicate.
+// attention.inl calls it.
 #pragma once
 
 #include "attention.h"
@@ -13,7 +13,7 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int kTaskRows = 48;     // rows whose products pass the same keys in L1, if there are as many
+constexpr int kTaskRows = 48;     // the number of rows that share keys in L1, if there are enough
 constexpr int kStretchTasks = 16;  // at most; their rows share one copy of a chunk in L2
 
 QUIRE_INLINE int smaller(int a, int b) { return a < b ? a : b; }
@@ -21,15 +21,15 @@ QUIRE_INLINE int larger(int a, int b) { return a > b ? a : b; }
 
 struct Task {
   int row, head;                       // of the rows and of the key heads
-  int first_query, num_queries;        // of the row's own
+  int first_query, num_queries;        // among the row's queries
   int context, seq_len;                // the row's length before its queries, and with them
-  int first_key, last_key;             // what any of the queries may see: [first_key, last_key)
+  int first_key, last_key;             // keys that at least one query may see: [first_key, last_key)
 
   int first_chunk() const { return first_key / kChunkKeys; }
   int last_chunk() const { return (last_key + kChunkKeys - 1) / kChunkKeys; }
 };
 
-// The tasks of a call in their order.
+// Iterates over the tasks of a call in order.
 struct Tasks {
   const AttentionCall& call;
   int group, tile_queries;
@@ -56,8 +56,8 @@ struct Tasks {
   }
 
   int64_t cost(const Task& task) const {
-    constexpr int reading = 4;     // a key's own cost, in rows
-    constexpr int beginning = 32;  // a row's own cost, in keys
+    constexpr int reading = 4;     // the fixed cost of a key, in rows
+    constexpr int beginning = 32;  // the fixed cost of a row, in keys
     int64_t keys = task.last_key - task.first_key, rows = int64_t{task.num_queries} * group;
     return keys * reading + (keys + beginning) * rows;
   }
@@ -71,7 +71,7 @@ struct Tasks {
     task.num_queries = smaller(tile_queries, num_queries - query);
     task.seq_len = call.rows.seq_lens[row];
     task.context = task.seq_len - num_queries;
-    // Queries of a tree may stand anywhere in their row and see any of its tokens.
+    // Queries of a tree may have any position in their row and see any of its tokens.
     bool tree = call.rows.ancestors != nullptr;
     int position = task.context + (tree ? 0 : query);
     task.first_key = call.window > 0 ? larger(0, position - call.window + 1) : 0;
@@ -94,7 +94,7 @@ struct Stretch {
   Unit units[kStretchTasks];
   int count = 0;
 
-  // Shared units stay alone: their chunks need not be those of their neighbours.
+  // Shared units are not joined: their chunks may differ from those of their neighbours.
   bool takes(const Unit& unit) const {
     if (count == 0) return true;
     const Task &last = units[count - 1].task, &task = unit.task;
@@ -104,14 +104,14 @@ struct Stretch {
 
   void add(const Unit& unit) { units[count++] = unit; }
 
-  // Later tiles see no key before the first one that earlier ones see, and no earlier last one.
+  // The first and the last visible key do not decrease from one tile to the next.
   int first_chunk() const { return units[0].first_chunk; }
   int last_chunk() const { return units[count - 1].last_chunk; }
   int first_key() const { return units[0].task.first_key; }
   int last_key() const { return units[count - 1].task.last_key; }
 };
 
-// Walks the units of one thread.
+// Iterates over the units of one thread.
 struct Plan {
   Tasks tasks;
   int index, count;
@@ -125,7 +125,8 @@ struct Plan {
     for (Task task; all.next(task);) total += all.cost(task);
   }
 
-  // Steps to the next task; true in `mine` if this thread has a unit of it, which is then set.
+  // Advances to the next task. Sets `mine` if this thread has a unit of it, and then the unit. False after the last
+  // task.
   bool next(Unit& unit, bool& mine) {
     Task& task = unit.task;
     if (!tasks.next(task)) return false;
@@ -151,14 +152,14 @@ struct Plan {
  private:
   int owner(int64_t place) const { return static_cast<int>(place * count / total); }
 
-  // The first of a task's chunks whose middle lies at or behind the stretch of thread `who`.
+  // The first of a task's chunks whose middle is in the part of thread `who` or of a later one.
   int first_of(int who, int64_t start, int64_t cost, int chunks) const {
     int chunk = 0;
     while (chunk < chunks && owner(start + cost * (2 * chunk + 1) / (2 * chunks)) < who) ++chunk;
     return chunk;
   }
 
-  // Shares a task only where that evens out more than an eighth of a thread's work: the merge costs a barrier.
+  // Shares a task only if it is at least an eighth of a thread's work: the merge costs a barrier.
   bool take_room(Unit& unit, int64_t cost) {
     int chunks = unit.last_chunk - unit.first_chunk;
     int64_t floats = part_floats * chunks * unit.task.num_queries * tasks.group;

@@ -1,7 +1,7 @@
-// The two products of attention on one chunk of keys, for up to six rows (a row is one query of one head): scores, and
-// the weighted sum of values. Rows and vectors stay in registers; what is between the two products is in attention.inl,
-// the only caller. Each score is one chain of fma over the dimensions and each output one over the keys, so how rows
-// and vectors are grouped, and whether items come from pages or from a float32 copy, changes no bit.
+// The two products of attention on one chunk of keys: scores, and the weighted sum of values. They take up to six rows;
+// a row is one query of one head. Rows and vectors stay in registers. attention.inl calls it. Each score is one chain
+// of fma over the dimensions, and each output one over the keys. So the bits do not depend on how rows and vectors are
+// grouped, nor on whether items are read from pages or from a float32 copy.
 #pragma once
 
 #include "attention.h"
@@ -13,9 +13,9 @@ namespace QUIRE_ISA {
 constexpr int kChunkVectors = 16;
 constexpr int kChunkKeys = kChunkVectors * kLanes;
 constexpr int kMaxRows = 6;
-constexpr int kAhead = 4;  // vectors between what is computed and what is fetched
+constexpr int kAhead = 4;  // prefetch distance in vectors
 
-// Vectors that `rows` rows are multiplied with at once, by the registers there are.
+// The number of vectors that are multiplied with `rows` rows at once. The number of registers limits it.
 constexpr int vectors_at_once(int rows) {
 #ifdef __AVX512F__
   return rows > 0 ? 4 : 0;
@@ -24,7 +24,7 @@ constexpr int vectors_at_once(int rows) {
 #endif
 }
 
-// Where a chunk's keys and values are, 16 keys a pointer, and its scales. Only wanted keys have pointers.
+// Pointers to a chunk's keys, values and scales, one for each 16 keys. Only vectors with wanted keys have pointers.
 struct Chunk {
   const void* keys[kChunkVectors];    // [head_dim][16], dimensions key_stride items apart
   const void* values[kChunkVectors];  // [16][head_dim]
@@ -34,7 +34,8 @@ struct Chunk {
   int position;    // of the first key, a multiple of kChunkKeys
   int begin, end;  // the wanted keys, counted from `position`
 
-  // 16 * head_dim items each, in the order of their use: all wanted keys, all wanted values, and what comes after.
+  // The prefetch stream, 16 * head_dim items each, in the order of use: all wanted keys, all wanted values, what
+  // follows.
   const void* stream[2 * kChunkVectors + kAhead];
 
   int first_vector() const { return begin / kLanes; }
@@ -67,7 +68,7 @@ struct INT8Item {
   QUIRE_INLINE float widen_one(Type x) { return static_cast<float>(x); }
 };
 
-// Of a copy: it is near already, so nothing is fetched ahead.
+// An item of a copy. Copies are in the cache, so they are not prefetched.
 struct CopiedItem : F32Item {
   static constexpr bool paged = false;
 };
@@ -89,7 +90,7 @@ static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sums[r][v] = zero();
   }
-  constexpr int step = Item::paged ? 64 / (kLanes * sizeof(Type)) : 1;  // dimensions that are fetched together
+  constexpr int step = Item::paged ? 64 / (kLanes * sizeof(Type)) : 1;  // dimensions in one cache line
   for (int first = 0; first < head_dim; first += step) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
@@ -168,7 +169,7 @@ static void weigh_some(int count, const float* weights, int head_dim, const Chun
   if constexpr (D > 1) weigh_some<Item, R, D - 1>(count, weights, head_dim, chunk, begin, end, dim, sums, stride);
 }
 
-// The size of the first part when `count` is cut into the fewest parts of at most `limit`, as even as can be.
+// The size of the first part if `count` is divided as evenly as possible into the fewest parts of at most `limit`.
 constexpr int even_part(int count, int limit) {
   int parts = (count + limit - 1) / limit;
   return (count + parts - 1) / parts;

@@ -1,5 +1,5 @@
-// The softmax of a row over a part of its keys, and how parts are put together. One merge serves all, so that results
-// do not depend on who computed which part. Used by attention.inl.
+// The softmax of a row over a part of its keys, and the merge of parts. All parts are merged by the same function, so
+// results do not depend on which thread computes which part. attention.inl calls it.
 #pragma once
 
 #include "panels.h"
@@ -8,12 +8,12 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr float kLowest = -3.0e38f;  // below any score, and finite: e^(kLowest - kLowest) must be 1
+constexpr float kLowest = -3.0e38f;  // below any score, but finite: e^(kLowest - kLowest) must be 1
 
 QUIRE_INLINE f32 minus_infinity() { return set1(-__builtin_inff()); }
 
-// The softmax of one row over some keys, in floats: the weighted sum of values, 16 lanes of the sum of weights, and the
-// highest score.
+// The softmax of one row over some keys, as floats: the weighted sum of values, the sum of weights in 16 lanes, and the
+// largest score.
 struct State {
   int head_dim;
 
@@ -25,7 +25,7 @@ struct State {
     for (int d = 0; d < head_dim; d += kLanes) store(row + d, zero());
   }
 
-  // Joins the softmax of later keys, for rows one after the other. One of 16 lanes raises for each row.
+  // Merges the softmax of later keys into consecutive rows. One call of `exp` computes the factors of 16 rows.
   void merge(int rows, float* row, const float* later) const {
     for (int done = 0; done < rows; done += kLanes) {
       const int count = rows - done < kLanes ? rows - done : kLanes;
@@ -48,7 +48,7 @@ struct State {
   }
 
  private:
-  // Raises the highest score to that of both; how far each lay below it is what its weights fade by.
+  // Sets the largest score to the larger of both. The weights of each are scaled by e to its distance below that.
   void set_common(float* row, const float* later, float& below, float& later_below) const {
     float top = *highest(row), later_top = later[head_dim + kLanes], common = top > later_top ? top : later_top;
     below = top - common;

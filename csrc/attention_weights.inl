@@ -1,10 +1,10 @@
-// Between the two products of attention: products with the keys become scores (scaled, bent, masked), and scores become
-// weights relative to the highest of their chunk. Used by attention.inl.
+// The steps between the two products of attention. Products with the keys become scores: scaled, softcapped, with
+// ALiBi, masked. Scores become weights relative to the largest score of their chunk. attention.inl calls it.
 #pragma once
 
 #include "attention.h"
 #include "attention_products.inl"
-#include "attention_sight.inl"
+#include "attention_mask.inl"
 #include "attention_softmax.inl"
 #include "attention_workspace.inl"
 #include "simd.h"
@@ -15,12 +15,12 @@ namespace QUIRE_ISA {
 template <class Item>
 struct Weights {
   const AttentionCall& call;
-  const Sight& sight;
+  const AttentionMask& mask;
   State state;
   int group;
 
-  // Turns the products of a bundle's rows into weights, and begins the state of each row with their sum. All rows are
-  // scored before any is weighted: finding a row's highest score is a chain of steps, which those of others can hide.
+  // Turns the products of a bundle's rows into weights, and initializes the state of each row with their sum. All rows
+  // are scored before any is weighted: finding a row's largest score has a long latency, which the other rows hide.
   void soften(const Bundle& bundle, const Chunk& chunk, float* scores, float* states) const {
     float tops[kMaxRows];
     for (int r = 0; r < bundle.count; ++r) {
@@ -49,9 +49,9 @@ struct Weights {
     return total;
   }
 
-  // Turns one row's products into scores and returns the highest ones. What is not seen is lower than all.
+  // Turns one row's products into scores and returns the largest of each lane. Scores of masked keys are -infinity.
   f32 shape_row(int row, const Chunk& chunk, const Bundle& bundle, float* scores) const {
-    const Query& query = sight.queries[row / group];
+    const Query& query = mask.queries[row / group];
     const int first = bundle.first_vector(), last = bundle.last_vector();
     const float scale = call.scale;
     const Vectors plain = plain_vectors(query, chunk.position, first, last);
@@ -66,10 +66,10 @@ struct Weights {
     return best;
   }
 
-  // Those among [first, last) whose products need nothing but scaling.
+  // The vectors among [first, last) whose products are only scaled.
   Vectors plain_vectors(const Query& query, int position, int first, int last) const {
     if (call.softcap > 0 || call.slopes != nullptr) return {first, first};
-    Vectors whole = sight.whole_vectors(query, position);
+    Vectors whole = mask.whole_vectors(query, position);
     int begin = smaller(larger(whole.first, first), last);
     return {begin, larger(smaller(whole.last, last), begin)};
   }
@@ -85,10 +85,10 @@ struct Weights {
     f32 x = scaled(chunk, vector, scores, call.scale);
     if (call.softcap > 0) x = set1(call.softcap) * tanh(x / set1(call.softcap));
     if (call.slopes != nullptr) {
-      float slope = call.slopes[sight.task.head * group + row % group];
-      x = fma(set1(slope), sight.distances(query, key), x);
+      float slope = call.slopes[mask.task.head * group + row % group];
+      x = fma(set1(slope), mask.distances(query, key), x);
     }
-    x = select(sight.seen(query, key), x, minus_infinity());
+    x = select(mask.visible(query, key), x, minus_infinity());
     store(scores + vector * kLanes, x);
     return x;
   }

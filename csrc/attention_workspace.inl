@@ -1,9 +1,9 @@
-// What one thread needs while it attends: pieces of its scratch. Used by attention.inl.
+// The working memory of one thread for attention, in its scratch. attention.inl calls it.
 #pragma once
 
 #include "attention_pages.inl"
 #include "attention_plan.inl"
-#include "attention_sight.inl"
+#include "attention_mask.inl"
 #include "attention_softmax.inl"
 #include "panels.h"
 #include "scratch.h"
@@ -12,10 +12,10 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Rows that are computed together, and what of a chunk any of them sees.
+// Rows that are computed together, and the keys of a chunk that at least one of them sees.
 struct Bundle {
   int row, count;
-  int begin, end;  // keys of the chunk; none if end <= begin
+  int begin, end;  // keys of the chunk; empty if end <= begin
 
   int first_vector() const { return begin / kLanes; }
   int last_vector() const { return (end + kLanes - 1) / kLanes; }
@@ -28,12 +28,12 @@ struct Workspace {
   float* part;       // [task rows] states
   Copy copy;
   Query* queries;    // [task queries]
-  Bundle* bundles;   // [task rows], as many as are needed
+  Bundle* bundles;   // [task rows], the first num_bundles are set
   int num_bundles;
-  int* depths;       // [row's queries] of a tree: how far below the context they stand
+  int* depths;       // [row's queries]: depths in a draft tree
 };
 
-// Hands out pieces of one buffer; counts only, while there is none.
+// Divides one buffer into arrays. Without a buffer it only counts bytes.
 struct Carver {
   uint8_t* data;
   size_t used = 0;
@@ -46,9 +46,9 @@ struct Carver {
   }
 };
 
-// How much of everything the tasks of a call need.
+// The sizes of the arrays that a call needs.
 struct Sizes {
-  int task_queries, stretch_queries;  // at most
+  int task_queries, stretch_queries;  // upper bounds
   int group, head_dim, depths;
 };
 

@@ -13,7 +13,7 @@ namespace quire {
 
 namespace {
 
-constexpr int kPauses = 64;  // between two looks at the clock: a few microseconds
+constexpr int kPauses = 64;  // between two reads of the clock: a few microseconds
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free,
               "the kernel reads the number behind the atomic");
@@ -30,8 +30,8 @@ void call_futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 
 }  // namespace
 
-// Either the sleeper's count is seen here or the new value is seen there: each writes one and then reads the other, and
-// the fences forbid that both read what was there before.
+// No wake-up is lost. The setter writes the value and then reads the number of sleepers. A sleeper increments the
+// number and then reads the value. With the fences at least one of them reads what the other wrote.
 void Signal::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_relaxed) != 0) call_futex(&value_, FUTEX_WAKE_PRIVATE, INT_MAX);

@@ -1,6 +1,5 @@
-// A number that one thread sets and others wait for (Signal), and the barrier made of it. Waiting begins with spinning, goes on
-// with yielding the core to whoever else wants it and ends asleep in the kernel; setting costs a system call only if
-// somebody sleeps.
+// Signal: a number that one thread sets and other threads wait for. Barrier is built on it. A waiting thread first
+// spins, then yields its core, then sleeps in the kernel. Setting needs a system call only if a thread sleeps.
 #pragma once
 
 #include <atomic>
@@ -8,10 +7,10 @@
 
 namespace quire {
 
-// Two lines, since processors fetch them in pairs.
+// Two cache lines: processors fetch them in pairs.
 constexpr int kCacheLine = 128;
 
-// How long a thread waits for a signal in which way, in nanoseconds since it began to wait.
+// When a waiting thread stops spinning and when it stops yielding, in nanoseconds since it began to wait.
 struct Patience {
   int64_t spin, yield;
 };
@@ -20,11 +19,11 @@ class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
 
-  // What was written before is seen by those who see `value`. Those asleep notice only after `wake`.
+  // A thread that reads `value` also sees all earlier writes. Sleeping threads continue only after `wake`.
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
   void wake();
 
-  // Returns once the value is another one.
+  // Returns when the value has changed.
   void wait_while(uint32_t value, Patience patience);
 
  private:
@@ -37,10 +36,10 @@ class Signal {
 
 class Barrier {
  public:
-  // Comes to the barrier, which opens for the last of `size` threads, and goes on at once.
+  // Arrives without waiting. The barrier opens when the last of `size` threads arrives.
   void arrive(int size);
 
-  // The same, and goes on when it is open.
+  // Arrives and waits until the barrier opens.
   void arrive_and_wait(int size, Patience patience);
 
  private:

@@ -1,5 +1,5 @@
-// The Python class `Panels`: a matrix in panels, filled from memory that Python points at. Refuses what would read or
-// write out of bounds; what lies at an address is the caller's word.
+// The Python class `Panels`: a matrix in panels, filled from memory at an address that Python passes. Sizes that would
+// read or write out of bounds are refused. Addresses are not checked.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -28,7 +28,7 @@ constexpr NamedFormat kFormats[] = {
     {"f16", {Codes::F16, Scales::NONE, 0}},
 };
 
-// Far beyond any model, and small enough that no product of sizes overflows.
+// Larger than any model needs, and small enough that no product of sizes overflows.
 constexpr int64_t kMaxSize = int64_t{1} << 30;
 
 [[noreturn]] void refuse_value(const std::string& message) { throw nb::value_error(message.c_str()); }

@@ -1,4 +1,4 @@
-// What tests of the pool need to see it from Python.
+// Python bindings for tests of the pool.
 #include <nanobind/nanobind.h>
 
 #include <vector>
@@ -20,7 +20,7 @@ struct Sum {
   std::vector<Cell> cells;
 };
 
-// In each round every thread writes a number of its own and adds up what all have written.
+// In each round every thread writes one number and then adds up the numbers of all threads.
 void add_rounds(void* argument, Worker worker) {
   Sum& sum = *static_cast<Sum*>(argument);
   Cell& own = sum.cells[worker.index];
@@ -32,8 +32,8 @@ void add_rounds(void* argument, Worker worker) {
   }
 }
 
-// rounds * threads numbers from 0 on, each added up by every thread: threads * n * (n - 1) / 2 for n of them, if every
-// thread has seen what every other wrote.
+// Every thread adds up the n = rounds * threads numbers 0 to n - 1. The result is threads * n * (n - 1) / 2 if every
+// thread has read what every other thread wrote.
 int64_t team_sum(int threads, int rounds) {
   Sum sum{rounds, std::vector<Cell>(threads > 0 ? threads : 0)};
   run_team(threads, add_rounds, &sum);

@@ -1,6 +1,6 @@
-// The Python class `Program`: ops are added with plain numbers and addresses, which Python keeps valid for as long as
-// the program lives; `run` releases the GIL and comes back when the step is computed. Also the two kernels that are
-// called outside of a program: a product for the logits, and sampling.
+// The Python class `Program`. Ops are added with numbers and addresses. Python keeps the addresses valid for the
+// lifetime of the program. `run` releases the GIL and returns when the step is computed. This file also binds the
+// kernels that are called outside of a program: products for logits, sampling and penalties.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -25,9 +25,9 @@ namespace quire {
 namespace {
 
 using Address = uintptr_t;
-using View = std::pair<Address, int64_t>;               // of float32 rows: where they begin, floats between two
-using Quantized = std::pair<Address, int64_t>;          // Activations: where they begin (0: none), columns
-using Group = std::tuple<Address, int64_t, Address>;    // tables, their stride, slots
+using View = std::pair<Address, int64_t>;               // float32 rows: address and row stride in floats
+using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
+using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 
 float* floats(const View& view) { return reinterpret_cast<float*>(view.first); }
 
@@ -55,7 +55,7 @@ CacheType parse_cache_type(const std::string& name) {
   throw nb::value_error(("there is no cache of type '" + name + "'.").c_str());
 }
 
-// `keys` and `values`: where block 0 is, and bytes from one block to the next.
+// `keys` and `values`: the address of block 0, and bytes from one block to the next.
 Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, View keys, View values) {
   return {{parse_cache_type(type), block_size, kv_heads, head_dim},
           reinterpret_cast<uint8_t*>(keys.first),
@@ -196,7 +196,7 @@ std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, i
   return report;
 }
 
-// Some rows of x times a matrix, and perhaps only the largest product of each.
+// Some rows of x times a matrix. With `best`, only the largest product of each row.
 struct Product {
   const KernelTable& kernels;
   MatmulCall call;
@@ -221,7 +221,7 @@ void multiply_on_team(void* argument, Worker worker) {
   product.kernels.matmul(call, worker);
 }
 
-using Choice = std::pair<std::vector<int64_t>, std::vector<float>>;  // where the largest are, and what they are
+using Choice = std::pair<std::vector<int64_t>, std::vector<float>>;  // indices and values of the largest
 
 Choice multiply(const std::string& isa, int threads, const PanelStore& weight, const std::vector<int64_t>& rows, View x,
                 View gathered, Quantized quantized, View y) {
@@ -254,7 +254,7 @@ Choice multiply(const std::string& isa, int threads, const PanelStore& weight, c
 
 struct Sampling {
   SampleCall call;
-  Candidate* candidates;  // room for a row's, for each worker; or null
+  Candidate* candidates;  // [workers][size], or null
 };
 
 void sample_on_team(void* argument, Worker worker) {
@@ -266,7 +266,7 @@ void sample_on_team(void* argument, Worker worker) {
 
 void sample(const std::string& isa, int threads, View logits, int64_t rows, int64_t size, Address settings,
             Address seeds, Address positions, Address tokens, Address largest) {
-  static thread_local std::vector<Candidate> candidates;  // kept: touching so much memory anew takes longer than a draw
+  static thread_local std::vector<Candidate> candidates;  // kept: page faults of new memory cost more than sampling
   Sampling sampling{{kernels_named(isa).sample, floats(logits), logits.second, rows, size,
                      reinterpret_cast<const double*>(settings), reinterpret_cast<const int64_t*>(seeds),
                      reinterpret_cast<const int64_t*>(positions), reinterpret_cast<int64_t*>(tokens),

@@ -1,5 +1,5 @@
-// Strings of a GGUF file, each its length in 8 bytes and then UTF-8: vocabularies have hundreds of thousands of them, and
-// Python takes a quarter of a start to read those one by one.
+// Reads the strings of a GGUF file. A string is its length in 8 bytes and then UTF-8. Vocabularies have hundreds of
+// thousands of strings; reading them one by one in Python would take a quarter of the start time.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@ using nb::literals::operator""_a;
 namespace quire {
 namespace {
 
-// The bytes of anything that has some, for as long as this lives.
+// The bytes of any Python object with the buffer protocol. They are valid for the lifetime of this object.
 class Bytes {
  public:
   explicit Bytes(nb::handle object) {
@@ -25,7 +25,7 @@ class Bytes {
 
   uint64_t size() const { return static_cast<uint64_t>(view_.len); }
 
-  // The string at `at`, which is moved behind it; false if the bytes end before it does.
+  // Reads the string at `at` and advances `at` to its end. Returns false if the string exceeds the bytes.
   bool next(uint64_t& at, const char*& text, uint64_t& length) const {
     if (at > size() || size() - at < 8) return false;
     const char* from = static_cast<const char*>(view_.buf) + at;
@@ -46,7 +46,7 @@ nb::object decode(const char* text, uint64_t length) {
   return nb::steal(made);
 }
 
-// How many of `count` strings there are from `at` on, and where the last of them ends.
+// How many of `count` strings are complete from `at` on, and the offset where the last of them ends.
 nb::tuple skip_strings(nb::handle data, uint64_t at, uint64_t count) {
   const Bytes bytes(data);
   const char* text;
@@ -55,7 +55,7 @@ nb::tuple skip_strings(nb::handle data, uint64_t at, uint64_t count) {
   return nb::make_tuple(done, at);
 }
 
-// The strings, up to the first that is not there or not UTF-8.
+// The strings, up to the first one that is incomplete or not UTF-8.
 nb::list read_strings(nb::handle data, uint64_t at, uint64_t count) {
   const Bytes bytes(data);
   nb::list strings;
@@ -69,7 +69,7 @@ nb::list read_strings(nb::handle data, uint64_t at, uint64_t count) {
   return strings;
 }
 
-// The same, each cut in two at its first space; up to the first where one side would be empty.
+// The same, with each string split at its first space, up to the first one with an empty side.
 nb::list read_pairs(nb::handle data, uint64_t at, uint64_t count) {
   const Bytes bytes(data);
   nb::list pairs;

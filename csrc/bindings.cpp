@@ -1,4 +1,4 @@
-// The Python module quire.kernels.cpu._native: what each file binds, under one roof.
+// The Python module quire.kernels.cpu._native. It calls the bind function of each file.
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"

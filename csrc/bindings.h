@@ -6,8 +6,9 @@
 
 namespace quire {
 
-// Gives up the GIL for as long as it lives. Python ends a daemon thread that asks for the GIL while the interpreter shuts
-// down by unwinding its stack, which C++ answers with std::terminate; such a thread waits here for the process to end.
+// Releases the GIL for the lifetime of the object. If a daemon thread acquires the GIL during interpreter shutdown,
+// Python ends the thread by unwinding its stack, and C++ would call std::terminate. Such a thread waits here until the
+// process ends.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}

@@ -1,5 +1,5 @@
-// The small ops between products: norm, rotation, activation, sum, and the largest of a row. Included by one translation unit per
-// instruction set; `kernels/reference.py` says what each means.
+// The small ops between products: norms, rotary embeddings, activations, sums, and the largest of a row.
+// `kernels/reference.py` defines them. Each instruction set compiles this file in its own translation unit.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Calls f(at, lanes) over [0, size) in vectors; the last one may have fewer lanes.
+// Calls f(at, lanes) for each vector of [0, size). The last vector may have fewer lanes.
 template <class F>
 QUIRE_INLINE void over_lanes(int64_t size, F f) {
   int64_t at = 0;
@@ -35,7 +35,7 @@ QUIRE_INLINE f32 load_sum(const float* x, const float* residual, int lanes) {
   return residual ? value + load_lanes(residual, lanes) : value;
 }
 
-// What is taken from each value of a group, and what it is multiplied by then.
+// The mean that is subtracted from each value of a group, and the factor that the difference is multiplied by.
 struct Moments {
   f32 mean;
   f32 factor;
@@ -72,7 +72,7 @@ struct NormGroup {
             call.y ? call.y + row * call.y_stride + at : nullptr};
   }
 
-  // Norms the lanes at `at`, leaving the sum where it belongs.
+  // Normalizes the lanes at `at`, and stores the sum if there is a residual.
   f32 apply(int64_t at, int lanes, const Moments& moments, const NormCall& call) const {
     f32 value = load_sum(x + at, residual ? residual + at : nullptr, lanes);
     if (sum) store_lanes(sum + at, value, lanes);
@@ -93,7 +93,7 @@ static void norm_plain(const NormCall& call, Worker& worker) {
   }
 }
 
-// One tile's blocks [first, last), quantized as they are normed.
+// Normalizes and quantizes blocks [first, last) of one tile.
 QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t first, int64_t last) {
   for (int64_t r = 0; r < tile.rows; r++) {
     const NormGroup group = NormGroup::of(call, tile.first + r, 0);
@@ -110,8 +110,8 @@ QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t firs
   }
 }
 
-// Records interleave the rows of a tile, so threads that share a tile split it by blocks: each finds the rows' factors
-// for itself, which is cheaper than writing to the same cache lines.
+// Records interleave the rows of a tile, so threads that share a tile divide it by blocks. Each thread computes the
+// moments of all rows again. That is cheaper than writing to the same cache lines.
 static void norm(const NormCall& call, Worker& worker) {
   if (!call.quantized.data) return norm_plain(call, worker);
   const Tiling tiling = cut_activations(call.rows);
@@ -125,7 +125,7 @@ static void norm(const NormCall& call, Worker& worker) {
   for (int64_t tile = tiles.first; tile < tiles.last; tile++) norm_tile(call, tiling.tile(tile), 0, blocks);
 }
 
-// Cosines and sines of one position, laid out as the lanes of a head need them: y = x * cosines + partner(x) * sines.
+// Expands the cosines and sines of one position to the lanes of a head: y = x * cosines + partner(x) * sines.
 QUIRE_INLINE void spread_table(const float* row, int64_t dim, bool interleaved, float* cosines, float* sines) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i++) {

@@ -1,5 +1,5 @@
-// float16 and bfloat16 as plain numbers, for code that packs and unpacks a model: scalar, any processor. Kernels do not
-// use it; they convert whole vectors (simd.h).
+// Scalar conversions of float16 and bfloat16 for any processor. Code that packs and unpacks a model uses them. Kernels
+// convert whole vectors instead (simd.h).
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ inline float half_to_float(uint16_t half) {
   return bits_float(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
-// To the nearest, ties to even; too large becomes infinite, NaN stays NaN.
+// Rounds to nearest, ties to even. Values that are too large become infinite. NaN stays NaN.
 inline uint16_t float_to_half(float value) {
   uint32_t sign = float_bits(value) >> 16 & 0x8000u, magnitude = float_bits(value) & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
   if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  // A unit in the last place of 0.5 is the smallest float16, so this addition rounds as a subnormal must be.
+  // One unit in the last place of 0.5f equals the smallest float16, so this addition rounds to a subnormal.
   if (magnitude < 0x38800000u) {
     return static_cast<uint16_t>(sign | (float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f)));
   }
@@ -41,7 +41,7 @@ inline uint16_t float_to_half(float value) {
 
 inline float bfloat_to_float(uint16_t value) { return bits_float(static_cast<uint32_t>(value) << 16); }
 
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 inline uint16_t float_to_bfloat(float value) {
   uint32_t bits = float_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;

@@ -1,8 +1,8 @@
-# One translation unit for each instruction set: isa_<name>.cpp, compiled with the flags that only it may use. Code that
-# every machine runs sees QUIRE_HAS_<NAME> and calls into the others after asking the CPU.
+# One translation unit for each instruction set: isa_<name>.cpp, compiled with its own flags. Code that runs on every
+# machine is compiled with QUIRE_HAS_<NAME>. It calls the others after a check of the CPU.
 include(CheckCXXSourceCompiles)
 
-# `probe` is a statement that a compiler and an assembler that know the instruction set accept.
+# `probe` is a statement that compiles only if the compiler and the assembler support the instruction set.
 function(add_isa name probe)
   string(TOUPPER "${name}" NAME)
   list(JOIN ARGN " " CMAKE_REQUIRED_FLAGS)
@@ -15,7 +15,7 @@ function(add_isa name probe)
   set(source "${CMAKE_CURRENT_SOURCE_DIR}/isa_${name}.cpp")
   set(options ${ARGN} -DQUIRE_ISA=${name} -Wno-unused-function -Wno-uninitialized)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    list(APPEND options -Wno-maybe-uninitialized)  # a false alarm inside GCC 12's own intrinsics
+    list(APPEND options -Wno-maybe-uninitialized)  # a false positive in GCC 12's intrinsics
   endif()
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
   target_sources(_native PRIVATE "${source}")

@@ -1,4 +1,4 @@
-// The functions of one instruction set, in the order of KernelTable. Each isa_*.cpp includes this and nothing else.
+// The functions of one instruction set, in the order of KernelTable. Each isa_*.cpp includes only this file.
 #pragma once
 
 #include "kernels.h"

@@ -28,7 +28,7 @@ QUIRE_DECLARE(amx)
 #endif
 
 #ifdef QUIRE_HAS_AMX
-// The kernel withholds tile registers from a process until it asks (arch_prctl ARCH_REQ_XCOMP_PERM, tile data).
+// A process must request the tile registers from the Linux kernel (arch_prctl ARCH_REQ_XCOMP_PERM, tile data).
 static bool request_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

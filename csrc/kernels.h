@@ -1,5 +1,5 @@
-// What every instruction set offers: one table of functions each, chosen once by name. The functions work on raw memory
-// and on a worker's share of the rows or outputs; program.cpp strings them together.
+// The kernels of an instruction set: a table of functions, selected once by name. A function works on raw memory and
+// computes a worker's share of the rows or outputs. program.cpp calls them in order.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace quire {
 
 enum class Activation : uint8_t { NONE, SILU, GELU, GELU_TANH, RELU };
 
-// Rows of float32 (kernels may read kSpareRows rows behind the last one, and use nothing of what they find there) or,
-// for quantized panels, activations in int8.
+// Rows in float32 or, for quantized panels, activations in int8. Kernels may read kSpareRows rows after the last one;
+// their values are ignored.
 struct Operand {
   const float* values;
   int64_t stride;
@@ -29,8 +29,8 @@ struct Best {
   int64_t index;
 };
 
-// y = x W^T + bias. With an activation the upper half of W's outputs is the gate, the lower half what it multiplies, and
-// the products go into `gated` (and into y, if that is given).
+// y = x W^T + bias. With an activation the first half of W's outputs is the gate and the second half is what it
+// multiplies. The gated products are written to `gated`, and to y if it is not null.
 struct MatmulCall {
   Panels weight;
   Operand x;
@@ -39,13 +39,13 @@ struct MatmulCall {
   int64_t y_stride;
   const float* bias;  // or null
   Activation activation;
-  Activations gated;  // data null: not wanted
-  Best* best;         // or null: the largest of each row, [workers][rows]; the answer is in the first
-  const MatmulCall* following;  // the next product, whose weights may be asked for in advance; or null
+  Activations gated;  // not written if data is null
+  Best* best;         // or null: the largest of each row, [workers][rows]; the result is that of worker 0
+  const MatmulCall* following;  // the next product, whose weights may be prefetched; or null
 };
 
 // Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight, or with `centered` (LayerNorm)
-// y = (x - mean(x)) / deviation(x) * weight + bias. With a residual the sum of both is normed, and written to `sum`.
+// y = (x - mean(x)) / deviation(x) * weight + bias. With a residual the sum of both is normalized and written to `sum`.
 struct NormCall {
   const float* x;
   int64_t x_stride;
@@ -60,11 +60,11 @@ struct NormCall {
   int64_t rows, groups, size;
   float* y;  // or null
   int64_t y_stride;
-  Activations quantized;  // data null: not wanted
+  Activations quantized;  // not written if data is null
 };
 
 struct RopeCall {
-  float* x;  // turned in place: [rows][heads][head_dim], rows `stride` apart
+  float* x;  // rotated in place: [rows][heads][head_dim], rows `stride` apart
   int64_t stride;
   int64_t rows, heads, head_dim;
   const int64_t* positions;
@@ -73,7 +73,7 @@ struct RopeCall {
   bool interleaved;
 };
 
-// y = activation(x), or gated y = activation(gate) * up, where x is the gate and then what it multiplies.
+// y = activation(x), or gated y = activation(gate) * up, where x is the gate followed by up.
 struct ActivateCall {
   const float* x;  // [rows][size], or gated [rows][2 * size]
   int64_t x_stride;
@@ -110,8 +110,8 @@ struct KernelTable {
   SampleKernels sample;
 };
 
-// The table of an instruction set ("avx2", "avxvnni", "avx512", "amx"), or null if it was not built. The caller has
-// made sure that this machine executes it.
+// The table of an instruction set ("avx2", "avxvnni", "avx512", "amx"), or null if it was not built. The caller checks
+// that this machine supports it.
 const KernelTable* find_kernels(const char* name);
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// Writes the keys and values of a step's tokens into the paged cache, in the layout of attention.h. Not for reading:
-// that is attention.inl. Called by all threads of a team, each of which writes its share of the tokens.
+// Writes the keys and values of a step's tokens into the paged cache, in the layout of attention.h. attention.inl reads
+// them. All threads of a team call it, and each writes its share.
 #pragma once
 
 #include "attention.h"
@@ -19,7 +19,8 @@ QUIRE_INLINE void convert_row(const float* x, int size, uint16_t* to) {
   for (int d = 0; d < size; d += kLanes) store_bf16(to + d, load(x + d));
 }
 
-// Codes of one head of one token; returns their scale. What is not finite turns the scale into NaN, so that it shows.
+// Writes the codes of one head of one token and returns their scale. The scale is NaN if a value is not finite, so that
+// the error is visible in the output.
 QUIRE_INLINE float quantize_row(const float* x, int size, int8_t* to) {
   f32 highest = zero(), nothing = zero();
   for (int d = 0; d < size; d += kLanes) {
@@ -40,7 +41,7 @@ QUIRE_INLINE void scatter(const Item* row, int size, Item* to, int stride) {
   for (int d = 0; d < size; ++d) to[int64_t{d} * stride] = row[d];
 }
 
-// One head of one token into a dense cache; `keys` and `values` are that head's part of the block.
+// Stores one head of one token in a dense cache. `keys` and `values` are that head's part of the block.
 template <class Item>
 QUIRE_INLINE void store_dense(const CacheShape& shape, int offset, const float* k, const float* v, uint8_t* keys,
                               uint8_t* values) {
@@ -61,8 +62,8 @@ QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const flo
   value_scales[offset] = quantize_row(v, shape.head_dim, codes);
 }
 
-// k and v are [num_tokens][kv_heads][head_dim], tokens k_stride and v_stride floats apart. Heads are shared out: even a
-// single token has lines to write all over its block of keys.
+// k and v are [num_tokens][kv_heads][head_dim], tokens k_stride and v_stride floats apart. The work is divided by
+// heads too, because even a single token writes to many cache lines of its block of keys.
 static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride,
                      const float* v, int64_t v_stride, const Worker& worker) {
   const CacheShape& shape = cache.shape;

@@ -1,5 +1,5 @@
-// The sixteen levels m + d * q that serve 32 values best: how our own int4 is made. Called by pack_dense.cpp for each
-// block, so it is written on vectors of four, which every processor has.
+// quire's own int4: finds 16 levels m + d * q that approximate a block of 32 values. pack_dense.cpp calls it for each
+// block. It uses vectors of four floats, which every processor has.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace quire {
 
-// A scale as it is stored: the codes must be those of the rounded number.
+// A scale as it is stored, in float16. Codes are computed with the rounded value.
 struct Rounded {
   uint16_t half;
   float value;
@@ -42,7 +42,7 @@ struct Levels {
     return __builtin_convertvector(place + 0.5f, QuadCodes);
   }
 
-  // The sum of the squared differences.
+  // The sum of squared errors.
   float error(const Quad* x) const {
     Quad total{};
     for (int i = 0; i < kBlock / 4; ++i) {
@@ -52,7 +52,7 @@ struct Levels {
     return sum(total);
   }
 
-  // The levels that lie closest to the values under the codes that these give them.
+  // The least-squares levels for the codes that the current levels assign.
   Levels refit(const Quad* x) const {
     Quad q_total{}, qq_total{}, x_total{}, qx_total{};
     for (int i = 0; i < kBlock / 4; ++i) {
@@ -87,8 +87,9 @@ inline Extremes find_extremes(const Quad* x) {
   return {low[0], high[0]};
 }
 
-// Cutting a little off either end costs the outermost values some accuracy and gives it to all others. On weights that
-// are normally distributed this leaves four fifths of the squared error of the whole range; finer steps gain nothing.
+// A range that is a little smaller than that of the values makes the outermost values less accurate and all others more
+// accurate. For normally distributed weights the squared error is four fifths of that with the whole range. Finer steps
+// do not improve it.
 inline Levels best_levels(const Quad* x) {
   const Extremes ends = find_extremes(x);
   Levels best(ends.low, ends.high);

@@ -1,9 +1,10 @@
-// Matrix products on panels: quantized ones (codes times int8 activations, exact sums of a block, scaled in float32) and
-// dense ones. Included by one translation unit per instruction set.
+// Matrix products with panels. Quantized products multiply codes with int8 activations; the sums of a block are exact
+// and are scaled in float32. Dense products multiply floats. Each instruction set compiles this file in its own
+// translation unit.
 //
-// A (row, output) pair is summed in one lane over K from front to back, in the same operations whatever the number of
-// rows: so an answer does not depend on who shares the batch. Few rows unpack codes in registers on the way; for more, a
-// group of panels is unpacked into a thread's scratch first and passes over all tiles.
+// Each (row, output) pair is summed in one lane over K from front to back, by the same operations for any number of
+// rows. So a result does not depend on the batch. For few rows, codes are unpacked in registers. For more rows, a group
+// of panels is first unpacked into a thread's scratch and then multiplied with all tiles.
 #pragma once
 
 #include "kernels.h"
@@ -13,8 +14,8 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int64_t kUnit = 2 * kLanes;        // outputs that make one block of the next product
-constexpr int64_t kPassBytes = 640 * 1024;   // of activations that pass over a group of panels: they stay in L2
+constexpr int64_t kUnit = 2 * kLanes;        // outputs that form one block of the next product
+constexpr int64_t kPassBytes = 640 * 1024;   // of activations in one pass over a group of panels: they stay in L2
 constexpr int kPrefetchBlocks = 8;
 
 template <int value>
@@ -22,7 +23,7 @@ struct Number {
   static constexpr int v = value;
 };
 
-// Calls f(Number<0>()), ..., f(Number<n - 1>()): loops whose index is a constant in each round.
+// Calls f(Number<0>()), ..., f(Number<n - 1>()): an unrolled loop with a constant index.
 template <int n, int at = 0, class F>
 QUIRE_INLINE void unroll(F f) {
   if constexpr (at < n) {
@@ -31,7 +32,7 @@ QUIRE_INLINE void unroll(F f) {
   }
 }
 
-// R rows at equal distances, addressed from every third: few enough registers to stay in them.
+// R rows at equal distances. Only every third row has a pointer, so that all pointers stay in registers.
 template <class T, int R>
 struct RowPointers {
   const T* base[(R + 2) / 3];
@@ -95,20 +96,20 @@ QUIRE_INLINE f32 read_minimum(const uint8_t* scales, int64_t block) {
 template <Codes codes>
 constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
 
-// Where a thread goes on when it is through with a panel: asked for ahead of time, as the rest of the panel is.
+// The panel that a thread reads after the current one. Its beginning is prefetched.
 struct Ahead {
   const uint8_t *codes, *scales;
 
   static Ahead at(const Panels& weight, int64_t panel) { return {weight.codes(panel), weight.scales(panel)}; }
 };
 
-// A panel as it lies in memory; codes are unpacked in registers on the way.
+// A panel as it is stored. Codes are unpacked in registers.
 template <Codes codes, Scales scales>
 struct PackedPanel {
   const uint8_t* codes_at;
   const uint8_t* scales_at;
   int64_t blocks;
-  int64_t codes_to_next, scales_to_next;  // bytes from the end of these to those that this thread will read next
+  int64_t codes_to_next, scales_to_next;  // bytes from the end of this panel to the thread's next one
   static constexpr int64_t step = block_bytes(codes);
   static constexpr int64_t scale_step = scales == Scales::D ? 32 : 64;
   static constexpr bool packed = true;
@@ -137,7 +138,8 @@ struct PackedPanel {
   }
 };
 
-// Codes as they are unpacked: tiles of AMX multiply signed ones, which need no correction for the offset.
+// Codes as they are kept in an unpacked panel. AMX tiles multiply signed codes, which need no correction for the
+// offset.
 template <Codes codes, Scales scales>
 QUIRE_INLINE i32 kept(i32 quad) {
 #ifdef __AMX_INT8__
@@ -146,7 +148,7 @@ QUIRE_INLINE i32 kept(i32 quad) {
   return quad;
 }
 
-// The same with a byte a code and float32 scales, in a thread's scratch.
+// A panel in a thread's scratch, with one byte for each code and float32 scales.
 template <Codes codes, Scales scales>
 struct UnpackedPanel {
   uint8_t* codes_at;   // [blocks][8][64]
@@ -257,7 +259,7 @@ QUIRE_INLINE f32 load_values(const uint8_t* p) {
   return load_f16(reinterpret_cast<const uint16_t*>(p));
 }
 
-// R rows of plain x times two dense panels -> out [R][32].
+// R rows of float32 x times two dense panels -> out [R][32].
 template <Codes codes, int R>
 static void multiply_dense(const Panels& weight, const int64_t* panels, const float* x, int64_t x_stride, float* out,
                            int64_t out_stride) {
@@ -294,18 +296,18 @@ QUIRE_INLINE void with_tile(int64_t size, F f) {
   if constexpr (limit >= 12) return f(Number<12>());
 }
 
-// Two or four panels that are multiplied together, and what follows each.
+// Two or four panels that are multiplied together, and the panel after each.
 struct Group {
   int count;
   int64_t panels[4];
   Ahead ahead[4];
 };
 
-// What differs between formats, behind one function each. x is a tile's first record or, for dense panels, its first
-// row; out is [rows][16 * group.count].
+// The functions of a format. x is a tile's first record or, for dense panels, its first row. out is
+// [rows][16 * group.count].
 struct Multiplier {
   void (*packed)(const MatmulCall&, const Group&, const void* x, int64_t rows, float* out, int64_t out_stride);
-  // Unpacks a group into unpacked_bytes of memory for each panel, and multiplies a tile with it.
+  // `unpack` unpacks a group into unpacked_bytes of memory for each panel. `unpacked` multiplies a tile with it.
   void (*unpack)(const MatmulCall&, const Group&, uint8_t* memory);
   void (*unpacked)(const MatmulCall&, const Group&, uint8_t* memory, const void* x, int64_t rows, float* out,
                    int64_t out_stride);
@@ -416,7 +418,7 @@ static void finish_plain(const MatmulCall& call, const Tile& tile, const float* 
   }
 }
 
-// Keeps the largest product of each row so far, and where it was; the first of equals, and NaN above all.
+// Updates the largest product of each row and its index. Of equals the first is kept. NaN is larger than any number.
 static void finish_best(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
                         int64_t output, int64_t width, int thread) {
   for (int64_t r = 0; r < tile.rows; r++) {
@@ -438,7 +440,7 @@ static void finish_best(const MatmulCall& call, const Tile& tile, const float* p
   }
 }
 
-// x times the normal distribution's share below x, to 2e-7 * |x| (Abramowitz and Stegun 7.1.26).
+// x * Phi(x), with Phi the normal distribution function, to within 2e-7 * |x| (Abramowitz and Stegun 7.1.26).
 QUIRE_INLINE f32 gelu(f32 x) {
   f32 size = max(x, zero() - x);
   f32 t = set1(1.0f) / fma(set1(0.3275911f * 0.7071067812f), size, set1(1.0f));
@@ -458,7 +460,7 @@ QUIRE_INLINE f32 activate(f32 x, Activation activation) {
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 
-// The gate's products are in columns 0 to 31 of the tile, what they multiply in 32 to 63.
+// Columns 0 to 31 of the tile are the gate, columns 32 to 63 are what it multiplies.
 static void finish_gated(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
                          int64_t output) {
   const int64_t half = call.weight.rows / 2;
@@ -480,7 +482,7 @@ static void finish_gated(const MatmulCall& call, const Tile& tile, const float* 
   for (int64_t r = tile.rows; r < tile.size && record; r++) clear_row(record, tile.size, r);
 }
 
-// Asks for the lines that a tile's products will go to, so that they are there when the tile is done.
+// Prefetches the cache lines that a tile's products will be written to.
 QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_t output, int64_t width) {
   for (int64_t r = 0; r < tile.rows; r++) {
     const float* to = call.y + (tile.first + r) * call.y_stride + output;
@@ -488,8 +490,8 @@ QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_
   }
 }
 
-// Outputs are shared out in units of 32, a block of the next product. A worker takes two units at once where its share
-// allows, and of gated products one unit of each half.
+// Outputs are divided among workers in units of 32, which is a block of the next product. A worker computes two units
+// at once if its share has two left. In gated products it computes one unit of each half.
 struct Units {
   const MatmulCall& call;
   bool gated;
@@ -514,7 +516,7 @@ struct Units {
 // A worker's share of one product.
 struct Product {
   const MatmulCall& call;
-  Units units, following;  // these of the product after this one, or the same again
+  Units units, following;  // of this product, and of the next one (if there is none, of this one again)
   Multiplier multiplier;
   Tiling tiling;
   bool unpack;
@@ -553,7 +555,7 @@ struct Product {
     if (call.best) finish_best(call, tile, products, stride, output, width, thread);
   }
 
-  // Tiles [begin, end) times the units taken at `unit`.
+  // Multiplies tiles [begin, end) with the one or two units at `unit`.
   void pass(int64_t unit, int64_t begin, int64_t end) const {
     const Group group = group_at(unit);
     const int64_t output = unit * kUnit, left = units.outputs() - output, most = units.taken_at(unit) * kUnit;
@@ -563,14 +565,14 @@ struct Product {
   }
 };
 
-// How many tiles pass over a group of panels before the next is taken: as many as stay in L2.
+// How many tiles are multiplied with a group of panels before the next group: as many as stay in L2.
 QUIRE_INLINE int64_t tiles_in_pass(const MatmulCall& call, const Tile& tile) {
   const int64_t row_bytes =
       call.weight.format.quantized() ? Activations::row_bytes(call.weight.cols) : call.x.stride * 4;
   return kPassBytes / (row_bytes * tile.size) + 1;
 }
 
-// The best of all workers: theirs are of ascending outputs, so the first of equals is in the first.
+// Merges the results of all workers. Workers have ascending outputs, so of equals the first worker's is kept.
 static void merge_best(const MatmulCall& call, int workers) {
   for (int64_t row = 0; row < call.rows; row++) {
     for (int worker = 1; worker < workers; worker++) {

@@ -1,7 +1,7 @@
-// Products of 16 rows at a time with AMX tiles, for translation units compiled for it; included by matmul.inl.
+// Products of 16 rows at a time with AMX tiles. matmul.inl includes this file. Without AMX it is empty.
 //
-// A tile product gives the exact sums of one block for 16 rows and 16 outputs, which are then scaled in vectors by the
-// same operations, in the same order, as everywhere else: the bits of a row do not depend on which way it went.
+// A tile product computes the exact sums of one block for 16 rows and 16 outputs. Vectors then scale them by the same
+// operations, in the same order, as in matmul.inl. So the bits of a row do not depend on the code path.
 #pragma once
 
 #ifdef __AMX_INT8__
@@ -12,8 +12,8 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Rows, and bytes in a row, of the tiles: 0 holds sums, 1 rows and 2 codes of 32 values, 3 rows and 4 codes of 16.
-// The intrinsics paste their tile numbers into assembler text, so these are literals below.
+// Rows, and bytes of a row, of each tile. Tile 0 holds sums. Tiles 1 and 2 hold rows and codes of 32 values, tiles 3
+// and 4 of 16 values. The intrinsics need literal tile numbers.
 struct alignas(64) TileShapes {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -25,7 +25,7 @@ QUIRE_INLINE void begin_tiles() { _tile_loadconfig(&kShapes); }
 
 QUIRE_INLINE void end_tiles() { _tile_release(); }
 
-// Sums of `part` of a block: 16 rows of activations times one panel's codes -> sums [16][16].
+// The sums of part `part` of a block: 16 rows of activations times one panel's codes -> sums [16][16].
 template <int parts>
 QUIRE_INLINE void sum_block(const int8_t* rows, int64_t stride, const uint8_t* codes, int32_t* sums) {
   _tile_zero(0);
@@ -41,8 +41,8 @@ QUIRE_INLINE void sum_block(const int8_t* rows, int64_t stride, const uint8_t* c
   _tile_stored(0, sums, 64);
 }
 
-// A tile of 16 rows times one unpacked panel -> out [16][16], rows out_stride apart. The tiles work one part ahead of the
-// vectors, so that sums are read when they have long been written.
+// A tile of 16 rows times one unpacked panel -> out [16][16], rows out_stride apart. The tiles are one part ahead of
+// the vectors, so that a vector does not wait for the sums that it reads.
 template <Scales scales, class Panel>
 static void multiply_tiles(const Panel& panel, int64_t blocks, const uint8_t* x, float* out, int64_t out_stride) {
   using Own = Record<16>;
@@ -55,7 +55,7 @@ static void multiply_tiles(const Panel& panel, int64_t blocks, const uint8_t* x,
   };
   f32 total[16];
   unroll<16>([&](auto r) { total[r.v] = zero(); });
-  asm volatile("" ::: "memory");  // the compiler does not know what tile loads read
+  asm volatile("" ::: "memory");  // the compiler cannot tell what tile loads read
   sum_part(0);
   for (int64_t part = 0; part < blocks * parts; part++) {
     if (part + 1 < blocks * parts) sum_part(part + 1);

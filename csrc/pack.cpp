@@ -1,6 +1,6 @@
-// GGUF blocks into panels, for any processor: words and nibbles move to their lanes, no value changes. Lanes are
-// written in rising order and those beyond the last row never, so a panel must start out as zeros. Rounding dense rows
-// is pack_dense.cpp's, the way back unpack.cpp's.
+// Packs GGUF blocks into panels, on any processor. Words and nibbles are moved to their lanes; no value changes. Lanes
+// are written in ascending order. Lanes after the last row are not written, so a panel must be zero before.
+// pack_dense.cpp packs dense rows, and unpack.cpp unpacks.
 #include "pack.h"
 
 #include <cassert>
@@ -22,12 +22,12 @@ void store_word(uint8_t* vector, int lane, uint32_t word) { std::memcpy(vector +
 
 void copy_half(uint8_t* halves, int lane, const uint8_t* source) { std::memcpy(halves + 2 * lane, source, 2); }
 
-// 16 bytes that hold value i in the low nibble and value i + 16 in the high one: the order of a panel already.
+// Copies 16 bytes with value i in the low nibble and value i + 16 in the high one, which is the order of a panel.
 void copy_nibbles(uint8_t* codes, int lane, const uint8_t* source) {
   for (int j = 0; j < 4; ++j) store_word(codes + j * kVector, lane, load_word(source + 4 * j));
 }
 
-// The nibbles of 32 bytes, all low (shift 0) or all high (shift 4) ones.
+// Packs the low (shift 0) or the high (shift 4) nibbles of 32 bytes.
 void pair_nibbles(uint8_t* codes, int lane, const uint8_t* source, int shift) {
   for (int j = 0; j < 4; ++j) {
     uint32_t low = load_word(source + 4 * j) >> shift & kLowNibbles;
@@ -36,18 +36,18 @@ void pair_nibbles(uint8_t* codes, int lane, const uint8_t* source, int shift) {
   }
 }
 
-// Four bits of mask j. The even lane clears its neighbour's half of the byte, which comes after it.
+// Stores four bits of mask j. An even lane clears the other half of the byte, which the next lane writes.
 void store_mask(uint8_t* masks, int j, int lane, uint32_t nibble) {
   uint8_t* at = masks + 8 * j + lane / 2;
   *at = static_cast<uint8_t>(lane % 2 == 0 ? nibble : *at | nibble << 4);
 }
 
-// 32 bits, one for each value.
+// Stores 32 bits, one for each value.
 void spread_bits(uint8_t* masks, int lane, uint32_t bits) {
   for (int j = 0; j < 8; ++j) store_mask(masks, j, lane, bits >> 4 * j & 15);
 }
 
-// Bit `plane` of 32 bytes.
+// Stores bit `plane` of 32 bytes.
 void gather_plane(uint8_t* masks, int lane, const uint8_t* source, int plane) {
   for (int j = 0; j < 8; ++j) {
     uint32_t ones = load_word(source + 4 * j) >> plane & 0x01010101u;
@@ -55,7 +55,7 @@ void gather_plane(uint8_t* masks, int lane, const uint8_t* source, int plane) {
   }
 }
 
-// Bits `shift` and `shift` + 1 of 32 bytes.
+// Packs bits `shift` and `shift` + 1 of 32 bytes.
 void pair_crumbs(uint8_t* crumbs, int lane, const uint8_t* source, int shift) {
   for (int h = 0; h < 2; ++h) {
     uint32_t word = 0;
@@ -64,7 +64,7 @@ void pair_crumbs(uint8_t* crumbs, int lane, const uint8_t* source, int shift) {
   }
 }
 
-// The 6-bit scales of Q4_K and Q5_K: 12 bytes into 8 times (s, t).
+// Unpacks the 6-bit scales of Q4_K and Q5_K: 12 bytes into 8 times (s, t).
 void split_scales(uint8_t* scales, int lane, const uint8_t* source) {
   for (int i = 0; i < 4; ++i) {
     int a = source[i], b = source[4 + i], c = source[8 + i];
@@ -77,7 +77,7 @@ void split_scales(uint8_t* scales, int lane, const uint8_t* source) {
   }
 }
 
-// Each type: its panel format, the values, bytes and panel scale bytes of a block, and how a block becomes a lane.
+// For each type: its panel format, the values, bytes and panel scale bytes of a block, and how a block is packed.
 
 struct Q4_0 {
   static constexpr Format format{Codes::U4, Scales::D, 8};

@@ -1,4 +1,4 @@
-// Into panels and out of them. Called while a model is loaded (any thread, no pool) and for embedding rows.
+// Packing and unpacking of panels. Used while a model is loaded (from any thread, without the pool) and for embeddings.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,21 @@ inline bool operator==(const Format& a, const Format& b) {
   return a.codes == b.codes && a.scales == b.scales && a.offset == b.offset;
 }
 
-// Writes rows [first, first + count) from the blocks of a GGUF file (`ggml_type` is the number the file uses), row
-// after row at `source`. first is a multiple of 16; count too, unless the rows are the last ones. The type is one that
-// format_of_gguf maps to the panels' format; panels not written before are zeros.
+// Packs rows [first, first + count) from the blocks of a GGUF file, which are at `source`, row after row. `ggml_type`
+// is the type's number in the file; format_of_gguf must map it to the panels' format. first is a multiple of 16. count
+// is one too, except for the last rows. Panels that were not written before must be zero.
 void pack_gguf(const Panels& panels, int ggml_type, const uint8_t* source, int64_t first, int64_t count);
 
-// The same from plain rows [count, cols] in `type` (F32, BF16 or F16), `source_stride` values apart. A quantized
-// format is reached by rounding: U8 D with d = max|x| / 127, U4 DM with the range cut into 15 steps. Throws
-// std::invalid_argument for a value that is not finite or needs a scale beyond float16.
+// The same from dense rows [count, cols] in `type` (F32, BF16 or F16), `source_stride` values apart. For a quantized
+// format the values are rounded: U8 D with d = max|x| / 127, U4 DM with 15 steps (levels.h). Throws
+// std::invalid_argument if a value is not finite or needs a scale that is too large for float16.
 void pack_dense(const Panels& panels, Codes type, const void* source, int64_t source_stride, int64_t first,
                 int64_t count);
 
-// Whether pack_dense can reach a format.
+// Whether pack_dense supports a format.
 bool dense_packable(const Format& format);
 
-// Row `row` as float32, cols of them.
+// Writes row `row` as `cols` float32 values.
 void unpack_row(const Panels& panels, int64_t row, float* out);
 
 // The panel format that holds a GGUF type without loss, or false if there is none.

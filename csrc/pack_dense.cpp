@@ -1,5 +1,5 @@
-// Plain rows into panels: copied or rounded to another float type, or quantized to our own int8 and int4. What GGUF
-// files hold quantized already is pack.cpp's.
+// Packs dense rows into panels: copied, rounded to another float type, or quantized to quire's own int8 and int4.
+// pack.cpp packs the quantized types of GGUF files.
 #include <cassert>
 #include <cstring>
 
@@ -13,7 +13,7 @@ namespace {
 constexpr Format kOwnInt8{Codes::U8, Scales::D, 128};
 constexpr Format kOwnInt4{Codes::U4, Scales::DM, 0};
 
-// Rows that go into one panel: `live` of them, the others are left alone.
+// The rows of one panel. Only the first `live` lanes are written.
 struct Source {
   Codes type;
   const uint8_t* values;
@@ -41,7 +41,7 @@ void load_values(const Source& source, int lane, int64_t k, int64_t count, float
   }
 }
 
-// Values of the panel's own type: moved as they are.
+// Copies values that have the panel's type.
 template <class Value>
 void transpose_panel(const Source& source, int64_t cols, uint8_t* codes) {
   for (int64_t k = 0; k < cols; ++k, codes += kLanes * sizeof(Value)) {
@@ -75,7 +75,8 @@ void store_half(uint8_t* halves, int lane, uint16_t half) { std::memcpy(halves +
 
 void store_quad(uint8_t* vector, int lane, const uint8_t* bytes) { std::memcpy(vector + 4 * lane, bytes, 4); }
 
-// The largest |x|, or NaN if there is one: as bits, magnitudes are ordered, infinity and NaN last.
+// The largest |x|, or NaN if there is one. The bits of magnitudes have the order of their values, with infinity and NaN
+// last.
 float largest_magnitude(const float* x) {
   uint32_t largest = 0;
   for (int i = 0; i < kBlock; ++i) {
@@ -99,7 +100,7 @@ void quantize_u8(const float* x, int lane, uint8_t* codes, uint8_t* scales) {
 }
 
 void quantize_u4(const float* x, int lane, uint8_t* codes, uint8_t* scales) {
-  Rounded{largest_magnitude(x)};  // refuses what no level could stand for
+  Rounded{largest_magnitude(x)};  // throws if a value is not finite or too large
   Quad quads[kBlock / 4];
   std::memcpy(quads, x, sizeof(quads));
   const Levels levels = best_levels(quads);

@@ -1,4 +1,4 @@
-// A matrix in panels together with the memory it lies in: what Python holds as `Panels`. Kernels get the view only.
+// A matrix in panels and its memory. Python has it as `Panels`. Kernels get only the view.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ struct PanelStore {
   Panels view;
   ArenaPiece memory;
 
-  // The shape is one that the format can hold.
+  // The format must support the shape.
   PanelStore(Format format, int64_t rows, int64_t cols)
       : view{format, rows, cols, nullptr}, memory(static_cast<size_t>(view.nbytes())) {
     view.data = memory.data();

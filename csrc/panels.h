@@ -1,20 +1,20 @@
-// How a matrix lies in memory: in panels of 16 outputs, so that a vector holds the same place of 16 rows and each row
-// is summed in a lane of its own. This is the one description of the layout; pack.cpp writes it, matmul.inl reads it.
+// The memory layout of a matrix. It consists of panels of 16 outputs: a vector holds the same column of 16 rows, and
+// each row is summed in its own lane. pack.cpp writes this layout, and matmul.inl reads it.
 //
-// A panel is its codes for all of K, then (from the next 64 bytes on) its scales. Quantized codes come in blocks of
-// 32 K. With "quad j" for the four values 4j to 4j + 3 of K, lane n of a vector holding a quad of output n:
+// A panel is its codes for all of K and then, aligned to 64 bytes, its scales. Quantized codes are in blocks of 32
+// values of K. "Quad j" is the four values 4j to 4j + 3 of K. Lane n of a vector holds a quad of output n:
 //   U4   4 vectors: the low nibbles of vector j are quad j, the high ones quad j + 4                  256 bytes a block
 //   U5   U4, then 8 masks of 64 bits: bit i of mask j is bit 4 of byte i of quad j                     320
 //   U6   U4, then 2 vectors: bits 2t and 2t + 1 of byte i of vector h are bits 4 and 5 of byte i of
 //        quad 4h + t                                                                                  384
 //   U8   8 vectors: quad j                                                                            512
 //   F32, BF16, F16   16 values for each of K                                                          64 or 32 a value
-// Scales, 16 lanes each, in float16 unless said otherwise; value = what is right of the arrow, for code q:
+// Scales have 16 lanes, in float16 unless noted otherwise. Right of the arrow is the value of code q:
 //   D          d a block                                                          -> d * (q - offset)
 //   DM         d, then m, a block                                                 -> d * q + m
 //   SUPER_DM   for 8 blocks: D, then M, then 8 times (uint8 s, uint8 t)           -> (D * s) * q - (M * t)
 //   SUPER_D16  for 8 blocks: D, then 16 times int8 s, one for each 16 of K        -> (D * s) * (q - offset)
-// A last panel with fewer than 16 outputs is filled up with zeros.
+// A last panel with fewer than 16 outputs is padded with zeros.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ enum class Scales : uint8_t { NONE, D, DM, SUPER_DM, SUPER_D16 };
 struct Format {
   Codes codes;
   Scales scales;
-  int offset;  // what a code is lowered by, where there is no minimum
+  int offset;  // subtracted from a code, in formats without a minimum
 
   bool quantized() const { return scales != Scales::NONE; }
 };

@@ -19,11 +19,11 @@ namespace quire {
 
 namespace {
 
-// Between jobs: longer than the gap between two steps of an engine, short enough not to be felt by others.
+// Between jobs: longer than the gap between two steps of an engine, and short enough not to slow down other processes.
 constexpr Patience kBetweenJobs{200'000, 1'000'000};
 constexpr Patience kWithinJob{20'000, 1'000'000};
 
-// Where threads outnumber cores, whoever spins or yields only keeps the core from those who are waited for.
+// With more threads than cores: a thread that spins or yields would occupy the core of a thread that it waits for.
 constexpr Patience kCrowded{0, 0};
 
 int count_cores() {
@@ -33,7 +33,7 @@ int count_cores() {
 
 }  // namespace
 
-// Lives as long as the process: workers are detached and may still look at it while the process exits.
+// Never destroyed: workers are detached and may still read it while the process exits.
 class Pool {
  public:
   void run(int threads, Job job, void* argument);
@@ -42,7 +42,7 @@ class Pool {
   Patience patience() const { return crowded_ ? kCrowded : kWithinJob; }
 
  private:
-  // Where a worker waits to be called. The number counts its calls.
+  // A worker's signal. A worker waits until the number of calls increases.
   struct Seat {
     Pool* pool;
     int index;
@@ -56,9 +56,9 @@ class Pool {
 
   std::mutex turn_;
   std::vector<Seat*> seats_;
-  int num_cores_ = 1;  // counted when workers are started: until then the process may still be bound to some of them
+  int num_cores_ = 1;  // counted when workers are started: the process's affinity may change before that
 
-  // Written by the caller before it calls the workers, read by those of the team until the last one is done.
+  // The caller writes these before it calls the workers. The team's workers read them until the last one is done.
   Job job_ = nullptr;
   void* argument_ = nullptr;
   unsigned float_mode_ = 0;
@@ -94,8 +94,9 @@ void Pool::run(int threads, Job job, void* argument) {
   wait_for_team();
 }
 
-// A worker rounds and flushes as the caller does, or a result would depend on who computed it. Returns how to wait for
-// the next job: once the last worker has arrived, the next caller may change all that is read here.
+// A worker uses the caller's floating-point mode, so that a result does not depend on which thread computes it. Returns
+// the patience for the next job. It is read first: after the last worker has arrived, the next caller may change the
+// members.
 Patience Pool::take_part(int index) {
   Patience patience = crowded_ ? kCrowded : kBetweenJobs;
   _mm_setcsr(float_mode_);
@@ -116,7 +117,7 @@ void* Pool::work(void* argument) {
   }
 }
 
-// New threads inherit the mask of signals: workers take none, so that Ctrl-C reaches the thread that waits for it.
+// Workers block all signals, so that Ctrl-C reaches the main thread. New threads inherit the signal mask.
 void Pool::start_workers(int count) {
   if (static_cast<int>(seats_.size()) >= count) return;
   num_cores_ = count_cores();
@@ -149,7 +150,8 @@ namespace {
 
 Pool* pool = new Pool;
 
-// After a fork the child has no workers, and the lock may be held by a thread that is not there: it starts afresh.
+// After a fork the child has no workers, and a thread that does not exist in it may hold the lock. So it gets a new
+// pool.
 void renew_pool() { pool = new Pool; }
 
 const int kRegistered = pthread_atfork(nullptr, nullptr, renew_pool);

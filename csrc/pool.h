@@ -1,6 +1,6 @@
-// The threads that kernels run on. One pool a process, shared by all engines: a team is the caller and the first
-// workers of the pool, who spin between two calls that follow closely and sleep in the kernel otherwise. Teams of
-// different callers take turns. Nothing here knows what is computed.
+// The threads that kernels run on. A process has one pool, which all engines share. A team consists of the caller and
+// the first workers of the pool. Workers spin for a short time after a job and then sleep in the kernel. Teams of
+// different callers run one after another.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace quire {
 
 class Pool;
 
-// The threads that run one job together. Every one of them calls the same barriers in the same order.
+// The threads that run one job together. All of them call the same barriers in the same order.
 class Team {
  public:
   Team(const Team&) = delete;
@@ -19,10 +19,10 @@ class Team {
 
   int size() const { return size_; }
 
-  // Waits until all threads of the team have come here; what they wrote before is seen by all after it.
+  // Waits until all threads of the team have arrived. After it, all threads see what each wrote before it.
   void barrier();
 
-  // Waits until the signal has another value.
+  // Waits until the signal's value is not `value`.
   void wait_while(Signal& signal, uint32_t value);
 
  private:
@@ -33,7 +33,7 @@ class Team {
   Pool* pool_;
 };
 
-// What a job is called with: which thread of the team this is, 0 being the caller.
+// The argument of a job: the team and the index of this thread in it. The caller has index 0.
 struct Worker {
   Team& team;
   int index;
@@ -44,18 +44,17 @@ struct Worker {
 
 using Job = void (*)(void* argument, Worker worker);
 
-// Runs a job on `threads` threads at once and returns when all are done. Calls from several threads wait for each
-// other. A job must not call this itself, nor throw, nor fork. Throws std::invalid_argument if `threads` is not
-// positive and std::runtime_error if the system refuses a thread. With one thread the job runs in the caller alone and
-// waits for nobody.
+// Runs a job on `threads` threads at once and returns when all are done. Concurrent calls run one after another. A job
+// must not call this function, throw or fork. Throws std::invalid_argument if `threads` is not positive, and
+// std::runtime_error if a thread cannot be started. With one thread the job runs in the caller, without a lock.
 void run_team(int threads, Job job, void* argument);
 
-// The part of `count` equal items that falls to a worker: [first, last). Parts differ by at most one `grain`.
+// A worker's part of `count` equal items: [first, last). Parts differ by at most one `grain`.
 struct Span {
   int64_t first, last;
 };
 
-// static: instruction sets are compiled apart, and none may run another's copy.
+// static: each instruction set must use its own compiled copy.
 static inline Span share(const Worker& worker, int64_t count, int64_t grain = 1) {
   int64_t grains = (count + grain - 1) / grain;
   int64_t first = grains * worker.index / worker.count() * grain;

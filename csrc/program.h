@@ -1,5 +1,5 @@
-// A model as a list of ops over fixed buffers, recorded once and run every step: one call from Python, one team of
-// threads that walks the list together. Ops know the buffers; what differs from step to step is in a Step.
+// A model as a list of ops over fixed buffers. It is recorded once and run in every step by one call from Python. A
+// team of threads executes the list together. Ops hold the buffers. A Step holds what differs between steps.
 #pragma once
 
 #include <atomic>
@@ -35,19 +35,19 @@ class Op {
  public:
   virtual ~Op() = default;
   virtual const char* kind() const = 0;
-  // One phase of it: the worker's part. A phase begins when all parts of the one before it are done.
+  // Computes the worker's part of one phase. A phase begins when all parts of the phase before it are done.
   virtual void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const = 0;
   virtual int phases() const { return 1; }
 };
 
-// The phases of a program in one run, walked by a team. A part belongs to the thread of its number, but whoever is
-// through with its own takes those that nobody has begun: a thread that comes late, because something else has its
-// core, is not waited for, and goes on where the others are.
+// The phases of a program in one run. A phase has one part for each thread of the team. A thread that has finished its
+// own part takes parts that no thread has begun. So the team does not wait for a thread that has lost its core: that
+// thread continues at the phase that the others have reached.
 class Walk {
  public:
   void begin(size_t phases, int parts);
 
-  // `run(phase, worker)` computes one part, that of the worker's index.
+  // `run(phase, worker)` computes the part with the worker's index.
   template <class F>
   void take_part(const Worker& worker, F run);
 
@@ -61,7 +61,7 @@ class Walk {
   uint32_t count_ = 0;
   std::vector<Phase> phases_;
   std::vector<std::atomic<bool>> claimed_;  // [phases][parts]
-  Signal ended_;                            // how many phases have
+  Signal ended_;                            // number of phases that have ended
 };
 
 struct MatmulOp;
@@ -73,10 +73,10 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void add(std::unique_ptr<Op> op);
-  void add_product(std::unique_ptr<MatmulOp> op);  // the product before it will know what follows
+  void add_product(std::unique_ptr<MatmulOp> op);  // sets `following` of the product before it
   void run(int threads, const Step& step) const;
 
-  // The same, and the nanoseconds that each op took are added to `times`, one for each op.
+  // As `run`. Adds the nanoseconds of each op to `times`, which has one entry for each op.
   void run_timed(int threads, const Step& step, std::vector<int64_t>& times) const;
   const std::vector<std::unique_ptr<Op>>& ops() const { return ops_; }
 
@@ -90,16 +90,16 @@ class Program {
 
   const KernelTable& kernels_;
   std::vector<std::unique_ptr<Op>> ops_;
-  std::vector<Place> places_;  // of every phase
+  std::vector<Place> places_;  // one for each phase
   mutable Walk walk_;
   MatmulOp* last_product_ = nullptr;
 };
 
-// The ops. Numbers that depend on the step (rows, positions, tables) are filled in when they run.
+// The ops. Values that depend on the step (rows, positions, tables) are set when an op runs.
 
 struct EmbedOp : Op {
   Panels weight;
-  bool by_position;  // rows are those of the tokens' positions, not of their ids
+  bool by_position;  // rows are selected by the tokens' positions, not by their ids
   float scale;
   float* out;
   int64_t out_stride;
@@ -117,7 +117,7 @@ struct NormOp : Op {
 
 struct MatmulOp : Op {
   MatmulCall call;
-  bool quantize;  // x's values into x's codes first
+  bool quantize;  // quantize x first
 
   const char* kind() const override { return call.activation == Activation::NONE ? "matmul" : "gated matmul"; }
   int phases() const override { return quantize ? 2 : 1; }
@@ -159,7 +159,7 @@ struct StoreOp : Op {
 struct AttentionOp : Op {
   AttentionCall call;
   int group;
-  mutable std::atomic<bool> shared{false};  // set alike by all parts of the first phase
+  mutable std::atomic<bool> shared{false};  // all parts of the first phase set the same value
 
   const char* kind() const override { return "attention"; }
   int phases() const override { return 2; }

@@ -1,4 +1,4 @@
-// Activations to int8; activations.h describes how they lie. Included before matmul.inl.
+// Quantizes activations to int8, in the layout of activations.h. Included before matmul.inl.
 #pragma once
 
 #include "activations.h"
@@ -8,21 +8,21 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Up to so many rows, unpacking codes again for each tile costs less than writing them down.
+// Up to this many rows, unpacking codes again for each tile is faster than storing unpacked codes.
 #ifdef __AMX_INT8__
 constexpr int64_t kFewRows = 12;
 #else
 constexpr int64_t kFewRows = 32;
 #endif
 
-constexpr float kSmallestExtreme = 1e-36f;  // 127 / it is still finite; blocks of less are zeros
+constexpr float kSmallestExtreme = 1e-36f;  // 127 / kSmallestExtreme is finite; blocks with smaller values become zero
 
 // A tile: `size` rows from row `first` on, of which the first `rows` are real.
 struct Tile {
   int64_t first, size, rows;
 };
 
-// How the rows of a step are cut into tiles: `large` ones of size `largest`, then up to two smaller ones.
+// How the rows of a step are divided into tiles: `large` ones of size `largest`, then up to two smaller ones.
 struct Tiling {
   int64_t rows, largest, large, tail[2];
 
@@ -34,7 +34,7 @@ struct Tiling {
   }
 };
 
-// The smallest tile that there is for up to 6 rows: all sizes but 5.
+// The smallest tile for up to 6 rows. There is no tile of 5.
 QUIRE_INLINE int64_t fill_up(int64_t rows) { return rows == 5 ? 6 : rows; }
 
 static Tiling cut_into_tiles(int64_t rows, int64_t largest) {
@@ -57,7 +57,7 @@ QUIRE_INLINE uint8_t* record_of(const Activations& out, const Tile& tile, int64_
   return out.data + (tile.first * (out.cols / kBlock) + block * tile.size) * 52;
 }
 
-// Where a row's code at k (a multiple of 4) lies in a record of `size` rows.
+// The offset of a row's code k (a multiple of 4) in a record of `size` rows.
 QUIRE_INLINE int64_t place_of(int64_t size, int64_t r, int64_t k) {
 #ifdef __AMX_INT8__
   if (size == 16) return r * kBlock + k;
@@ -65,7 +65,7 @@ QUIRE_INLINE int64_t place_of(int64_t size, int64_t r, int64_t k) {
   return k * size + 4 * r;
 }
 
-// 32 values of row r of a tile. A scale that is not a number stands for values that are not: so it shows in the product.
+// Quantizes 32 values of row r of a tile. If a value is not finite, the scale is NaN, and so is the product.
 QUIRE_INLINE void quantize_block(f32 low, f32 high, uint8_t* record, int64_t size, int64_t r) {
   const f32 infinite = set1(__builtin_inff());
   const bool finite = (less(abs(low), infinite) & less(abs(high), infinite)) == 0xffff;

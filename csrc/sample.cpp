@@ -9,8 +9,8 @@
 namespace quire {
 namespace {
 
-// Before any id: the first score is larger.
-constexpr Winner kNobody = {-INFINITY, -1};
+// The initial value. Every score is larger.
+constexpr Winner kNoWinner = {-INFINITY, -1};
 
 struct Settings {
   double temperature, top_k, top_p, floor;
@@ -33,18 +33,19 @@ Noise noise_of(int64_t seed, int64_t position) {
           {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32)}};
 }
 
-// Likelier first, of equals the lower id.
+// Larger logits first; of equals the lower id.
 bool goes_first(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// How far below the largest logit top-p may keep one: all that lie further below have less than 1 - top-p together.
+// The distance below the largest logit within which top-p keeps logits. All logits further below together have a
+// probability of less than 1 - top-p.
 double reach_of(const Settings& wanted, int64_t size) {
   const double spare = std::max(1.0 - wanted.top_p, 1e-300);
   return wanted.temperature * std::log(static_cast<double>(size) / spare) * 1.001 + 1e-6;
 }
 
-// A logit that at least `count` reach.
+// A threshold that at least `count` logits reach.
 float find_least(const SampleCall& call, const float* logits, float largest, double count) {
   for (double below = 4.0; below < 1e6; below *= 2) {
     const float least = largest - static_cast<float>(below);
@@ -53,7 +54,7 @@ float find_least(const SampleCall& call, const float* logits, float largest, dou
   return -INFINITY;
 }
 
-// The candidates that top-p keeps, likeliest first; returns how many.
+// Moves the candidates that top-p keeps to the front, likeliest first. Returns their number.
 int64_t keep_mass(const Settings& wanted, float largest, double mass, Candidate* candidates, int64_t count) {
   std::sort(candidates, candidates + count, goes_first);
   double before = 0;
@@ -73,7 +74,7 @@ double mass_of(const Settings& wanted, float largest, const Candidate* candidate
   return mass;
 }
 
-// Ids that min-p, top-k and top-p keep; returns how many.
+// Collects the ids that min-p, top-k and top-p keep. Returns their number.
 int64_t keep(const SampleCall& call, const float* logits, float largest, float least, const Settings& wanted,
              Candidate* candidates) {
   float from = least;
@@ -145,9 +146,9 @@ void sample_row(const SampleCall& call, int64_t row, Candidate* candidates) {
   while (least - largest < floor) least = std::nextafterf(least, INFINITY);
   while (std::isfinite(least) && std::nextafterf(least, -INFINITY) - largest >= floor)
     least = std::nextafterf(least, -INFINITY);
-  least = std::max(least, -3.4028235e38f);  // what is banned is never drawn
+  least = std::max(least, -3.4028235e38f);  // banned tokens are never sampled
   const Noise noise = noise_of(call.seeds[row], call.positions[row]);
-  Winner winner = kNobody;
+  Winner winner = kNoWinner;
   if (!is_cut(wanted, call.size)) {
     const int64_t first = call.tokens[row];
     winner = {gumbel_score(0.0f, token_word(noise, first)), first};
@@ -169,7 +170,7 @@ void penalize_row(const PenaltyCall& call) {
     int64_t token;
     float value;
   };
-  std::vector<Drafted> drafted;  // computed before the logits change
+  std::vector<Drafted> drafted;  // computed before the logits are changed
   for (int64_t nth = 0; nth < call.num_more; nth++) {
     const int64_t token = call.more[nth];
     if (token < 0) continue;

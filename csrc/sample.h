@@ -1,4 +1,4 @@
-// Sampling: a token for each row of logits. The rule is that of quire/kernels/sampling.py.
+// Sampling: a token for each row of logits. quire/kernels/sampling.py is the reference.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Noise {
   uint32_t position[2];
 };
 
-// What a draw from all ids takes. Ids whose logit is below `least` are not drawn.
+// The arguments for sampling from all ids. Ids whose logit is below `least` are not sampled.
 struct DrawCall {
   const float* logits;
   int64_t size;
@@ -24,22 +24,22 @@ struct DrawCall {
   Noise noise;
 };
 
-// The best score so far, and whose it is.
+// The largest score so far, and its id.
 struct Winner {
   float score;
   int64_t id;
 };
 
-// What an instruction set does over a whole row.
+// The functions of an instruction set. Each processes a whole row.
 struct SampleKernels {
-  // The first largest: index and value. NaN is larger than everything.
+  // Index and value of the largest; of equals the first. NaN is larger than any number.
   void (*find_largest)(const float* x, int64_t size, int64_t* index, float* value);
   int64_t (*count_from)(const float* x, int64_t size, float least);
-  // Ids of logits from `least` on, in their order; there is room for as many as `count_from` says.
+  // Collects the ids whose logits are `least` or larger, in ascending order. `out` has space for `count_from` of them.
   void (*collect_from)(const float* x, int64_t size, float least, Candidate* out);
-  // The sum of exp((x - largest) / temperature) over x from `least` on.
+  // The sum of exp((x - largest) / temperature) over all x that are `least` or larger.
   double (*sum_exp)(const float* x, int64_t size, float largest, float temperature, float least);
-  // Scores of all ids against the winner so far.
+  // Computes the scores of all ids and updates the winner.
   void (*draw)(const DrawCall&, Winner*);
 };
 
@@ -47,22 +47,22 @@ struct SampleCall {
   const SampleKernels& kernels;
   const float* logits;  // [rows][size]
   int64_t stride, rows, size;
-  const double* settings;  // [rows][4]: temperature, top-k, top-p, and by how much a kept logit may be below the largest
+  const double* settings;  // [rows][4]: temperature, top-k, top-p, min-p's floor
   const int64_t *seeds, *positions;
   int64_t* tokens;
   float* largest;
 };
 
-// `candidates` has room for a row's.
+// `candidates` has space for all ids of a row.
 void sample_row(const SampleCall& call, int64_t row, Candidate* candidates);
 bool needs_candidates(const SampleCall& call, int64_t row);
 
-// One row of logits and what its request has said. The rule is that of quire/kernels/reference.py `penalize`.
+// One row of logits and its request's token counts. `penalize` in quire/kernels/reference.py is the reference.
 struct PenaltyCall {
   float* logits;
   const int32_t* counts;
   int64_t size;
-  const int64_t* more;  // tokens that are counted once more; -1 is none
+  const int64_t* more;  // additional tokens to count; -1 is none
   int64_t num_more;
   float repetition, frequency, presence;
   int32_t in_prompt;
@@ -70,7 +70,7 @@ struct PenaltyCall {
 
 void penalize_row(const PenaltyCall& call);
 
-// The word of an id: see quire/kernels/philox.py.
+// The random word of an id: see quire/kernels/philox.py.
 uint32_t token_word(const Noise& noise, int64_t id);
 float gumbel_score(float scaled, uint32_t word);
 

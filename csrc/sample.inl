@@ -1,4 +1,4 @@
-// What sampling does over whole rows: see sample.h.
+// The sampling functions that process whole rows (SampleKernels in sample.h).
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ static void collect_from(const float* x, int64_t size, float least, Candidate* o
 }
 
 static double sum_exp(const float* x, int64_t size, float largest, float temperature, float least) {
-  constexpr int64_t kPiece = 4096;  // summed up in float32, pieces in float64
+  constexpr int64_t kPiece = 4096;  // a piece is summed in float32, pieces are added in float64
   double total = 0;
   for (int64_t first = 0; first < size; first += kPiece) {
     f32 piece = zero();
@@ -47,7 +47,7 @@ struct Words {
   i32 words[4];
 };
 
-// The words of kPhiloxBlock ids: those of word w are side by side.
+// The random words of kPhiloxBlock ids. Ids that use word w are consecutive.
 QUIRE_INLINE Words philox_block(const Noise& noise, int64_t block) {
   i32 c0 = set1_i32(static_cast<int32_t>(noise.position[0])), c1 = set1_i32(static_cast<int32_t>(noise.position[1]));
   i32 c2 = iota_i32(static_cast<int32_t>(block * kPhiloxLanes)), c3 = zero_i32();
@@ -64,10 +64,10 @@ QUIRE_INLINE Words philox_block(const Noise& noise, int64_t block) {
   return {{c0, c1, c2, c3}};
 }
 
-constexpr float kMostNoise = 22.88f;  // of the smallest uniform number, 2^-33
+constexpr float kMostNoise = 22.88f;  // at the smallest uniform number, 2^-33
 
-// An id can only win if its exponential number, -log(1 - uniform), is below exp(scaled - best score); the uniform number
-// is smaller still. So only few ids take a logarithm.
+// An id can only win if its exponential number, -log(1 - uniform), is below exp(scaled - best score). The uniform
+// number is below the exponential one. So it is compared first, and the logarithm is computed for few ids only.
 QUIRE_INLINE void draw_lanes(const DrawCall& call, int64_t at, int lanes, i32 words, Winner* winner) {
   f32 logits = load_lanes(call.logits + at, lanes);
   f32 scaled = (logits - set1(call.largest)) / set1(call.temperature);

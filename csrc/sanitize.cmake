@@ -1,9 +1,9 @@
-# The extension under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself is not built with them, so the
-# sanitizer's library has to be loaded first: preload.txt holds the value of LD_PRELOAD. libstdc++ is in it because the
-# sanitizer looks for the function that throws exceptions when it starts.
+# Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer. Python itself is not built with them, so
+# the sanitizer's library must be loaded first: preload.txt holds the value of LD_PRELOAD. It includes libstdc++ because
+# the sanitizer looks up the function that throws exceptions when it starts.
 #
-# Kernels are unrolled by the thousand loads, so their checks are calls and not code in place, and those that ask of every
-# pointer what the address check asks again are left out: otherwise one file compiles for ten minutes.
+# Unrolled kernels have thousands of loads. So checks are calls instead of inline code, and pointer checks that the
+# address check repeats are disabled. Otherwise one file takes ten minutes to compile.
 set(SANITIZERS -fsanitize=address,undefined -fno-sanitize=vptr,null,alignment,object-size,pointer-overflow
     -fno-sanitize-recover=all)
 target_compile_options(_native PRIVATE ${SANITIZERS} --param asan-instrumentation-with-call-threshold=0 -O1 -g1

@@ -1,4 +1,4 @@
-// The working memory that scratch.h promises: one buffer a thread, freed when the thread ends.
+// Implements scratch.h: one buffer for each thread, freed when the thread ends.
 #include "scratch.h"
 
 #include <cstdlib>
@@ -15,7 +15,7 @@ struct Buffer {
 
   ~Buffer() { std::free(data); }
 
-  // Grows by half at least, so that a slowly rising wish does not allocate each time.
+  // Grows by at least half, so that slowly growing requests do not allocate every time.
   void grow(size_t bytes) {
     size_t wish = bytes > size + size / 2 ? bytes : size + size / 2;
     std::free(data);

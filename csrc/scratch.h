@@ -1,4 +1,4 @@
-// Working memory of a thread, for as long as a kernel runs. It grows to the largest wish and stays.
+// The working memory of a thread during a kernel. It grows to the largest size requested and is kept.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace quire {
 
-// At least `bytes` bytes at a multiple of 64, this thread's own; an earlier call's memory is given up by this one.
+// At least `bytes` bytes of this thread's memory, aligned to 64. Invalidates the memory of earlier calls.
 uint8_t* scratch(size_t bytes);
 
 }  // namespace quire

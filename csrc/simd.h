@@ -1,7 +1,7 @@
-// Vectors of 16 lanes, for the instruction set that the including file is compiled for: one register with AVX-512, two
-// with AVX2. Kernels are written once on top of this. Everything is in a namespace of the instruction set's own, so
-// that no two translation units define the same function differently; for the same reason kernels use no templates of
-// the standard library, which a linker could take from the wrong one.
+// Vectors of 16 lanes for the instruction set of the translation unit: one register with AVX-512, two with AVX2.
+// Kernels are written once on top of this. Each instruction set has its own namespace, so that no two translation units
+// define the same function differently. For the same reason kernels use no templates of the standard library: the
+// linker could take them from the wrong translation unit.
 #pragma once
 
 #include <immintrin.h>
@@ -46,7 +46,7 @@ QUIRE_INLINE f32 max(f32 a, f32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 QUIRE_INLINE f32 min(f32 a, f32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 QUIRE_INLINE f32 abs(f32 a) { return {_mm512_abs_ps(a.v)}; }
 QUIRE_INLINE f32 round(f32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// Lanes whose bit is set come from `yes`.
+// Takes lanes whose bit is set from `yes`, other lanes from `no`.
 QUIRE_INLINE f32 select(uint32_t bits, f32 yes, f32 no) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), no.v, yes.v)};
 }
@@ -57,7 +57,7 @@ QUIRE_INLINE float sum(f32 a) { return _mm512_reduce_add_ps(a.v); }
 QUIRE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a.v); }
 // x * 2^n for whole n in [-126, 127].
 QUIRE_INLINE f32 scale_by_power(f32 x, f32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// The same where a bit is set, 0 elsewhere, whatever x and n are there.
+// The same in lanes whose bit is set, and 0 in other lanes for any x and n.
 QUIRE_INLINE f32 scale_by_power(uint32_t bits, f32 x, f32 n) {
   return {_mm512_maskz_scalef_ps(static_cast<__mmask16>(bits), x.v, n.v)};
 }
@@ -75,7 +75,7 @@ QUIRE_INLINE f32 load_i8(const int8_t* p) {
 QUIRE_INLINE f32 load_u8(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 QUIRE_INLINE void store_bf16(uint16_t* p, f32 x) {
   __m512i bits = _mm512_castps_si512(x.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -84,7 +84,7 @@ QUIRE_INLINE void store_bf16(uint16_t* p, f32 x) {
   rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
-// Values are in [-127, 127] already; rounds to the nearest.
+// Rounds to nearest. Values must be in [-127, 127].
 QUIRE_INLINE void store_i8(int8_t* p, f32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
@@ -97,7 +97,7 @@ QUIRE_INLINE i32 high_nibbles(i32 x) { return low_nibbles({_mm512_srli_epi16(x.v
 QUIRE_INLINE i32 add_fifth_bits(i32 x, uint64_t bits) {
   return {_mm512_mask_add_epi8(x.v, bits, x.v, _mm512_set1_epi8(16))};
 }
-// Bits 2t and 2t + 1 of each byte, moved to bits 4 and 5 and joined to x.
+// Bits 2t and 2t + 1 of each byte, moved to bits 4 and 5 and combined with x.
 template <int t>
 QUIRE_INLINE i32 add_two_bits(i32 x, i32 high) {
   __m512i bits = t < 2 ? _mm512_slli_epi16(high.v, 4 - 2 * t) : _mm512_srli_epi16(high.v, 2 * t - 4);
@@ -115,7 +115,7 @@ QUIRE_INLINE i32 exclusive_or(i32 x, i32 y) { return {_mm512_xor_si512(x.v, y.v)
 struct Wide {
   i32 high, low;
 };
-// Both halves of the 64-bit product of each lane, without signs.
+// Both halves of the unsigned 64-bit product of each lane.
 QUIRE_INLINE Wide multiply_wide(i32 x, uint32_t y) {
   __m512i factor = _mm512_set1_epi32(static_cast<int32_t>(y));
   __m512i even = _mm512_mul_epu32(x.v, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), factor);
@@ -131,11 +131,11 @@ QUIRE_INLINE i32 broadcast_quad(const uint8_t* p) {
 QUIRE_INLINE i32 dot(i32 sum, i32 codes, i32 quad) { return {_mm512_dpbusd_epi32(sum.v, codes.v, quad.v)}; }
 QUIRE_INLINE i32 dot_wide(i32 sum, i32 codes, i32 quad) { return dot(sum, codes, quad); }
 
-constexpr int kMaxTile = 6;        // rows whose sums over two panels fit into registers together
-// Panels that pass a tile at once: two, since loads are what is scarce; one row is bound by memory, which gives more when
-// it is asked for more streams.
+constexpr int kMaxTile = 6;        // rows whose sums over two panels fit into registers
+// The number of panels that are multiplied with a tile at once. Two, because loads are the bottleneck. One row is
+// limited by memory, whose bandwidth is higher with more streams.
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : 2; }
-constexpr int kMaxDenseTile = 12;  // rows whose sums over two dense panels do
+constexpr int kMaxDenseTile = 12;  // rows whose sums over two dense panels fit into registers
 
 #else  // AVX2
 
@@ -311,7 +311,7 @@ QUIRE_INLINE __m256i multiply_high(__m256i x, __m256i factor) {
   __m256i even = _mm256_mul_epu32(x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
   return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
 }
-// Both halves of the 64-bit product of each lane, without signs.
+// Both halves of the unsigned 64-bit product of each lane.
 QUIRE_INLINE Wide multiply_wide(i32 x, uint32_t y) {
   __m256i factor = _mm256_set1_epi32(static_cast<int32_t>(y));
   return {{multiply_high(x.a, factor), multiply_high(x.b, factor)},
@@ -328,7 +328,7 @@ QUIRE_INLINE i32 dot(i32 sum, i32 codes, i32 quad) {
 }
 QUIRE_INLINE i32 dot_wide(i32 sum, i32 codes, i32 quad) { return dot(sum, codes, quad); }
 #else
-// Pairs are added in 16 bits first: 2 * 63 * 127 fits, twice 255 * 127 would not.
+// Pairs are first added in 16 bits: 2 * 63 * 127 fits, 2 * 255 * 127 does not.
 QUIRE_INLINE __m256i dot_half(__m256i sum, __m256i codes, __m256i quad) {
   __m256i pairs = _mm256_maddubs_epi16(codes, quad);
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -336,7 +336,7 @@ QUIRE_INLINE __m256i dot_half(__m256i sum, __m256i codes, __m256i quad) {
 QUIRE_INLINE i32 dot(i32 sum, i32 codes, i32 quad) {
   return {dot_half(sum.a, codes.a, quad.a), dot_half(sum.b, codes.b, quad.b)};
 }
-// Even and odd bytes apart, each widened to 16 bits.
+// Even and odd bytes separately, each widened to 16 bits.
 QUIRE_INLINE __m256i dot_wide_half(__m256i sum, __m256i codes, __m256i quad) {
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
                                    _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8));
@@ -354,7 +354,7 @@ constexpr int kMaxDenseTile = 3;
 
 #endif
 
-// 32 values in [-127, 127] as bytes, each rounded to the nearest; what is not a number becomes any byte.
+// 32 values in [-127, 127] as bytes, rounded to nearest. NaN becomes an unspecified byte.
 QUIRE_INLINE __m256i to_codes(f32 low, f32 high) {
 #ifdef __AVX512F__
   __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(low.v));
@@ -392,9 +392,9 @@ QUIRE_INLINE f32 exp_rest(f32 x, f32 n) {
   return fma(p, r * r, r + set1(1.0f));
 }
 
-constexpr float kVanishing = -87.3f;  // where e^x is about the smallest normal number
+constexpr float kVanishing = -87.3f;  // e^x is about the smallest normal number
 
-// e^x; 0 below the smallest normal number, large values saturate.
+// e^x. Results below the smallest normal number are 0. Large x saturate.
 QUIRE_INLINE f32 exp(f32 x) {
   const f32 lowest = set1(kVanishing);
   uint32_t vanished = less(x, lowest);
@@ -403,7 +403,7 @@ QUIRE_INLINE f32 exp(f32 x) {
   return select(vanished, zero(), scale_by_power(exp_rest(bounded, n), n));
 }
 
-// The same for x <= 0, in fewer steps; NaN stays NaN.
+// The same for x <= 0, in fewer steps. NaN stays NaN.
 QUIRE_INLINE f32 exp_of_negative(f32 x) {
   f32 n = round(x * set1(1.44269504f));
   return scale_by_power(not_less(x, set1(kVanishing)), exp_rest(x, n), n);

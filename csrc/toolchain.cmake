@@ -1,8 +1,8 @@
-# What must be there for the kernels to be built at all.
+# Checks whether the kernels can be built.
 include(CheckLanguage)
 set(SUPPORTED_PYTHON 3.11)
 
-# Sets `reason` to one sentence on why the kernels cannot be built here, or to nothing.
+# Sets `reason` to a sentence that states why the kernels cannot be built, or to an empty string.
 macro(find_reason_not_to_build reason)
   set(${reason} "")
   if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
@@ -14,7 +14,7 @@ endmacro()
 
 macro(find_reason_in_compiler reason)
   if(NOT CMAKE_CXX_COMPILER)
-    unset(CMAKE_CXX_COMPILER CACHE)  # one that was missing the last time may be there by now
+    unset(CMAKE_CXX_COMPILER CACHE)  # a compiler may have been installed since the last run
   endif()
   check_language(CXX)
   if(NOT CMAKE_CXX_COMPILER)

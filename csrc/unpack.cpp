@@ -1,6 +1,5 @@
-// Rows out of panels as float32, with the arithmetic of each format as panels.h states it, every product and sum
-// rounded on its own: the same bits as quire/quant/unpack.py. For embeddings and tests; products read panels as they
-// are.
+// Unpacks rows of panels to float32 with the formulas of panels.h. Every product and every sum is rounded, so the bits
+// equal those of quire/quant/unpack.py. Used for embeddings and tests. Matrix products read the packed panels.
 #include <cstring>
 
 #include "half.h"
@@ -50,12 +49,12 @@ void read_codes(Codes codes, const uint8_t* block, int lane, uint8_t* q) {
   if (codes == Codes::U6) read_crumbs(block + 256, lane, q);
 }
 
-// The numbers that turn codes of 16 values into floats: d * (q - offset) + m, where a format without minimum has no m.
+// The scale and the minimum of 16 values: d * (q - offset) + m. A format without a minimum has no m.
 struct Step {
   float d, m;
 };
 
-// For values 16 * half to 16 * half + 15 of a block.
+// Reads those of values 16 * half to 16 * half + 15 of a block.
 Step read_step(Scales kind, const uint8_t* scales, int64_t block, int half, int lane) {
   int64_t super = block / kSuper, place = block % kSuper;
   switch (kind) {

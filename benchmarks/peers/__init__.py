@@ -1,4 +1,4 @@
-"""The parts of benchmarks/cpu_peers.py: what is asked of each engine, how each is called, and how it is shown.
+"""The parts of benchmarks/cpu_peers.py: the work, how each engine is called, and the report.
 
-Modules named run_* execute inside a peer's own environment and import `workload` only; the rest runs beside quire.
+Modules named run_* run in a peer's environment and import only `workload`. The others run in quire's environment.
 """

@@ -1,6 +1,6 @@
-"""A child process under a clock: its output, when the first byte came, how much memory it took, how it failed.
+"""Runs and times a child process: its output, the time of its first byte, its memory and its failure.
 
-Keep the calling process small: Linux counts the caller's resident size into the child's peak.
+The calling process must be small: Linux includes the caller's resident size in the child's peak.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SAMPLE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """How a process went. `stdout` and the peak hold whatever came before a failure."""
+    """The result of a process. `stdout` and the peak include what came before a failure."""
 
     stdout: str
     first_s: float | None  # from the start of the process to the first byte on stdout
     total_s: float
-    peak_mib: float  # the largest resident size that one process of it had
+    peak_mib: float  # the largest resident size among its processes
     failure: str | None
 
 
 def run_child(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd: Path | None = None) -> Child:
-    """Run a command to its end or to the time limit; whatever it leaves running in its process group is ended."""
+    """Run a command until it ends or reaches the time limit. Processes that are left in its group are killed."""
     begin = time.perf_counter()
     with tempfile.TemporaryFile() as errors:
         try:
@@ -61,7 +61,7 @@ def run_child(command: Sequence[str], *, env: Mapping[str, str], timeout_s: floa
 
 
 def drain(process: subprocess.Popen[bytes], begin: float, timeout_s: float) -> tuple[str, float | None, float, bool]:
-    """Everything on stdout until it closes; seconds to its first byte; the group's peak; whether the time ran out."""
+    """Read stdout until it closes: its text, seconds to its first byte, the group's peak, whether it timed out."""
     assert process.stdout
     descriptor = process.stdout.fileno()
     chunks: list[bytes] = []
@@ -81,12 +81,12 @@ def drain(process: subprocess.Popen[bytes], begin: float, timeout_s: float) -> t
 
 
 def largest_mib(group: int) -> float:
-    """The largest peak so far among the processes of a group; wait4 misses those that nobody waits for."""
+    """The largest peak so far among the processes of a group. wait4 misses processes without a waiting parent."""
     peaks = [0.0]
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             if os.getpgid(int(folder.name)) == group:
                 lines = (folder / "status").read_text().splitlines()
                 peaks += [int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")]
@@ -94,7 +94,7 @@ def largest_mib(group: int) -> float:
 
 
 def has_ended(pid: int, deadline: float) -> bool:
-    """Whether a process ends by itself before a deadline; it is left to be reaped."""
+    """Whether a process ends before a deadline. It is not reaped."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.perf_counter() > deadline:
             return False

@@ -1,7 +1,7 @@
-"""How each engine is started and measured, each in processes of its own. Called by benchmarks/cpu_peers.py.
+"""How each engine is started and measured, in its own processes. benchmarks/cpu_peers.py calls it.
 
-quire and llama.cpp are driven by their own benchmark commands; the peers written in Python by peers/run_*.py inside the
-environment that each is installed in. What fails becomes a reason beside the cell, never an exception.
+quire and llama.cpp have their own benchmark commands. Peers written in Python are called by peers/run_*.py in the
+environment in which each is installed. A failure is the reason in its cell, not an exception.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What holds for every engine of a run."""
+    """The settings of a run, which are the same for every engine."""
 
     peers: Path
     threads: int
@@ -56,13 +56,13 @@ class Engine(Protocol):
 
     @property
     def needs(self) -> str:
-        """How it comes to be installed, for a reader who does not have it."""
+        """How the engine is installed. The report prints it if the engine is missing."""
         ...
 
     def is_installed(self, setup: Setup) -> bool: ...
 
     def start(self, model: Model, setup: Setup) -> Child:
-        """Run the engine as a new process up to a few tokens; `first_s` is when the first one was there."""
+        """Run the engine as a new process for a few tokens. `first_s` is the time of the first token."""
         ...
 
     def version(self, start: Child) -> str: ...
@@ -96,7 +96,7 @@ class Quire:
         return Measured([row for part in parts for row in part.rows], max(part.peak_mib for part in parts))
 
     def measure_alike(self, model: Model, cells: Sequence[Cell], setup: Setup) -> Measured:
-        """Cells that differ in their batch only are one call of `quire bench offline`."""
+        """Measure cells that differ only in their batch by one call of `quire bench offline`."""
         command = self.command(
             "bench", "offline", model.path, "--json", "--batch", ",".join(str(cell.batch) for cell in cells),
             "--prompt-tokens", cells[0].prompt_tokens, "--output-tokens", cells[0].output_tokens,
@@ -115,7 +115,7 @@ class Quire:
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """llama-batched-bench takes prefill and decode apart by itself and draws its own random tokens."""
+    """llama-batched-bench measures prefill and decode separately, on random tokens of its own."""
 
     name: str = "llama.cpp"
     weights: str = "GGUF"
@@ -131,7 +131,7 @@ class Llama:
         return setup.peers / "llama" / "bin"
 
     def start(self, model: Model, setup: Setup) -> Child:
-        """The whole life of a process that loads, reads 8 tokens and makes one: no tokenizer, no text."""
+        """Run a process that loads the model, prefills 8 tokens and decodes one, without a tokenizer and text."""
         command = [
             str(self.folder(setup) / "llama-bench"), "-m", str(model.path), "-t", str(setup.threads), "-o", "json",
             "-p", "0", "-n", "0", "-pg", f"{START.prompt_tokens},1", "-r", "1", "--no-warmup",
@@ -141,7 +141,7 @@ class Llama:
 
     def version(self, start: Child) -> str:
         found = re.search(r'"build_number": *(\d+)', start.stdout)
-        return f"build {found[1]}" if found and int(found[1]) > 1 else ""  # a source without history counts 1
+        return f"build {found[1]}" if found and int(found[1]) > 1 else ""  # a source without history has build 1
 
     def measure(self, model: Model, cells: Sequence[Cell], setup: Setup) -> Measured:
         children = [self.measure_cell(model, cell, setup) for cell in cells]
@@ -149,7 +149,7 @@ class Llama:
         return Measured(rows, max(child.peak_mib for child in children))
 
     def measure_cell(self, model: Model, cell: Cell, setup: Setup) -> Child:
-        length = -(-(cell.prompt_tokens + cell.output_tokens) // 256) * 256  # llama.cpp's own granularity
+        length = -(-(cell.prompt_tokens + cell.output_tokens) // 256) * 256  # llama.cpp's granularity
         command = [
             str(self.folder(setup) / "llama-batched-bench"), "-m", str(model.path), "--output-format", "jsonl",
             "-t", str(setup.threads), "-c", str(cell.batch * length), "-npp", str(cell.prompt_tokens),
@@ -168,7 +168,7 @@ def read_batched_bench(cell: Cell, child: Child) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class PythonPeer:
-    """An engine with a Python API, in an environment of its own at PEERS/`folder`, asked by peers/`runner`.py."""
+    """An engine with a Python API, in its environment PEERS/`folder`, called by peers/`runner`.py."""
 
     name: str
     weights: str
@@ -191,7 +191,7 @@ class PythonPeer:
         child = self.run(model, cells, setup, start=False)
         lines = [line for line in read_lines(child.stdout) if "cell" in line]
         rows = {row.cell: row for row in map(Row.from_dict, lines)}
-        reason = child.failure or "its runner ended without a word on this"
+        reason = child.failure or "its runner printed no row for this cell"
         return Measured([rows.get(cell, Row(cell, reason=reason)) for cell in cells], child.peak_mib)
 
     def version(self, start: Child) -> str:
@@ -212,7 +212,7 @@ class PythonPeer:
 
 
 def make_safetensors(model: Model, folder: Path, setup: Setup) -> str | None:
-    """A model's weights in bf16 as a folder, made once by transformers; the reason where that fails."""
+    """Make a folder of the model's weights in bf16, once, with transformers. Returns the reason if that fails."""
     if (folder / "config.json").exists():
         return None
     python = TRANSFORMERS.python(setup)
@@ -230,7 +230,7 @@ def group_by_length(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def read_lines(stdout: str) -> Iterable[dict[str, Any]]:
-    """The JSON objects among the lines of an output; a line cut short by a crash is passed over."""
+    """The JSON objects among the lines of an output. A line that a crash has truncated is skipped."""
     for line in stdout.splitlines():
         if line.startswith("{"):
             try:

@@ -1,4 +1,4 @@
-"""A GGUF's weights in bf16 as a folder of safetensors, for peers that do not read GGUF. Runs in transformers' place.
+"""Converts a GGUF to bf16 safetensors, for peers that do not read GGUF. Runs in the environment of transformers.
 
 python -m peers.make_safetensors MODEL.gguf FOLDER
 """

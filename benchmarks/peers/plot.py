@@ -1,6 +1,6 @@
-"""The document of a run as one SVG: for each model, prefill and decode of each engine, cell by cell. No dependency.
+"""The document of a run as one SVG: prefill and decode of each engine in each cell, for each model. No dependencies.
 
-A bar of quire is the mean of its runs; the line on it spans them.
+A bar of quire is the mean of its runs. The line on it is their range.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def legend(engines: list[str]) -> Iterator[str]:
 
 
 def panel(model: Document, figure: str, title: str, engines: list[str], base: float) -> Iterator[str]:
-    """Bars that stand on `base`, in groups of one cell each, all to one scale."""
+    """Bars on the baseline `base`, one group for each cell, with a common scale."""
     cells = [[runs(model, figure, label, engine) for engine in engines] for label in model["labels"]]
     top = max((value for cell in cells for values in cell for value in values), default=1.0)
     scale = HEIGHT * 0.9 / top

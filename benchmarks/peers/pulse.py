@@ -1,8 +1,8 @@
-"""How fast this machine is right now: memory read by numpy, fp32 products by torch. Run as a process of its own.
+"""The current speed of the machine: memory reads by numpy, fp32 products by torch. Runs as its own process.
 
     python -m peers.pulse THREADS
 
-The figures are no ceilings; they tell apart a slow engine from a machine that has slowed down since the last one ran.
+The figures are not upper bounds. They show whether an engine is slow or the machine has slowed down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUDGET_S = 0.7
 
 
 def best_of(work: Callable[[], object]) -> float:
-    """Seconds of the fastest run within a small budget; the first run, which pays for setting up, does not count."""
+    """Seconds of the fastest run within a small budget. The first run includes the setup and does not count."""
     work()
     end = time.perf_counter() + BUDGET_S
     best = float("inf")

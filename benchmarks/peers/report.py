@@ -1,7 +1,7 @@
-"""From the document of a run to what people read: markdown tables and ratios. Plain dictionaries in, text out.
+"""Renders the document of a run as markdown tables and ratios. The input is plain dictionaries, the output is text.
 
-The document is what benchmarks/cpu_peers.py writes with --json. quire appears in `results` once for each time it ran:
-before and after every peer. A peer is compared with the mean of the two runs beside it: the machine's speed moves.
+benchmarks/cpu_peers.py writes the document with --json. `results` has an entry of quire for each of its runs: before
+and after every peer. A peer is compared with the mean of the two runs next to it, because the machine's speed changes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model_section(model: Document) -> str:
 
 
 def rate_table(title: str, figure: str, labels: list[str], results: list[Document]) -> str:
-    """Engines down, cells across: quire's mean and range, each peer's figure and how many times that quire was."""
+    """A row for each engine, a column for each cell: quire's mean and range, each peer's figure and quire's ratio."""
     values: list[Value] = [rate(figure, label) for label in labels]
     rows = lines_of(results, lambda result: [result["engine"], result["weights"]], values, [None] * len(values))
     rows.append(["**quire / best peer**", "", *(show_best(results, value, max) for value in values)])
@@ -82,7 +82,7 @@ def lines_of(
 
 
 def state_table(results: list[Document]) -> str:
-    """Start and memory, where less is better, and the machine's pulse just before each peer ran."""
+    """Start and memory, where less is better, and the machine's pulse before each peer."""
     values: list[Value] = [
         lambda result: result["start_s"],
         lambda result: result["start_peak_mib"],
@@ -110,7 +110,7 @@ def rate(figure: str, label: str) -> Value:
 
 
 def ratio_at(results: list[Document], index: int, value: Value) -> float | None:
-    """quire against the peer at `index`: the mean of the runs right before and after it. None where a figure lacks."""
+    """quire / the peer at `index`, with the mean of quire's runs before and after it. None if a figure is missing."""
     before = next((value(result) for result in reversed(results[:index]) if result["engine"] == OWN), None)
     after = next((value(result) for result in results[index:] if result["engine"] == OWN), None)
     peer = value(results[index])
@@ -120,7 +120,7 @@ def ratio_at(results: list[Document], index: int, value: Value) -> float | None:
 
 
 def show_best(results: list[Document], value: Value, best: Callable[..., Any]) -> str:
-    """quire against the peer with the best figure of all."""
+    """quire / the peer with the best figure."""
     figures = [(value(result), index) for index, result in enumerate(results) if result["engine"] != OWN]
     known = [(figure, index) for figure, index in figures if figure is not None]
     if not known:
@@ -131,7 +131,7 @@ def show_best(results: list[Document], value: Value, best: Callable[..., Any]) -
 
 
 def show_range(results: list[Document], value: Value, digits: int | None) -> str:
-    """The mean of quire's runs and, of several, the least and the most."""
+    """The mean of quire's runs and, if there are several, the smallest and the largest."""
     figures = [value(result) for result in results if result["engine"] == OWN]
     known = [figure for figure in figures if figure is not None]
     if not known or len(known) < len(figures):
@@ -141,7 +141,7 @@ def show_range(results: list[Document], value: Value, digits: int | None) -> str
 
 
 def show(value: float | None, digits: int | None = None) -> str:
-    """A figure with one digit behind the point or, from 100 on, none; or with so many `digits`."""
+    """A figure with `digits` decimals. The default is one decimal, and none from 100 on."""
     if value is None:
         return NONE
     return f"{value:,.{(0 if value >= 100 else 1) if digits is None else digits}f}"
@@ -152,7 +152,7 @@ def show_pulse(pulse: dict[str, float] | None) -> str:
 
 
 def reasons(results: list[Document]) -> str:
-    """Why a cell is empty, each reason once for the cells that it holds for."""
+    """Why cells are empty: each reason once, with its cells."""
     where: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result["start_failure"]:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, asked inside its own environment: its continuous-batching pipeline reads the GGUF by itself."""
+"""Runs OpenVINO GenAI in its environment. Its continuous-batching pipeline reads the GGUF file."""
 
 from __future__ import annotations
 

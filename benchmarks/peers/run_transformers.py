@@ -1,6 +1,6 @@
-"""transformers, asked inside its own environment: the GGUF made dense in fp32, and a plain loop over its forward pass.
+"""Runs transformers in its environment: the GGUF dequantized to fp32, and a loop over the forward pass.
 
-The loop does what `generate` does for a greedy batch of prompts of equal length, without its checks at every token.
+The loop does the same as `generate` for a greedy batch of prompts of equal length, without its checks at every token.
 """
 
 from __future__ import annotations

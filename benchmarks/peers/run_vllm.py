@@ -1,4 +1,4 @@
-"""vLLM's CPU build, asked inside its own environment, on bf16 safetensors that were made from the GGUF."""
+"""Runs vLLM's CPU build in its environment, on bf16 safetensors that were made from the GGUF."""
 
 from __future__ import annotations
 

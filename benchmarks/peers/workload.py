@@ -1,9 +1,8 @@
-"""What every engine is asked to do, and how a peer's runner answers. Standard library only.
+"""The work of every engine, and the output of a peer's runner. Uses only the standard library.
 
-The parent writes a Job as JSON on the runner's command line. The runner writes one JSON object a line on stdout: its
-version, then one row for each cell as soon as it is measured, so that a crash later on loses nothing. Imported by
-benchmarks/cpu_peers.py and, inside a peer's own environment, by peers/run_*.py; prompts and method are those of
-quire/bench/offline.py.
+The parent passes a Job as JSON on the runner's command line. The runner prints one JSON object per line: its version,
+and then a row for each cell as soon as it is measured, so that a later crash loses no row. benchmarks/cpu_peers.py
+imports it, and so does peers/run_*.py in a peer's environment. Prompts and method are those of quire/bench/offline.py.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any, TextIO
 
 SEED = 7
 
-# Takes prompts of equal length and how many tokens each is to get; says how many came back in all.
+# Takes prompts of equal length and the number of new tokens of each. Returns the number of all new tokens.
 Answer = Callable[[list[list[int]], int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: a batch of random prompts of one length, greedy, so many new tokens each."""
+    """One measurement: a greedy batch of random prompts of one length, and the number of new tokens of each."""
 
     batch: int
     prompt_tokens: int
@@ -42,7 +41,7 @@ START = Cell(1, 8, 8)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cell's figures over the whole batch, or the reason why there are none."""
+    """The figures of a cell over the whole batch, or the reason why it has none."""
 
     cell: Cell
     prefill_tokens_per_s: float | None = None
@@ -59,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a runner is to do: time its cells, or (`start`) only bring out a first token as soon as it can."""
+    """The job of a runner: to measure its cells or, with `start`, only to generate a first token."""
 
     model: str  # the .gguf file
     folder: str | None  # the same weights as bf16 safetensors, for peers that do not read GGUF
@@ -92,7 +91,7 @@ def prompts(cell: Cell, vocabulary: int) -> list[list[int]]:
 
 
 def serve(load: Callable[[Job], tuple[str, Answer]]) -> None:
-    """The whole of a runner: read the job, load the engine (its version and a way to ask it), do the job."""
+    """The main function of a runner: read the job, load the engine, run the job."""
     out = claim_stdout()
     job = Job.from_json(sys.argv[1])
     version, answer = load(job)
@@ -106,7 +105,7 @@ def serve(load: Callable[[Job], tuple[str, Answer]]) -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Our own stdout; what libraries print from now on goes to stderr."""
+    """The process's stdout. What libraries print after this call is written to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
@@ -117,7 +116,7 @@ def write(out: TextIO, document: dict[str, Any]) -> None:
 
 
 def measure(cell: Cell, job: Job, answer: Answer) -> Row:
-    """Prefill is a run for one token; decode is what a run for all tokens takes beyond it. Medians of each."""
+    """Prefill is a run for one token. Decode is the additional time of a run for all tokens. Medians of each."""
     work = prompts(cell, job.vocabulary)
     prefill, decode = [], []
     try:

@@ -48,14 +48,14 @@ class Pace:
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:
         """Update the estimates with a step's duration. A few prompt tokens are too noisy to estimate `token_s`."""
         if not num_prompt_tokens:
-            self.decode_s = blend(self.decode_s, seconds)
+            self.decode_s = moving_average(self.decode_s, seconds)
             return
         if self.decode_s is not None:
             # An upper bound: under load, steps without prompts may be rare.
             self.decode_s = min(self.decode_s, max(seconds, MIN_DURATION_S))
         if num_prompt_tokens >= self.min_tokens:
             share_s = max(seconds - (self.decode_s or 0.0), MIN_PROMPT_SHARE * seconds)
-            self.token_s = blend(self.token_s, share_s / num_prompt_tokens)
+            self.token_s = moving_average(self.token_s, share_s / num_prompt_tokens)
 
     def _fit(self, seconds: float) -> int:
         """How many prompt tokens a step of this duration computes."""
@@ -69,7 +69,7 @@ class Pace:
         return down if down >= 0.75 * num_tokens else down + self.unit
 
 
-def blend(estimate: float | None, measured: float, faster: float = FASTER_WEIGHT) -> float:
+def moving_average(estimate: float | None, measured: float, faster: float = FASTER_WEIGHT) -> float:
     """A moving average, updated with one measurement. Slower measurements may be outliers, and weigh less."""
     if estimate is None:
         return max(measured, MIN_DURATION_S)

@@ -22,7 +22,7 @@ class SwapCosts:
     copy_s: float | None = None  # to copy a block to the host and back
     compute_s: float | None = None  # to compute a token
 
-    def favour_copy(self, num_blocks: int, num_tokens: int) -> bool:
+    def is_copy_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether copying `num_blocks` is cheaper than recomputing `num_tokens`."""
         if self.copy_s is None or self.compute_s is None:
             return False
@@ -68,7 +68,7 @@ class Swap:
         needed = sum(block is not None for table in tables for block in table) + sum(map(len, request.fixed_tables))
         if not num_computed or not needed or needed > self.num_free:
             return False
-        if not self.costs.favour_copy(needed, num_computed + len(request.encoder_tokens)):
+        if not self.costs.is_copy_cheaper(needed, num_computed + len(request.encoder_tokens)):
             return False
         host_blocks = [[None if block is None else self._swap_out_block(block) for block in table] for table in tables]
         fixed = [[self._swap_out_block(block) for block in table] for table in request.fixed_tables]

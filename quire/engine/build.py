@@ -182,9 +182,9 @@ def build_runner(
 
     scoring = Scoring(model.scale, None, None, model.attention_softcap)
     uses_items = not ops.exact and varlen_items.suits(dtype, cache.layers[0], scoring)
-    group = model.num_heads // model.num_kv_heads
-    heads = AttentionShape(group, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
-    return GpuRunner(decoder, cache, GpuBuffers(shape, heads), ops, graph_bytes)
+    num_queries_per_kv = model.num_heads // model.num_kv_heads
+    attention = AttentionShape(num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
+    return GpuRunner(decoder, cache, GpuBuffers(shape, attention), ops, graph_bytes)
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.core.pace import Pace, blend
+from quire.core.pace import Pace, moving_average
 from quire.core.plan import Plan
 from quire.core.swap import SwapCosts
 from quire.engine.cache import CacheTensors
@@ -36,9 +36,9 @@ class StepCosts:
         self._pace.learn(num_prompt, seconds)
         if num_prompt:
             size = self._size(plan)
-            self._by_size[size] = blend(self._by_size.get(size), seconds)
+            self._by_size[size] = moving_average(self._by_size.get(size), seconds)
         if num_prompt >= self._min_swap_tokens:
-            self._swap.compute_s = blend(self._swap.compute_s, seconds / num_tokens, faster=1.0)
+            self._swap.compute_s = moving_average(self._swap.compute_s, seconds / num_tokens, faster=1.0)
 
     def predict(self, plan: Plan) -> float | None:
         """Seconds of a step: the average of its size, or an estimate by `Pace`. None if there is no measurement yet."""

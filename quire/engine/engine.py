@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.core.pace import blend
+from quire.core.pace import moving_average
 from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
@@ -187,7 +187,7 @@ class Engine:
             running = Failure(error)
         launched_s, expected_s = time.monotonic(), None
         if self.runner.depth > 1 and not isinstance(running, Failure):
-            self._launch_s = blend(self._launch_s or None, launched_s - now_s)
+            self._launch_s = moving_average(self._launch_s or None, launched_s - now_s)
             expected_s = self._costs.predict(plan)
         is_behind = bool(self._launched) and not self._launched[-1].running.is_done()
         begins_s = max(launched_s, self._launched[-1].ends_s) if is_behind else launched_s

@@ -18,7 +18,7 @@ from quire.engine.buffers import Buffer
 from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
-from quire.kernels.cuda.attention.split_kv import FIELDS, NOBODY, room_for_splits
+from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
@@ -28,9 +28,9 @@ SPARE_TILES = 64  # for partial tiles: each row may have one
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Query heads for each key head, key heads, and how rows are split into programs."""
+    """The heads of a layer, and how rows are split into programs."""
 
-    group: int
+    num_queries_per_kv: int  # query heads for each key head
     kv_heads: int
     last_window: int | None  # of the last layer
     uses_items: bool  # rows of several queries run on `varlen`
@@ -40,7 +40,7 @@ class AttentionShape:
 class GpuBuffers(BatchBuffers):
     """Buffers for the largest step there can be, on the host and on the device."""
 
-    def __init__(self, shape: BufferShape, heads: AttentionShape) -> None:
+    def __init__(self, shape: BufferShape, attention: AttentionShape) -> None:
         max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
         num_fixed = shape.num_fixed_groups + 1  # and encoder_lens
         uploader = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
@@ -48,19 +48,19 @@ class GpuBuffers(BatchBuffers):
         self.device = device
         self.max_tokens = max_tokens
         self.max_rows = max_rows
-        self.heads = heads
-        self.tiles = Buffer((1 + 2 * room_for_tiles(max_tokens),), torch.int32, device, uploader)
-        max_splits = self._room_for_splits(max_rows)
+        self.attention = attention
+        self.tiles = Buffer((1 + 2 * max_tiles(max_tokens),), torch.int32, device, uploader)
+        max_splits = self._max_splits(max_rows)
         self.splits = {window: Buffer((max_splits, FIELDS), torch.int32, device, uploader) for window in windows}
         self.items = {
-            window: Buffer((self._room_for_items(max_tokens),), torch.int32, device, uploader) for window in windows
+            window: Buffer((self._max_items(max_tokens),), torch.int32, device, uploader) for window in windows
         }  # fmt: skip
         self.sample_entries = Buffer((max_tokens,), torch.int32, device, uploader)
         self.sample_lengths = Buffer((max_tokens,), torch.int32, device, uploader)
         # For steps with prompts: the last layer computes the samples only.
         self.sample_indices = Buffer((max_tokens,), torch.int64, device, uploader)
         self.sample_rows = Buffer((max_tokens,), torch.int64, device, uploader)
-        self.last_window = heads.last_window
+        self.last_window = attention.last_window
         self.end_splits = Buffer((max_splits, FIELDS), torch.int32, device, uploader)
         self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
 
@@ -71,13 +71,13 @@ class GpuBuffers(BatchBuffers):
     def mixed_batch(self, size: int, rows: int, *, has_singles: bool) -> Batch:
         """The buffers that the graph of a step of this many tokens and rows reads."""
         splits = self._splits(rows) if has_singles else {}
-        items = {window: buffer.view(self._room_for_items(size)) for window, buffer in self.items.items()}
-        tiles = Tiles(self.tiles.view(1 + 2 * room_for_tiles(size)))
+        items = {window: buffer.view(self._max_items(size)) for window, buffer in self.items.items()}
+        tiles = Tiles(self.tiles.view(1 + 2 * max_tiles(size)))
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
     def ends_of(self, batch: Batch, rows: int) -> Ends:
         """The samples of a mixed batch."""
-        splits = {self.last_window: self.end_splits.view(self._room_for_splits(rows))}
+        splits = {self.last_window: self.end_splits.view(self._max_splits(rows))}
         work, paging = Work(True, False, splits), batch.paging
         lengths = self.sample_lengths.view(rows)
         return Ends(
@@ -98,15 +98,15 @@ class GpuBuffers(BatchBuffers):
         )
 
     def _splits(self, rows: int) -> dict[int | None, Tensor]:
-        return {window: buffer.view(self._room_for_splits(rows)) for window, buffer in self.splits.items()}
+        return {window: buffer.view(self._max_splits(rows)) for window, buffer in self.splits.items()}
 
-    def _room_for_splits(self, rows: int) -> int:
-        return rows if self.heads.exact else room_for_splits(rows, self.heads.kv_heads)
+    def _max_splits(self, rows: int) -> int:
+        return rows if self.attention.exact else max_splits(rows, self.attention.kv_heads)
 
-    def _room_for_items(self, num_tokens: int) -> int:
-        heads = self.heads
-        room = varlen_items.room_for(num_tokens, self.max_rows, heads.group, heads.kv_heads)
-        return 1 + varlen_items.ITEM_FIELDS * room
+    def _max_items(self, num_tokens: int) -> int:
+        attention = self.attention
+        num_items = varlen_items.max_items(num_tokens, self.max_rows, attention.num_queries_per_kv, attention.kv_heads)
+        return 1 + varlen_items.ITEM_FIELDS * num_items
 
     def fill_decode(self, plan: Plan, size: int) -> Samples:
         """A decode step, padded to `size` rows."""
@@ -119,7 +119,7 @@ class GpuBuffers(BatchBuffers):
     def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
         """Any step whose tiles fit (`has_room`), padded to `size` tokens, `rows` rows and `rows` samples."""
         samples = self._lay_out(plan, size, rows).samples
-        if self.heads.uses_items:
+        if self.attention.uses_items:
             self._fill_items(plan)
         else:
             tiles = cut_tiles(plan.counts)
@@ -138,23 +138,25 @@ class GpuBuffers(BatchBuffers):
         """Any step without padding, and its samples. If it has none, its first token is taken as one."""
         batch = self._lay_out(plan)
         samples = batch.samples
-        shown = samples if len(samples) else Samples([], [0], [0], [plan.starts[0] + 1], [0], [self.state.unused])
-        count = len(shown)
-        self._upload_samples(shown, count)
-        self.sample_rows.host[:count] = shown.rows
+        padding = Samples([], [0], [0], [plan.starts[0] + 1], [0], [self.state.padding_entry])
+        padded_samples = samples if len(samples) else padding
+        count = len(padded_samples)
+        self._upload_samples(padded_samples, count)
+        self.sample_rows.host[:count] = padded_samples.rows
         tokens, rows = self.sample_indices.upload(count), self.sample_rows.upload(count)
         self._flush()
         tables = batch.paging.block_tables
-        if shown.rows != list(range(len(plan))):
+        if padded_samples.rows != list(range(len(plan))):
             tables = [table[rows] for table in tables]
         starts, lengths = self.starts[: count + 1], self.sample_lengths.view(count)
-        paging = Paging(starts, lengths, tables, [], self.block_size, list(range(count + 1)), shown.lengths)
+        paging = Paging(starts, lengths, tables, [], self.block_size, list(range(count + 1)), padded_samples.lengths)
         return batch, Ends(tokens, paging)
 
     def _upload_samples(self, samples: Samples, size: int) -> None:
         """Upload the samples' columns, padded to `size`."""
         count = len(samples)
-        self.sample_entries.host[:count], self.sample_entries.host[count:size] = samples.entries, self.state.unused
+        self.sample_entries.host[:count] = samples.entries
+        self.sample_entries.host[count:size] = self.state.padding_entry
         self.sample_lengths.host[:count], self.sample_lengths.host[count:size] = samples.lengths, 0
         self.sample_indices.host[:count] = samples.indices
         self.sample_entries.upload(size)
@@ -179,14 +181,16 @@ class GpuBuffers(BatchBuffers):
             items.host[0] = 0
             items.upload(1)
         for splits in (*self.splits.values(), self.end_splits):
-            splits.host[:, 0] = NOBODY
+            splits.host[:, 0] = PADDING_ROW
             splits.upload(len(splits.host))
         self._flush()
 
     def _fill_items(self, plan: Plan) -> None:
-        group, kv_heads, seq_lens = self.heads.group, self.heads.kv_heads, self.seq_lens.host[: len(plan)]
+        attention, seq_lens = self.attention, self.seq_lens.host[: len(plan)]
         for window, buffer in self.items.items():
-            items = cut_items(plan.counts, seq_lens, group, kv_heads, self.block_size, window)
+            items = cut_items(
+                plan.counts, seq_lens, attention.num_queries_per_kv, attention.kv_heads, self.block_size, window
+            )
             buffer.host[: len(items)] = items
             buffer.upload(len(items))
 
@@ -204,18 +208,18 @@ class GpuBuffers(BatchBuffers):
         window: int | None,
         max_rows: int,
     ) -> None:
-        splits = split_rows(rows, tokens, ends, window, self.heads.kv_heads, exact=self.heads.exact)
-        room = self._room_for_splits(max_rows)
+        splits = split_rows(rows, tokens, ends, window, self.attention.kv_heads, exact=self.attention.exact)
+        size = self._max_splits(max_rows)
         buffer.host[: len(splits)] = splits
-        buffer.host[len(splits) : room, 0] = NOBODY
-        buffer.upload(room)
+        buffer.host[len(splits) : size, 0] = PADDING_ROW
+        buffer.upload(size)
 
     def has_room(self, plan: Plan, size: int) -> bool:
         """Whether a plan's tiles fit into a captured step of that size."""
-        return self.heads.uses_items or sum(
+        return self.attention.uses_items or sum(
             -(-count // TILE_QUERIES) for count in plan.counts if count > 1
-        ) <= room_for_tiles(size)
+        ) <= max_tiles(size)
 
 
-def room_for_tiles(num_tokens: int) -> int:
+def max_tiles(num_tokens: int) -> int:
     return num_tokens // TILE_QUERIES + SPARE_TILES

@@ -16,7 +16,7 @@ from quire.engine.sampler import LogprobsTensors, Sampler, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.cuda.sampling.logprobs import logprobs
-from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
+from quire.kernels.cuda.sampling.sample import SamplingInputs, TokenSampler
 from quire.layers.embedding import Head
 
 
@@ -31,15 +31,15 @@ class GpuSampler(Sampler):
         self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
         self._argmax = Argmax(max_rows, device)
         vocab_size = head.weight.shape[0]
-        self._draw = TokenSampler(max_rows, vocab_size, head.softcap, device)
-        self._draw_processed = TokenSampler(max_rows, vocab_size, None, device)  # the softcap is already applied
+        self._sample_products = TokenSampler(max_rows, vocab_size, head.softcap, device)
+        self._sample_logits = TokenSampler(max_rows, vocab_size, None, device)  # the softcap is already applied
 
     def prepare(self, hidden: Tensor) -> None:
         """Warm up: run every kernel once on a dummy sample. hidden [1 or more, hidden_size]"""
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
-        draws = self._draws(entries, lengths)._replace(has_top_k=True, has_top_p=True)
-        self._draw(self.head.weight.matmul(hidden), draws, self._tokens, self._max_logits)
-        self._draw_processed(self.head(hidden[:1]), draws, self._tokens, self._max_logits)
+        inputs = self._sampling_inputs(entries, lengths)._replace(has_top_k=True, has_top_p=True)
+        self._sample_products(self.head.weight.matmul(hidden), inputs, self._tokens, self._max_logits)
+        self._sample_logits(self.head(hidden[:1]), inputs, self._tokens, self._max_logits)
         self._argmax(self.head.weight.matmul(hidden), entries, self._tokens, self._max_logits, self.last_tokens)
         self.score(hidden[:1], [0], 1)
         vocab_size = self.head.weight.shape[0]
@@ -73,7 +73,7 @@ class GpuSampler(Sampler):
         tokens, max_logits = self._tokens[first:stop], self._max_logits[first:stop]
         if self.state.flags.random:
             lengths = self._buffers.sample_lengths.view(stop)[first:]
-            self._draw(products, self._draws(entries, lengths), tokens, max_logits)
+            self._sample_products(products, self._sampling_inputs(entries, lengths), tokens, max_logits)
         else:
             self._argmax(products, entries, tokens, max_logits, self.last_tokens)
 
@@ -95,11 +95,11 @@ class GpuSampler(Sampler):
             count = min(self._max_rows, len(indices) - first)
             index = self._to_device(indices[first : first + count])
             entries = self._buffers.sample_entries.view(len(samples))[index]
-            draws = self._draws(entries, self._buffers.sample_lengths.view(len(samples))[index])
+            inputs = self._sampling_inputs(entries, self._buffers.sample_lengths.view(len(samples))[index])
             tokens, max_logits = torch.empty_like(index), logits.new_empty(count)
-            self._draw_processed(logits[first : first + count], draws, tokens, max_logits)
+            self._sample_logits(logits[first : first + count], inputs, tokens, max_logits)
             output.tokens[index], output.max_logits[index] = tokens, max_logits
 
-    def _draws(self, entries: Tensor, lengths: Tensor) -> Draws:
+    def _sampling_inputs(self, entries: Tensor, lengths: Tensor) -> SamplingInputs:
         state, flags = self.state, self.state.flags
-        return Draws(entries, lengths, state.seeds, state.settings, self.last_tokens, flags.top_k, flags.top_p)
+        return SamplingInputs(entries, lengths, state.seeds, state.settings, self.last_tokens, flags.top_k, flags.top_p)

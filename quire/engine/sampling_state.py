@@ -40,7 +40,7 @@ class SamplingState:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, uploader: Uploader) -> None:
         self.size = MAX_PLANS * max_rows
-        self.unused = self.size  # the entry of padding rows
+        self.padding_entry = self.size  # the entry of padding rows
         self._device = device
         self._seeds = Buffer((self.size + 1,), torch.int64, device, uploader)
         self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, uploader)

@@ -128,12 +128,12 @@ class Supervised:
         for request in requests:
             if request.id in self._by_request_id:
                 raise errors.InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
-        entries = [InFlightRequest(request, mailbox, str(next(self._numbers))) for request in requests]
-        for entry in entries:
-            self._in_flight[entry.wire_id] = self._by_request_id[entry.request.id] = entry
+        group = [InFlightRequest(request, mailbox, str(next(self._numbers))) for request in requests]
+        for in_flight in group:
+            self._in_flight[in_flight.wire_id] = self._by_request_id[in_flight.request.id] = in_flight
         unfinished_ids = {request.id for request in requests}
         try:
-            self._send_requests(entries)
+            self._send_requests(group)
             while unfinished_ids:
                 updates = await mailbox.get()
                 unfinished_ids -= {update.id for update in updates if update.finish}
@@ -144,9 +144,9 @@ class Supervised:
 
     def abort(self, request_id: str) -> None:
         """Finish a request at once. Its mailbox gets a last update."""
-        if entry := self._by_request_id.get(request_id):
-            self._end(entry, Finish.ABORT, "")
-            self._send(Abort(entry.wire_id))
+        if in_flight := self._by_request_id.get(request_id):
+            self._end(in_flight, Finish.ABORT, "")
+            self._send(Abort(in_flight.wire_id))
 
     def health(self) -> bool:
         """Whether an engine is ready."""
@@ -277,18 +277,18 @@ class Supervised:
         if self._writer is not None:
             self._writer.write(encode(message))
 
-    def _send_requests(self, entries: Iterable[InFlightRequest]) -> None:
+    def _send_requests(self, requests: Iterable[InFlightRequest]) -> None:
         if self._writer is None:
             return
-        group = list(entries)
-        self._send(Submit([self._to_message(entry) for entry in group]))
-        for entry in group:
-            entry.sent = True
+        group = list(requests)
+        self._send(Submit([self._to_message(in_flight) for in_flight in group]))
+        for in_flight in group:
+            in_flight.sent = True
 
-    def _to_message(self, entry: InFlightRequest) -> EngineRequest:
-        leader = self._by_request_id.get(entry.request.leader.id) if entry.request.leader else None
+    def _to_message(self, in_flight: InFlightRequest) -> EngineRequest:
+        leader = self._by_request_id.get(in_flight.request.leader.id) if in_flight.request.leader else None
         leader_id = leader.wire_id if leader else None
-        return EngineRequest.of(entry.request, entry.wire_id, leader_id, entry.output, entry.num_scored)
+        return EngineRequest.of(in_flight.request, in_flight.wire_id, leader_id, in_flight.output, in_flight.num_scored)
 
     def _handle(self, message: ToServer) -> None:
         self._adding = message.ids if isinstance(message, AddingRequests) else []
@@ -301,8 +301,8 @@ class Supervised:
                 self._callbacks.on_step(message)
             case FirstScheduled(ids):
                 for wire_id in ids:
-                    if entry := self._in_flight.get(wire_id):
-                        entry.scheduled = True
+                    if in_flight := self._in_flight.get(wire_id):
+                        in_flight.scheduled = True
             case Refused(ids, error, text):
                 self._refuse(ids, make_error(error, text))
             case Ready():
@@ -319,52 +319,52 @@ class Supervised:
             self._ready.set_result(ready)
         held = set(map(id, self._quarantined))
         by_mailbox: dict[int, list[InFlightRequest]] = {}
-        for entry in self._in_flight.values():
-            if id(entry) not in held:
-                by_mailbox.setdefault(id(entry.mailbox), []).append(entry)
-        for entries in by_mailbox.values():
-            self._send_requests(entries)
+        for in_flight in self._in_flight.values():
+            if id(in_flight) not in held:
+                by_mailbox.setdefault(id(in_flight.mailbox), []).append(in_flight)
+        for group in by_mailbox.values():
+            self._send_requests(group)
         self._send_next_quarantined()
 
     def _deliver(self, update: Update) -> None:
-        entry = self._in_flight.get(update.id)
-        if entry is None:
+        in_flight = self._in_flight.get(update.id)
+        if in_flight is None:
             return  # it was aborted while the update was on its way
-        entry.output += update.tokens
+        in_flight.output += update.tokens
         if update.detail is not None and update.detail.prompt_logprobs:
-            entry.num_scored += len(update.detail.prompt_logprobs)
+            in_flight.num_scored += len(update.detail.prompt_logprobs)
         if update.finish:
-            self._forget(entry)
+            self._forget(in_flight)
         elif update.tokens:
-            entry.crash_count = 0.0
-            if entry is self._probed:
+            in_flight.crash_count = 0.0
+            if in_flight is self._probed:
                 self._send_next_quarantined()
-        update.id = entry.request.id
-        entry.mailbox.put([update])
+        update.id = in_flight.request.id
+        in_flight.mailbox.put([update])
 
     def _refuse(self, ids: Sequence[str], error: QuireError) -> None:
         for wire_id in ids:
-            if entry := self._in_flight.get(wire_id):
-                self._forget(entry)
-                entry.mailbox.fail(error)
+            if in_flight := self._in_flight.get(wire_id):
+                self._forget(in_flight)
+                in_flight.mailbox.fail(error)
 
-    def _forget(self, entry: InFlightRequest) -> None:
+    def _forget(self, in_flight: InFlightRequest) -> None:
         """Remove a request that has finished. If it was the probed one, the next quarantined request is sent."""
-        del self._in_flight[entry.wire_id], self._by_request_id[entry.request.id]
-        if entry in self._quarantined:
-            self._quarantined.remove(entry)
-        if entry is self._probed:
+        del self._in_flight[in_flight.wire_id], self._by_request_id[in_flight.request.id]
+        if in_flight in self._quarantined:
+            self._quarantined.remove(in_flight)
+        if in_flight is self._probed:
             self._send_next_quarantined()
 
-    def _end(self, entry: InFlightRequest, finish: Finish, message: str) -> None:
-        self._forget(entry)
-        entry.mailbox.put([Update(entry.request.id, [], finish, Detail(message=message))])
+    def _end(self, in_flight: InFlightRequest, finish: Finish, message: str) -> None:
+        self._forget(in_flight)
+        in_flight.mailbox.put([Update(in_flight.request.id, [], finish, Detail(message=message))])
 
     def _fail_all(self, error: QuireError) -> None:
-        entries, self._in_flight, self._by_request_id = list(self._in_flight.values()), {}, {}
+        all_in_flight, self._in_flight, self._by_request_id = list(self._in_flight.values()), {}, {}
         self._quarantined, self._probed = [], None
-        for entry in entries:
-            entry.mailbox.fail(error)
+        for in_flight in all_in_flight:
+            in_flight.mailbox.fail(error)
 
     # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -381,24 +381,24 @@ class Supervised:
             suspects = [probed]
         elif probed is not None:
             self._quarantined.insert(0, probed)
-        for entry in self._in_flight.values():
-            entry.sent = entry.scheduled = False
-        for entry in suspects:
-            entry.crash_count += weight
-        submitted_together = len({entry.mailbox for entry in suspects}) == 1
-        for entry in suspects:
-            if entry.crash_count >= MAX_CRASHES + 1 or (entry.crash_count >= MAX_CRASHES and submitted_together):
-                log.error("request %s is ended: the engine died under it", entry.request.id)
-                self._end(entry, Finish.ERROR, "The engine died more than once while it worked on this request.")
-            elif entry.crash_count >= MAX_CRASHES and entry not in self._quarantined:
-                self._quarantined.append(entry)
+        for in_flight in self._in_flight.values():
+            in_flight.sent = in_flight.scheduled = False
+        for in_flight in suspects:
+            in_flight.crash_count += weight
+        submitted_together = len({in_flight.mailbox for in_flight in suspects}) == 1
+        for in_flight in suspects:
+            crash_count = in_flight.crash_count
+            if crash_count >= MAX_CRASHES + 1 or (crash_count >= MAX_CRASHES and submitted_together):
+                log.error("request %s is ended: the engine died under it", in_flight.request.id)
+                self._end(in_flight, Finish.ERROR, "The engine died more than once while it worked on this request.")
+            elif crash_count >= MAX_CRASHES and in_flight not in self._quarantined:
+                self._quarantined.append(in_flight)
 
     def _find_suspects(self) -> list[InFlightRequest]:
         """The requests that may have crashed the engine."""
-        entries = self._in_flight
-        adding = [entries[wire_id] for wire_id in self._adding if wire_id in entries]
-        scheduled = [entry for entry in entries.values() if entry.scheduled]
-        return adding or scheduled or [entry for entry in entries.values() if entry.sent]
+        adding = [self._in_flight[wire_id] for wire_id in self._adding if wire_id in self._in_flight]
+        scheduled = [in_flight for in_flight in self._in_flight.values() if in_flight.scheduled]
+        return adding or scheduled or [in_flight for in_flight in self._in_flight.values() if in_flight.sent]
 
     def _send_next_quarantined(self) -> None:
         self._probed = self._quarantined.pop(0) if self._quarantined and self._writer is not None else None

@@ -28,16 +28,16 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def token_words(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """seed [], position [] int64 -> [vocab_size] int64 < 2**32: a random word for each token id.
+def token_words(seed: Tensor, length: Tensor, vocab_size: int) -> Tensor:
+    """seed [], length [] int64 -> [vocab_size] int64 < 2**32: a random word for each token id.
 
-    The seed's 64 bits are the key. The counter is the position (two words), a number that depends on the id, and zero.
+    The seed's 64 bits are the key. The counter is the length (two words), a number that depends on the id, and zero.
     64 ids share 16 counters: word w of counter 16 * block + lane is that of id 64 * block + 16 * w + lane. So an id's
     word does not depend on the size of the vocabulary.
     """
     blocks = -(-vocab_size // (NUM_WORDS * LANES))
     numbers = torch.arange(blocks * LANES, device=seed.device)
-    counter = (position & WORD, (position >> 32) & WORD, numbers, torch.zeros_like(numbers))
+    counter = (length & WORD, (length >> 32) & WORD, numbers, torch.zeros_like(numbers))
     words = philox(counter, (seed & WORD, (seed >> 32) & WORD))
     return torch.stack([word.view(blocks, LANES) for word in words], dim=1).flatten()[:vocab_size]
 

@@ -2,9 +2,10 @@
 
 Temperature 0 takes the largest logit. Otherwise min-p, top-k and top-p select some of the ids. Of these the token is
 
-    argmax(logit / temperature + gumbel(seed, position, id))
+    argmax(logit / temperature + gumbel(seed, length, id))
 
-which draws from the softmax (the Gumbel-max trick). The noise depends on the id. So a small change of the logits, by
+where `length` is the number of tokens before the sampled one. This draws from the softmax (the Gumbel-max trick). The
+noise depends on the id. So a small change of the logits, by
 other kernels, number formats or a draft model, changes the token only if two candidates have about equal scores.
 """
 
@@ -27,32 +28,32 @@ IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 TOP_FIRST = 1024  # top-p sorts this many ids first, and all ids only if these do not reach it
 
 
-def sample(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [n, vocab] float32, settings [n, NUM_SETTINGS], seeds and positions [n] int64 -> tokens [n] int64, and the
+def sample(logits: Tensor, settings: Tensor, seeds: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [n, vocab] float32, settings [n, NUM_SETTINGS], seeds and lengths [n] int64 -> tokens [n] int64, and the
     largest logit of each row [n]. If that is not finite, the row has no valid token, and its entry is undefined.
     """
     largest, tokens = logits.max(dim=-1)
     is_random = (settings[:, TEMPERATURE] > 0) & largest.isfinite()
     for row in is_random.nonzero().flatten().tolist():
-        tokens[row] = sample_row(logits[row], settings[row].tolist(), seeds[row], positions[row])
+        tokens[row] = sample_row(logits[row], settings[row].tolist(), seeds[row], lengths[row])
     return tokens, largest
 
 
-def sample_row(logits: Tensor, settings: list[float], seed: Tensor, position: Tensor) -> Tensor:
+def sample_row(logits: Tensor, settings: list[float], seed: Tensor, length: Tensor) -> Tensor:
     """logits [vocab] -> the token, []. Of equal scores the lowest id wins."""
     temperature, top_k, top_p, floor = settings
     mask = sampling_mask(logits, temperature, int(top_k), top_p, floor)
     scaled = (logits - logits.max()) / temperature
-    scores = scaled + gumbel(seed, position, len(logits))
+    scores = scaled + gumbel(seed, length, len(logits))
     return scores.masked_fill(~mask, -torch.inf).argmax()
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """seed [], position [] -> standard Gumbel noise for each id, [vocab_size] float32.
+def gumbel(seed: Tensor, length: Tensor, vocab_size: int) -> Tensor:
+    """seed [], length [] -> standard Gumbel noise for each id, [vocab_size] float32.
 
     A word becomes a uniform number v in (0, 1) that is precise next to 0, where the noise is large: -log(-log(1 - v)).
     """
-    words = token_words(seed, position, vocab_size)
+    words = token_words(seed, length, vocab_size)
     uniform = (words.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
     return -(-torch.log1p(-uniform.double())).log().float()
 

@@ -133,7 +133,7 @@ class OutputProcessor:
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
         answer.error, answer.refused = detail.message or None, detail.refused
-        if answer.index == 0:  # other samples may report the prompt's log probabilities too
+        if answer.index == 0:  # other answers to the same prompt may report the prompt's log probabilities too
             for scored in detail.prompt_logprobs or ():
                 assert self.output.prompt_logprobs is not None
                 self.output.prompt_logprobs.append(self._to_logprobs(scored))

@@ -15,21 +15,21 @@ from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import reference
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 from quire.kernels.cuda.sampling.logprobs import logprobs
-from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
+from quire.kernels.cuda.sampling.sample import SamplingInputs, TokenSampler
 from quire.kernels.sampling import IN_PROMPT, gumbel, sampling_mask
 
 ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
 
 
-def draws_of(
-    params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int], device: torch.device
-) -> Draws:
+def inputs_of(
+    params: Sequence[SamplingParams], seeds: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> SamplingInputs:
     """The entries are in another order than the rows."""
     entries = list(reversed(range(len(params))))
-    return Draws(
+    return SamplingInputs(
         torch.tensor(entries, dtype=torch.int32, device=device),
-        torch.tensor(places, dtype=torch.int32, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
         torch.tensor([signed(seeds[state]) for state in entries], device=device),
         torch.tensor([settings_of(params[state]) for state in entries], dtype=torch.float64, device=device),
         torch.full((len(params) + 1,), -7, device=device),
@@ -39,29 +39,29 @@ def draws_of(
 
 
 def choose(
-    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int],
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], lengths: Sequence[int],
     softcap: float | None = None, sampler: TokenSampler | None = None,
 ) -> tuple[list[int], Tensor]:  # fmt: skip
-    """The kernels' tokens and scores. Whatever the rows, what lies behind them is left alone."""
+    """The kernels' tokens and largest logits. Whatever the rows, what lies behind them is left alone."""
     rows, device = len(params), logits.device
     if sampler is None:
         sampler = TokenSampler(rows + SPARE_ROWS, logits.shape[1], softcap, device)
     tokens = torch.full((rows + SPARE_ROWS,), -7, device=device)
-    scores = torch.zeros(rows + SPARE_ROWS, device=device)
-    draws = draws_of(params, seeds, places, device)
-    sampler(logits, draws, tokens, scores)
+    max_logits = torch.zeros(rows + SPARE_ROWS, device=device)
+    inputs = inputs_of(params, seeds, lengths, device)
+    sampler(logits, inputs, tokens, max_logits)
     assert tokens[rows:].tolist() == [-7] * SPARE_ROWS
-    assert draws.last_tokens.tolist() == [*reversed(tokens[:rows].tolist()), -7]
-    return tokens[:rows].tolist(), scores[:rows]
+    assert inputs.last_tokens.tolist() == [*reversed(tokens[:rows].tolist()), -7]
+    return tokens[:rows].tolist(), max_logits[:rows]
 
 
 def check(
-    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int],
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], lengths: Sequence[int],
     softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Each token is kept by the reference, and none that it keeps has a better score."""
-    tokens, scores = choose(logits, params, seeds, places, softcap)
-    assert torch.equal(scores, logits.float().max(dim=1).values)
+    tokens, max_logits = choose(logits, params, seeds, lengths, softcap)
+    assert torch.equal(max_logits, logits.float().max(dim=1).values)
     for row, (each, token) in enumerate(zip(params, tokens, strict=True)):
         products = logits[row].float().cpu()
         if each.greedy:
@@ -71,7 +71,7 @@ def check(
         kept = kept_by(capped, each)
         assert kept[token], (each, token)
         scaled = (capped - capped.max()) / settings_of(each)[0]
-        noise = gumbel(torch.tensor(signed(seeds[row])), torch.tensor(places[row]), len(products))
+        noise = gumbel(torch.tensor(signed(seeds[row])), torch.tensor(lengths[row]), len(products))
         expected = (scaled + noise).masked_fill(~kept, -torch.inf)
         best = float(expected.max())
         assert float(expected[token]) >= best - ROUNDING * (1 + abs(best)), each
@@ -111,8 +111,8 @@ def check_random(seed: int, size: int, dtype: torch.dtype, device: torch.device,
     rng = random.Random(seed)
     logits = draw_logits(rng, rows, size, dtype, device)
     params = [draw_params(rng, size) for _ in range(rows)]
-    seeds, places = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
-    check(logits, params, seeds, places, rng.choice([None, None, 12.0]))
+    seeds, lengths = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
+    check(logits, params, seeds, lengths, rng.choice([None, None, 12.0]))
 
 
 def check_alone_and_among_others(seed: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -120,10 +120,10 @@ def check_alone_and_among_others(seed: int, size: int, dtype: torch.dtype, devic
     rng, rows = random.Random(seed), 7
     logits = draw_logits(rng, rows, size, dtype, device)
     params = [draw_params(rng, size) for _ in range(rows)]
-    seeds, places = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
-    together, _ = choose(logits, params, seeds, places)
-    turned, _ = choose(logits.flip(0), params[::-1], seeds[::-1], places[::-1])
-    alone = [choose(logits[r : r + 1], params[r : r + 1], [seeds[r]], [places[r]])[0][0] for r in range(rows)]
+    seeds, lengths = [rng.randrange(2**64) for _ in range(rows)], [rng.randrange(1, 5000) for _ in range(rows)]
+    together, _ = choose(logits, params, seeds, lengths)
+    turned, _ = choose(logits.flip(0), params[::-1], seeds[::-1], lengths[::-1])
+    alone = [choose(logits[r : r + 1], params[r : r + 1], [seeds[r]], [lengths[r]])[0][0] for r in range(rows)]
     assert together == turned[::-1] == alone
 
 
@@ -152,8 +152,8 @@ def check_bad_rows(dtype: torch.dtype, device: torch.device, size: int = 5000) -
     logits[3, 7] = math.inf
     logits[4, : size - 3] = -math.inf
     params = [SamplingParams(top_p=0.9, top_k=40, min_p=0.01)] * 5
-    tokens, scores = choose(logits, params, [5] * 5, [3] * 5)
-    assert scores.isfinite().tolist() == [True, False, False, False, True]
+    tokens, max_logits = choose(logits, params, [5] * 5, [3] * 5)
+    assert max_logits.isfinite().tolist() == [True, False, False, False, True]
     assert all(0 <= token < size for token in tokens)
     assert tokens[0] == choose(logits[:1], params[:1], [5], [3])[0][0]
     assert tokens[4] >= size - 3

@@ -135,22 +135,22 @@ def test_gated_linear(rows, size, inputs, dtype):
 @pytest.mark.parametrize("size", [5, 4096, 20_011, 128_256])
 def test_best(size):
     find = Argmax(8, DEVICE)
-    tokens, scores = torch.full((8,), -7, device=DEVICE), torch.zeros(8, device=DEVICE)
+    tokens, max_logits = torch.full((8,), -7, device=DEVICE), torch.zeros(8, device=DEVICE)
     entries = torch.tensor([3, 0, 9, 1, 4], dtype=torch.int32, device=DEVICE)
     last = torch.full((12,), -7, device=DEVICE)
     for dtype in DTYPES:
         logits = draw(5, size, dtype=dtype)
         logits[2, size // 2] = logits[2].max()  # the first of equals is taken
-        find(logits, entries, tokens, scores, last)
+        find(logits, entries, tokens, max_logits, last)
         assert last[entries.long()].equal(tokens[:5])
         assert (last == -7).sum() == 7
         assert tokens[:5].tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
-        assert torch.equal(scores[:5], logits.float().max(dim=1).values)
+        assert torch.equal(max_logits[:5], logits.float().max(dim=1).values)
         assert tokens[5:].tolist() == [-7] * 3
     logits[1, size - 1] = float("nan")
-    find(logits, entries, tokens, scores, last)
-    assert not scores[1].isfinite()
-    assert scores[0].isfinite()
+    find(logits, entries, tokens, max_logits, last)
+    assert not max_logits[1].isfinite()
+    assert max_logits[0].isfinite()
 
 
 def test_last_tokens_are_filled_in():

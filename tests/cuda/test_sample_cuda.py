@@ -18,7 +18,7 @@ from tests.cuda.sampling import (
     check_logits_processors,
     check_logprobs,
     check_random,
-    draws_of,
+    inputs_of,
 )
 
 pytestmark = pytest.mark.cuda
@@ -71,9 +71,9 @@ def test_extreme_logits(dtype):
 def test_every_search_ends_in_one_value(scale, dtype):
     size, params = 9000, [SamplingParams(top_k=3000, top_p=0.97), SamplingParams(top_k=20, top_p=0.3)]
     logits = (torch.randn(2, size, device=DEVICE) * scale).to(dtype)
-    cutter, draws = TopKTopP(2, size, None, DEVICE), draws_of(params, [0, 0], [0, 0], DEVICE)
+    cutter, inputs = TopKTopP(2, size, None, DEVICE), inputs_of(params, [0, 0], [0, 0], DEVICE)
     for by_mass in (False, True):
-        cutter(logits, logits.float().max(dim=1).values, draws.entries, draws.settings, by_mass=by_mass)
+        cutter(logits, logits.float().max(dim=1).values, inputs.entries, inputs.settings, by_mass=by_mass)
         assert (cutter.cuts[:, HIGH.value] - cutter.cuts[:, LOW.value]).tolist() == [1.0, 1.0]
 
 

@@ -127,8 +127,8 @@ def test_a_request_that_kills_the_engine_is_ended_and_the_others_go_on(default_m
 
         def take(message):
             deliver(message)
-            entry = client._by_request_id.get(culprit.id)
-            if entry is not None and entry.scheduled:
+            in_flight = client._by_request_id.get(culprit.id)
+            if in_flight is not None and in_flight.scheduled:
                 scheduled.append(message)
                 os.kill(client.process_id, signal.SIGSEGV)
 
@@ -149,8 +149,8 @@ def test_a_suspect_that_is_refused_lets_the_next_one_have_its_turn(default_model
     async def scenario(client, restarts):
         first, second = requests(2, 6)
         entries = [InFlightRequest(request, Mailbox(), f"suspect{request.id}") for request in (first, second)]
-        for entry in entries:
-            client._in_flight[entry.wire_id] = client._by_request_id[entry.request.id] = entry
+        for in_flight in entries:
+            client._in_flight[in_flight.wire_id] = client._by_request_id[in_flight.request.id] = in_flight
         client._quarantined = [entries[1]]
         client._probed = entries[0]
         client._refuse([entries[0].wire_id], PromptTooLong("too long"))

@@ -19,7 +19,7 @@ from quire.engine.batch import BufferShape
 from quire.engine.buffers import DirectUploader
 from quire.engine.gpu_batch import AttentionShape, GpuBuffers
 from quire.kernels.cuda.attention import varlen_items
-from quire.kernels.cuda.attention.split_kv import NOBODY, UNIT, max_partials, room_for_splits, split_contexts
+from quire.kernels.cuda.attention.split_kv import PADDING_ROW, UNIT, max_partials, max_splits, split_contexts
 
 pytestmark = pytest.mark.cpu
 
@@ -35,9 +35,9 @@ def test_splits_cover_each_context_once(seed: int) -> None:
         kv_heads, count, window = rng.choice([1, 3, 8, 64]), rng.randint(1, 200), rng.choice([None, 1, 100, 4096])
         ends = draw_lengths(rng, count)
         firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-        room = rng.choice([count, room_for_splits(count, kv_heads)])
-        splits = split_contexts(firsts, ends, kv_heads, room)
-        assert len(splits) <= room
+        capacity = rng.choice([count, max_splits(count, kv_heads)])
+        splits = split_contexts(firsts, ends, kv_heads, capacity)
+        assert len(splits) <= capacity
         for row in range(count):
             own = splits[splits[:, 0] == row]
             own = own[np.argsort(own[:, 1])]
@@ -54,7 +54,7 @@ def test_splits_cover_each_context_once(seed: int) -> None:
 
 def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
     def count(ends: list[int]) -> list[int]:
-        splits = split_contexts(np.zeros(len(ends), np.int64), np.array(ends), 8, room_for_splits(len(ends), 8))
+        splits = split_contexts(np.zeros(len(ends), np.int64), np.array(ends), 8, max_splits(len(ends), 8))
         return np.bincount(splits[:, 0]).tolist()
 
     assert count([600]) == [10]
@@ -99,11 +99,11 @@ def test_captured_steps_cut_their_rows_as_others_do(
         (buffers.splits[None], singles, 29 + singles), (buffers.end_splits, ends_of_rows, ends_of_rows)
     ):  # fmt: skip
         rows = len(numbers)
-        splits = listed.host[: room_for_splits(most_rows, kv_heads)]
-        used = splits[splits[:, 0] != NOBODY]
-        assert (splits[: len(used), 0] != NOBODY).all(), "entries without a row come last"
+        splits = listed.host[: max_splits(most_rows, kv_heads)]
+        used = splits[splits[:, 0] != PADDING_ROW]
+        assert (splits[: len(used), 0] != PADDING_ROW).all(), "entries without a row come last"
         ends = np.full(rows, 700)
-        expected = split_contexts(np.zeros_like(ends), ends, kv_heads, room_for_splits(rows, kv_heads))
+        expected = split_contexts(np.zeros_like(ends), ends, kv_heads, max_splits(rows, kv_heads))
         expected[:, 7], expected[:, 0] = tokens[expected[:, 0]], numbers[expected[:, 0]]
         assert (used == expected).all()
         assert (used[used[:, 5] > 1, 3] < max_partials(kv_heads)).all(), "a partial outside of the workspace"
@@ -114,7 +114,7 @@ def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers.fill_mixed(make_plan([*[1] * 10, 30], 700), 256, 128)
     assert buffers.splits[None].host[:10, 0].tolist() == list(range(10))
     assert (buffers.splits[None].host[:10, 5] == 1).all()
-    assert (buffers.splits[None].host[10:128, 0] == NOBODY).all()
+    assert (buffers.splits[None].host[10:128, 0] == PADDING_ROW).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -127,7 +127,7 @@ def test_items_cover_each_tile_once(seed: int) -> None:
         seq_lens = counts + np.array([rng.choice([0, rng.randint(0, 20_000)]) for _ in counts])
         numbers = varlen_items.plan_items(counts, seq_lens, group, kv_heads, page, window)
         items = numbers[1:].reshape(-1, varlen_items.ITEM_FIELDS)
-        assert numbers[0] == len(items) <= varlen_items.room_for(int(counts.sum()), len(counts), group, kv_heads)
+        assert numbers[0] == len(items) <= varlen_items.max_items(int(counts.sum()), len(counts), group, kv_heads)
         tiles: dict[tuple[int, int], list] = {}
         for item in items:
             tiles.setdefault((item[0], item[1]), []).append(item)

@@ -36,22 +36,22 @@ def test_known_answers(line: str) -> None:
     assert on_integers(words[:4], words[4:6]) == words[6:]
 
 
-@given(seed=INT64, position=INT64, token=st.integers(0, 5000))
-def test_the_word_of_an_id_is_one_of_its_counter(seed: int, position: int, token: int) -> None:
+@given(seed=INT64, length=INT64, token=st.integers(0, 5000))
+def test_the_word_of_an_id_is_one_of_its_counter(seed: int, length: int, token: int) -> None:
     block, word, lane = token // 64, token % 64 // 16, token % 16
-    counter = [position % 2**32, position % 2**64 >> 32, 16 * block + lane, 0]
+    counter = [length % 2**32, length % 2**64 >> 32, 16 * block + lane, 0]
     expected = on_integers(counter, [seed % 2**32, seed % 2**64 >> 32])[word]
-    words = token_words(torch.tensor(seed), torch.tensor(position), token + 1)
+    words = token_words(torch.tensor(seed), torch.tensor(length), token + 1)
     assert len(words) == token + 1
     assert words[token] == expected
 
 
 def test_words_do_not_depend_on_the_size_of_the_vocabulary() -> None:
-    seed, position = torch.tensor(7), torch.tensor(11)
-    whole = token_words(seed, position, 1000)
+    seed, length = torch.tensor(7), torch.tensor(11)
+    whole = token_words(seed, length, 1000)
     assert len(set(whole.tolist())) == 1000
     for size in (1, 15, 16, 17, 63, 64, 65, 999):
-        assert torch.equal(token_words(seed, position, size), whole[:size])
+        assert torch.equal(token_words(seed, length, size), whole[:size])
 
 
 def test_words_are_uniform() -> None:

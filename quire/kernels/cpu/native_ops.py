@@ -1,7 +1,7 @@
-"""The ops of `reference` on the C++ kernels. Given `Value`s they write themselves onto the tape; given tensors they
-record a tape of one op and run it, which is how tests hold each of them against the reference.
+"""The ops of `reference` on the C++ kernels. Called with `Value`s, an op is recorded on their tape. Called with
+tensors, it is recorded on a new tape, which runs once. Tests use this to compare each op with the reference.
 
-float32 activations only; the cache is float32, bfloat16 or int8 in the layout that `csrc/attention.h` describes.
+Activations are float32. The cache is float32, bfloat16 or int8, in the layout of `csrc/attention.h`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.kernels.cpu.tape_ops import Blocks, Recorded
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
-PARTIALS = 1 << 18  # floats for the parts of contexts that several threads work on: 1 MiB
+PARTIALS = 1 << 18  # floats for partial results of contexts that several threads share: 1 MiB
 CACHE_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
@@ -124,7 +124,7 @@ class NativeOps:
         return gate_up.tape.gate(gate_up, activation)
 
     def cache_shapes(self, spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
-        """A latent lies as in the reference: there is no kernel here that reads one."""
+        """The shape of a block. A latent has the shape of the reference, because no C++ kernel reads latents."""
         if spec.is_latent:
             return reference.cache_shapes(spec, dtype, block_size)
         assert spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
@@ -137,18 +137,18 @@ class NativeOps:
     def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
         return RecordedModel(model, kv, self.native, max_tokens)
 
-    def sample(self, logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, settings: Tensor, seeds: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         assert logits.dtype == torch.float32
         assert settings.dtype == torch.float64
-        assert seeds.dtype == positions.dtype == torch.int64
+        assert seeds.dtype == lengths.dtype == torch.int64
         rows, size = logits.shape
-        logits, settings, seeds, positions = (x.contiguous() for x in (logits, settings, seeds, positions))
+        logits, settings, seeds, lengths = (x.contiguous() for x in (logits, settings, seeds, lengths))
         assert settings.shape == (rows, NUM_SETTINGS)
-        assert seeds.shape == positions.shape == (rows,)
+        assert seeds.shape == lengths.shape == (rows,)
         tokens, largest = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
         self.native.module.sample(
             self.native.isa, self.native.threads, (logits.data_ptr(), logits.stride(0)), rows, size,
-            *(x.data_ptr() for x in (settings, seeds, positions, tokens, largest)),
+            *(x.data_ptr() for x in (settings, seeds, lengths, tokens, largest)),
         )  # fmt: skip
         return tokens, largest
 
@@ -172,7 +172,7 @@ class NativeOps:
         positions: Tensor | None = None,
         paging: Paging | None = None,
     ) -> tuple[Tensor, ...]:
-        """Record ops over tensors [tokens, ...], run them once, and copy out what they gave."""
+        """Record ops over tensors [tokens, ...], run them once, and return their results."""
         assert all(x.dtype == torch.float32 for x in inputs)
         num_tokens = len(inputs[0])
         tape = Tape(self.native, max(num_tokens, 1))
@@ -192,7 +192,7 @@ class NativeOps:
 
 
 def step_of_slots(cache: LayerCache, slots: Tensor) -> Paging:
-    """A Paging that says where tokens go, and nothing else."""
+    """A Paging that has only the slots of tokens."""
     empty = torch.zeros(0, 0, dtype=torch.int32)
     tables = [empty for _ in range(cache.group + 1)]
     return Paging(empty, empty, tables, [slots for _ in tables], cache.block_size, [0], [])

@@ -1,8 +1,8 @@
-"""The ops that torch can do faster on a CPU than the reference does; same names, same meanings.
+"""The ops of `reference` that have a faster implementation in torch on a CPU. Names and meanings are the same.
 
-At one token a step the time goes into calls rather than into arithmetic, so these make few of them. A row is computed
-from its own tokens alone, whoever shares the step: rows are batched only where their contexts are equally long, and
-torch's attention kernel then works on each as if it were alone.
+In a step of one token, calls take more time than arithmetic, so these ops make few calls. The result of a row does not
+depend on the other rows of the step. Rows are batched only if their contexts have the same length; torch's attention
+kernel then computes each row separately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from quire.kernels import reference
 from quire.kernels.paging import LayerCache, Paging
 
-# For each byte of a mask what its eight tokens get added: a branch a token would take ten times as long.
+# For each byte of a mask, the values to add to its eight tokens. A branch for each token would take ten times as long.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 BITS_TO_ADDENDS = np.where(BITS, 0.0, -np.inf).astype(np.float32)
 
@@ -71,7 +71,7 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     for new, kept in ((k, cache.k), (v, cache.v)):
         if kept.is_contiguous():
             kept.view(-1, *kept.shape[2:]).index_copy_(0, slots, new.to(kept.dtype))
-        else:  # other layers' keys lie between two blocks
+        else:  # there are keys of other layers between two blocks
             kept[slots // cache.block_size, slots % cache.block_size] = new.to(kept.dtype)
 
 
@@ -144,8 +144,8 @@ def _attend_singles(
 ) -> Tensor:
     """q [rows, heads, dim] of rows with one query and equally long contexts -> [rows, heads, dim].
 
-    A query sees all its keys, so the heads that share a key head stand in for several queries of it: nothing is masked
-    and no key is repeated.
+    A query sees all keys that are read, so nothing is masked. The query heads of a key head are passed as several
+    queries of one head, so no key is repeated.
     """
     size, seq_len = paging.block_size, paging.host_seq_lens[rows[0]]
     first = reference.first_key(paging, rows[0], window)
@@ -159,7 +159,7 @@ def _attend_singles(
 
 
 def _read_blocks(part: Tensor, blocks: Tensor, rows: int, keys: slice, dtype: torch.dtype) -> Tensor:
-    """The blocks of `rows` rows, end to end in `blocks` -> [rows, kv_heads, keys, dim]."""
+    """blocks: the blocks of all rows, row after row -> [rows, kv_heads, keys, dim]."""
     read = part.index_select(0, blocks).view(rows, -1, part.shape[2], part.shape[3])[:, keys].transpose(1, 2)
     return read if read.dtype == dtype else read.to(dtype)
 

@@ -266,8 +266,8 @@ def test_int8_shows_what_is_not_finite(name: str, bad: float) -> None:
 def choose(name: str, x: Tensor, params: Sequence[SamplingParams], seed: int = 0, threads: int = 2) -> Any:
     """Tokens and largest logits of the C++ kernels, and of the reference."""
     wanted = torch.tensor([settings_of(each) for each in params], dtype=torch.float64).view(-1, 4)
-    numbers, positions = torch.arange(len(params)) * 7919 + seed, torch.arange(len(params)) * 3 + 1
-    arguments = x, wanted, numbers, positions
+    numbers, lengths = torch.arange(len(params)) * 7919 + seed, torch.arange(len(params)) * 3 + 1
+    arguments = x, wanted, numbers, lengths
     return ops_of(name, threads).sample(*arguments), reference.sample(*arguments)
 
 

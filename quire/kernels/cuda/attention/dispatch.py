@@ -24,7 +24,7 @@ from quire.kernels.cuda.attention.decode import NEW_ROWS, New, decode_attention
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
 from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.attention.single_query import single_query_attention
-from quire.kernels.cuda.attention.split_kv import room_for_splits, split_contexts
+from quire.kernels.cuda.attention.split_kv import max_splits, split_contexts
 from quire.kernels.cuda.rope import rope_store
 from quire.kernels.paging import LayerCache, Paging
 
@@ -93,7 +93,7 @@ def split_rows(
     """The splits of rows of one query, [n, FIELDS]. tokens: the rows' tokens in the step; ends: their context lengths.
     With `exact` no row is cut."""
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    splits = split_contexts(firsts, ends, kv_heads, len(rows) if exact else room_for_splits(len(rows), kv_heads))
+    splits = split_contexts(firsts, ends, kv_heads, len(rows) if exact else max_splits(len(rows), kv_heads))
     splits[:, 7] = tokens[splits[:, 0]]
     splits[:, 0] = rows[splits[:, 0]]
     return splits

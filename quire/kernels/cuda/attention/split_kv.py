@@ -21,15 +21,17 @@ UNIT = 64  # keys; contexts are split at multiples of it
 # Of a split: row, first key, end of keys, index of its partial in the workspace, index of the row's first partial,
 # number of the row's splits, end of the row's context, index of the row's token in the step. They fill a memory sector.
 FIELDS = 8
-NOBODY = -1  # the row of a padding entry
+PADDING_ROW = -1  # the row of a padding entry
 SPARE_SPLITS = 16
 ROW_PROGRAMS = PROGRAMS // 2  # of one row: with more, merging takes longer than the splits save
 
 
-def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads: int, room: int) -> NDArray[np.int32]:
-    """Cut rows that see keys firsts:ends into splits of about equal length, at most `room` of them -> [splits, FIELDS].
+def split_contexts(
+    firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads: int, capacity: int
+) -> NDArray[np.int32]:
+    """Cut rows that see keys firsts:ends into at most `capacity` splits of about equal length -> [splits, FIELDS].
 
-    Only rows with several splits have partials. `room` is `room_for_splits` of the rows, or their number; a larger one
+    Only rows with several splits have partials. `capacity` is `max_splits` of the rows, or their number; a larger one
     would allow more partials than `max_partials`. The longest splits come first: programs start in this order, so the
     last ones to run are short. The token field is 0.
     """
@@ -37,8 +39,8 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads:
         return np.zeros((0, FIELDS), np.int32)
     skipped = firsts // UNIT
     units = np.maximum(-(-ends // UNIT) - skipped, 1)
-    longest = find_longest(units, room)
-    if room <= len(units) + SPARE_SPLITS:  # the rows alone fill the GPU: cut only rows much longer than the mean
+    longest = find_longest(units, capacity)
+    if capacity <= len(units) + SPARE_SPLITS:  # the rows alone fill the GPU: cut only rows much longer than the mean
         longest = max(longest, int(find_limit(len(units), kv_heads) * units.mean()))
     lengths = -(-units // -(-units // longest))
     counts = -(-units // lengths)
@@ -59,13 +61,13 @@ def split_contexts(firsts: NDArray[np.int64], ends: NDArray[np.int64], kv_heads:
     return splits[np.argsort(splits[:, 1] - splits[:, 2], kind="stable")]
 
 
-def find_longest(units: NDArray[np.int64], room: int) -> int:
-    """The smallest maximum length of a split that gives at most `room` splits."""
-    assert len(units) <= room
-    low, high = max(1, -(-int(units.sum()) // room)), int(units.max(initial=1))
+def find_longest(units: NDArray[np.int64], capacity: int) -> int:
+    """The smallest maximum length of a split that gives at most `capacity` splits."""
+    assert len(units) <= capacity
+    low, high = max(1, -(-int(units.sum()) // capacity)), int(units.max(initial=1))
     while low < high:
         middle = (low + high) // 2
-        if int((-(-units // middle)).sum()) <= room:
+        if int((-(-units // middle)).sum()) <= capacity:
             high = middle
         else:
             low = middle + 1
@@ -78,19 +80,20 @@ def find_limit(num_rows: int, kv_heads: int) -> float:
     return 1.5 if num_rows * kv_heads <= 1.5 * PROGRAMS else 2.0
 
 
-def room_for_splits(num_rows: int, kv_heads: int) -> int:
+def max_splits(num_rows: int, kv_heads: int) -> int:
     """The maximum number of splits of a step with `num_rows` rows. Few rows are cut until they fill the GPU. Many rows
     fill it alone; they get SPARE_SPLITS more for rows that are much longer than the others."""
-    return max(min(max_splits(kv_heads), num_rows * ROW_PROGRAMS // kv_heads), num_rows + SPARE_SPLITS)
+    return max(min(num_splits_to_fill(kv_heads), num_rows * ROW_PROGRAMS // kv_heads), num_rows + SPARE_SPLITS)
 
 
-def max_splits(kv_heads: int) -> int:
+def num_splits_to_fill(kv_heads: int) -> int:
+    """How many splits fill the GPU."""
     return max(1, PROGRAMS // kv_heads)
 
 
 def max_partials(kv_heads: int) -> int:
     """The maximum number of partials. Cutting adds at most half as many splits, and a cut row has at least two."""
-    return 2 * max(max_splits(kv_heads), SPARE_SPLITS)
+    return 2 * max(num_splits_to_fill(kv_heads), SPARE_SPLITS)
 
 
 @triton.jit

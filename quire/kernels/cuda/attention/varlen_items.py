@@ -46,7 +46,7 @@ def num_programs() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
-def room_for(num_tokens: int, num_rows: int, group: int, kv_heads: int) -> int:
+def max_items(num_tokens: int, num_rows: int, group: int, kv_heads: int) -> int:
     """An upper bound for the items of a step of `num_tokens` tokens in `num_rows` rows."""
     return num_tokens * group // TILE + num_rows + MAX_PARTIALS // kv_heads
 
@@ -56,7 +56,7 @@ def plan_items(
 ) -> NDArray[np.int32]:
     """The items of rows with counts[row] queries, the longest first: their number, then the fields of each.
 
-    A tile's keys are split if the programs would otherwise end at very different times. There are at most `room_for`
+    A tile's keys are split if the programs would otherwise end at very different times. There are at most `max_items`
     items.
     """
     tiles = cut_tiles(counts, seq_lens, group, page, window)

@@ -147,15 +147,15 @@ class KernelCalls:
         logprobs(logits, longs(FEW_ROWS), longs(FEW_ROWS), 1, self.model.logit_softcap)  # type: ignore[arg-type]
 
     def draw(self, dtype: torch_stub.DType, softcap: float | None) -> None:
-        from quire.kernels.cuda.sampling.sample import Draws, TokenSampler
+        from quire.kernels.cuda.sampling.sample import SamplingInputs, TokenSampler
         from quire.kernels.sampling import NUM_SETTINGS
 
         size = self.model.vocab_size
         settings: Any = torch_stub.empty(MAX_ROWS, NUM_SETTINGS, dtype=torch_stub.DTYPES["float64"])
         rows = numbers(FEW_ROWS)
-        draws = Draws(rows, rows, longs(MAX_ROWS), settings, longs(MAX_ROWS), has_top_k=True, has_top_p=True)
+        inputs = SamplingInputs(rows, rows, longs(MAX_ROWS), settings, longs(MAX_ROWS), has_top_k=True, has_top_p=True)
         sample: Any = TokenSampler(MAX_ROWS, size, softcap, "meta")  # type: ignore[arg-type]
-        sample(torch_stub.empty(FEW_ROWS, size, dtype=dtype), draws, longs(MAX_ROWS), torch_stub.empty(MAX_ROWS))
+        sample(torch_stub.empty(FEW_ROWS, size, dtype=dtype), inputs, longs(MAX_ROWS), torch_stub.empty(MAX_ROWS))
 
     def _rows(self, *shape: int) -> torch_stub.Tensor:
         return torch_stub.empty(*shape, dtype=self.dtype)

@@ -19,7 +19,7 @@ def _argmax(
     logits,
     entries,
     tokens,
-    scores,
+    max_logits,
     last_tokens,
     split_tops,
     split_ids,
@@ -61,7 +61,7 @@ def _argmax(
         all_ids = tl.load(split_ids + row * MAX_SPLITS + lanes, mask=lanes < splits, other=size, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
         token = tl.min(tl.where(tops == top, all_ids, size), axis=0).to(tl.int64)
-        tl.store(scores + row, top)
+        tl.store(max_logits + row, top)
         tl.store(tokens + row, token)
         tl.store(last_tokens + tl.load(entries + row), token)
         tl.store(arrived + row, 0)
@@ -75,12 +75,14 @@ class Argmax:
         self._split_ids = torch.empty(max_rows * MAX_SPLITS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, entries: Tensor, tokens: Tensor, scores: Tensor, last_tokens: Tensor) -> None:
-        """logits [rows, vocab], entries [rows] -> the first `rows` of tokens and scores, and last_tokens[entries]."""
+    def __call__(
+        self, logits: Tensor, entries: Tensor, tokens: Tensor, max_logits: Tensor, last_tokens: Tensor
+    ) -> None:
+        """logits [rows, vocab], entries [rows] -> the first `rows` of tokens and max_logits; last_tokens[entries]."""
         rows, size = logits.shape
         assert logits.stride(1) == 1
         splits = max(1, min(MAX_SPLITS, PROGRAMS // rows))
         _argmax[(rows, splits)](
-            logits, entries, tokens, scores, last_tokens, self._split_tops, self._split_ids, self._arrived,
+            logits, entries, tokens, max_logits, last_tokens, self._split_tops, self._split_ids, self._arrived,
             logits.stride(0), size, splits, WIDTH=WIDTH, MAX_SPLITS=MAX_SPLITS, num_warps=8, **pdl_options(),
         )  # fmt: skip

@@ -12,10 +12,10 @@ LANES = tl.constexpr(philox.LANES)
 
 
 @triton.jit
-def token_words(seed, position, tile, WIDTH: tl.constexpr):
-    """seed and position int64 -> random words of the ids of a tile, [WIDTH] uint32; WIDTH is a multiple of 64."""
+def token_words(seed, length, tile, WIDTH: tl.constexpr):
+    """seed and length int64 -> random words of the ids of a tile, [WIDTH] uint32; WIDTH is a multiple of 64."""
     counters = tile * (WIDTH // NUM_WORDS) + tl.arange(0, WIDTH // NUM_WORDS)
-    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    low, high = length.to(tl.uint32), (length >> 32).to(tl.uint32)
     zeros = tl.zeros_like(counters).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, zeros + low, zeros + high, counters.to(tl.uint32), zeros)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [counters, low bit of the word's number, high bit]
@@ -24,9 +24,9 @@ def token_words(seed, position, tile, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def gumbel(seed, position, tile, WIDTH: tl.constexpr):
+def gumbel(seed, length, tile, WIDTH: tl.constexpr):
     """Standard Gumbel noise of the ids of a tile, [WIDTH] float32."""
-    uniform = token_words(seed, position, tile, WIDTH).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    uniform = token_words(seed, length, tile, WIDTH).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.99999994)
     rest = 1.0 - uniform
     rounded = 1.0 - rest  # u after rounding of 1 - u: log(1 - u) * u / rounded corrects for it

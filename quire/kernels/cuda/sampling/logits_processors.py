@@ -22,13 +22,13 @@ def _penalize(
     launch_dependents(PDL)
     wait_for_previous(PDL)
     nth = tl.program_id(0).to(tl.int64)
-    entry = index + nth * (2 + num_extra)
+    index_row = index + nth * (2 + num_extra)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < size
-    count = tl.load(counts + tl.load(entry + 1) * counts_stride + columns, mask=inside, other=0)
+    count = tl.load(counts + tl.load(index_row + 1) * counts_stride + columns, mask=inside, other=0)
     for nth_extra in range(num_extra):
-        count += (columns == tl.load(entry + 2 + nth_extra)).to(tl.int32)
-    logit_ptrs = logits + tl.load(entry) * logits_stride + columns
+        count += (columns == tl.load(index_row + 2 + nth_extra)).to(tl.int32)
+    logit_ptrs = logits + tl.load(index_row) * logits_stride + columns
     value = tl.load(logit_ptrs, mask=inside, other=0.0)
     repetition = tl.load(penalties + nth * 3)
     value = tl.where(count > 0, tl.where(value > 0, value / repetition, value * repetition), value)

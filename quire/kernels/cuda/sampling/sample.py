@@ -29,14 +29,14 @@ from quire.kernels.cuda.sampling.top_k_top_p import (
     WARPS,
     WIDTH,
     TopKTopP,
-    is_counted,
+    has_top_k,
     is_drawn,
     scale,
 )
 
 
-class Draws(NamedTuple):
-    """The sampling settings of a step's rows: each row's entry in the sampling state, and its number of tokens."""
+class SamplingInputs(NamedTuple):
+    """What a step's rows are sampled with: each row's entry in the sampling state, its length, and the state."""
 
     entries: Tensor  # [rows] int32
     lengths: Tensor  # [rows] int32: tokens before the one to be chosen
@@ -49,10 +49,10 @@ class Draws(NamedTuple):
 
 @triton.jit
 def noisy_score(
-    value, seed, position, tile, top, temperature, floor, softcap, WIDTH: tl.constexpr, CAPPED: tl.constexpr
+    value, seed, length, tile, top, temperature, floor, softcap, WIDTH: tl.constexpr, CAPPED: tl.constexpr
 ):  # fmt: skip
     """The scores of a tile's ids: scaled logit plus noise; minus infinity below min-p's floor."""
-    return scale(value, top, temperature, floor, softcap, CAPPED) + gumbel(seed, position, tile, WIDTH)
+    return scale(value, top, temperature, floor, softcap, CAPPED) + gumbel(seed, length, tile, WIDTH)
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _best_of(scores, columns, size):
 
 @triton.jit
 def _pick(
-    logits, tokens, scores, entries, lengths, seeds, settings, last_tokens, cuts, bests, ids, ties, arrived, row_stride,
-    size, softcap,
+    logits, tokens, max_logits, entries, lengths, seeds, settings, last_tokens, cuts, bests, ids, ties, arrived,
+    row_stride, size, softcap,
     WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -77,20 +77,20 @@ def _pick(
     row_settings = settings + entry * NUM_SETTINGS
     temperature = tl.load(row_settings + TEMPERATURE).to(tl.float32)
     floor = tl.load(row_settings + FLOOR).to(tl.float32)
-    top = tl.load(scores + row)
+    top = tl.load(max_logits + row)
     if not is_drawn(temperature, top):
         return
-    has_cut = is_counted(tl.load(row_settings + TOP_K), size) | (tl.load(row_settings + TOP_P) < 1.0)
+    has_cut = has_top_k(tl.load(row_settings + TOP_K), size) | (tl.load(row_settings + TOP_P) < 1.0)
     cut = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + CUT).to(tl.float32), float("-inf"))
     keep = tl.where(has_cut, tl.load(cuts + row * NUM_COLUMNS + KEEP), 0).to(tl.int32)
-    seed, position = tl.load(seeds + entry), tl.load(lengths + row).to(tl.int64)
+    seed, length = tl.load(seeds + entry), tl.load(lengths + row).to(tl.int64)
 
     # Each tile stores its best id above the cutoff and its best id at the cutoff. The number of ids kept at the cutoff
     # depends on the tiles before it.
     within = tl.arange(0, WIDTH)
     columns = tile * WIDTH + within
     value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-    score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
+    score = noisy_score(value, seed, length, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
     is_tie = (value == cut) & (value > float("-inf"))  # without a cutoff, ids after the vocabulary would be ties
     best, best_id = _best_of(tl.where(value > cut, score, float("-inf")), columns, size)
     best_tie, tie_id = _best_of(tl.where(is_tie, score, float("-inf")), columns, size)
@@ -126,7 +126,7 @@ def _pick(
         left = keep - tl.max(tl.where(is_divided, tied_before, 0), axis=0)
         columns = tile * WIDTH + within
         value = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-        score = noisy_score(value, seed, position, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
+        score = noisy_score(value, seed, length, tile, top, temperature, floor, softcap, WIDTH, CAPPED)
         is_tie = (value == cut) & (value > float("-inf"))
         is_kept = is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= left)
         best_tie, tie_id = _best_of(tl.where(is_kept, score, float("-inf")), columns, size)
@@ -136,7 +136,7 @@ def _pick(
 
 
 class TokenSampler:
-    """Samples tokens of up to `max_rows` rows of `size` logits. Rows whose score is not finite have no token."""
+    """Samples tokens of up to `max_rows` rows of `size` logits. A row has none if its largest is not finite."""
 
     def __init__(self, max_rows: int, size: int, softcap: float | None, device: torch.device) -> None:
         self._argmax = Argmax(max_rows, device)
@@ -148,22 +148,19 @@ class TokenSampler:
         self._ties = torch.empty(num_entries, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, draws: Draws, tokens: Tensor, scores: Tensor) -> None:
-        """logits [n, vocab] before any cap -> tokens and scores, one for each entry in `draws`.
-
-        A score is the largest logit.
-        """
-        logits = logits[: len(draws.entries)]
+    def __call__(self, logits: Tensor, inputs: SamplingInputs, tokens: Tensor, max_logits: Tensor) -> None:
+        """logits [n, vocab] before any cap -> tokens and largest logits, one for each entry in `inputs`."""
+        logits = logits[: len(inputs.entries)]
         rows, size = logits.shape
         num_tiles = self._cut.num_tiles
-        self._argmax(logits, draws.entries, tokens, scores, draws.last_tokens)
-        if draws.has_top_k:
-            self._cut(logits, scores, draws.entries, draws.settings, by_mass=False)
-        if draws.has_top_p:
-            self._cut(logits, scores, draws.entries, draws.settings, by_mass=True)
+        self._argmax(logits, inputs.entries, tokens, max_logits, inputs.last_tokens)
+        if inputs.has_top_k:
+            self._cut(logits, max_logits, inputs.entries, inputs.settings, by_mass=False)
+        if inputs.has_top_p:
+            self._cut(logits, max_logits, inputs.entries, inputs.settings, by_mass=True)
         _pick[(rows, num_tiles)](
-            logits, tokens, scores, draws.entries, draws.lengths, draws.seeds, draws.settings, draws.last_tokens,
-            self._cut.cuts, self._bests, self._ids, self._ties, self._arrived, logits.stride(0), size,
-            self._softcap or 0.0, WIDTH=WIDTH, LANES=triton.next_power_of_2(num_tiles),
+            logits, tokens, max_logits, inputs.entries, inputs.lengths, inputs.seeds, inputs.settings,
+            inputs.last_tokens, self._cut.cuts, self._bests, self._ids, self._ties, self._arrived,
+            logits.stride(0), size, self._softcap or 0.0, WIDTH=WIDTH, LANES=triton.next_power_of_2(num_tiles),
             CAPPED=self._softcap is not None, num_warps=WARPS, **pdl_options(),
         )  # fmt: skip

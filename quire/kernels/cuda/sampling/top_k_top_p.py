@@ -1,10 +1,10 @@
 """The top-k and top-p cutoff of a row of logits, found without sorting: by a search over all values of the type.
 
-Floats map to integers of the same order (`number_of`). A pass over the row sums, for each of a few thresholds between
-two bounds, the logits that reach it: their number for top-k, their probability for top-p. The next pass searches
-between the two thresholds around the target, until one value is left. Of the tokens that have this value the first are
-kept. Sums are made by tile and then over tiles, always in the same order, so a row's cutoff does not depend on other
-rows. `sample.py` calls it.
+Floats map to integers of the same order (`ordered_bits`). A pass has a few thresholds between two bounds. For each it
+sums the logits that reach it: their number for top-k, their probability for top-p. The next pass searches between the
+two thresholds around the target, until one value is left. Of the tokens that have this value the first are kept. Sums
+are made by tile and then over tiles, always in the same order, so a row's cutoff does not depend on other rows.
+`sample.py` calls it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TOP_P, FLOOR = tl.constexpr(sampling.TOP_P), tl.constexpr(sampling.FLOOR)
 NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
 
 # Columns of `cuts`: the state of a row's search.
-LOW = tl.constexpr(0)  # the number of a value that the target amount reaches
-HIGH = tl.constexpr(1)  # the number of a value that less than the target reaches
+LOW = tl.constexpr(0)  # the ordered bits of a value that the target amount reaches
+HIGH = tl.constexpr(1)  # the ordered bits of a value that less than the target reaches
 ABOVE = tl.constexpr(2)  # the amount that reaches HIGH
 TARGET = tl.constexpr(3)  # the amount to keep
 CUT = tl.constexpr(4)  # the cutoff value
@@ -44,17 +44,17 @@ NUM_COLUMNS = tl.constexpr(7)
 
 
 @triton.jit
-def number_of(value, LOW_BITS: tl.constexpr):
+def ordered_bits(value, LOW_BITS: tl.constexpr):
     """float32 -> int64: the rank of a value among all values of its type."""
     bits = value.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> LOW_BITS).to(tl.int64)
 
 
 @triton.jit
-def value_of(number, LOW_BITS: tl.constexpr):
-    """The inverse of `number_of`."""
-    bits = number << LOW_BITS
-    bits = tl.where(number < 0, (bits | ((1 << LOW_BITS) - 1)) ^ 0x7FFFFFFF, bits)
+def from_ordered_bits(ordered, LOW_BITS: tl.constexpr):
+    """The inverse of `ordered_bits`."""
+    bits = ordered << LOW_BITS
+    bits = tl.where(ordered < 0, (bits | ((1 << LOW_BITS) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -81,26 +81,26 @@ def is_drawn(temperature, top):
 
 
 @triton.jit
-def is_counted(top_k, size):
+def has_top_k(top_k, size):
     return (top_k > 0.0) & (top_k < size)
 
 
 @triton.jit
 def threshold(nth, low, high, reach, even, LOW_BITS: tl.constexpr, NUM_THRESHOLDS: tl.constexpr):
-    """The number of a pass's nth threshold. The first is `low`; the one after the last is `high`."""
+    """The ordered bits of a pass's nth threshold. The first is `low`; the one after the last is `high`."""
     if even:
-        end = value_of(high, LOW_BITS)
-        begin = tl.maximum(value_of(low, LOW_BITS), end - reach)
-        number = number_of(begin + (end - begin) * (nth * (1.0 / NUM_THRESHOLDS)), LOW_BITS)
-        number = tl.where(nth == 0, low, tl.maximum(number, low))
+        end = from_ordered_bits(high, LOW_BITS)
+        begin = tl.maximum(from_ordered_bits(low, LOW_BITS), end - reach)
+        ordered = ordered_bits(begin + (end - begin) * (nth * (1.0 / NUM_THRESHOLDS)), LOW_BITS)
+        ordered = tl.where(nth == 0, low, tl.maximum(ordered, low))
     else:
-        number = low + nth * tl.cdiv(high - low, NUM_THRESHOLDS)
-    return tl.where(nth < NUM_THRESHOLDS, tl.minimum(number, high), high)
+        ordered = low + nth * tl.cdiv(high - low, NUM_THRESHOLDS)
+    return tl.where(nth < NUM_THRESHOLDS, tl.minimum(ordered, high), high)
 
 
-@triton.jit(do_not_specialize=["number"])  # one compilation for all passes
+@triton.jit(do_not_specialize=["pass_index"])  # one compilation for all passes
 def _search(
-    logits, scores, entries, settings, cuts, sums, arrived, number, row_stride, size, softcap,
+    logits, max_logits, entries, settings, cuts, sums, arrived, pass_index, row_stride, size, softcap,
     BY_MASS: tl.constexpr, NUM_EVEN: tl.constexpr, LOW_BITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     NUM_THRESHOLDS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,24 +115,24 @@ def _search(
     floor = tl.load(row_settings + FLOOR).to(tl.float32)
     top_k = tl.load(row_settings + TOP_K)
     top_p = tl.load(row_settings + TOP_P)
-    top = tl.load(scores + row)
-    counted = is_counted(top_k, size)
-    if not (is_drawn(temperature, top) & ((top_p < 1.0) if BY_MASS else counted)):
+    top = tl.load(max_logits + row)
+    uses_top_k = has_top_k(top_k, size)
+    if not (is_drawn(temperature, top) & ((top_p < 1.0) if BY_MASS else uses_top_k)):
         return
-    first = number == 0
+    first = pass_index == 0
     low = tl.load(search + LOW).to(tl.int64)
     high = tl.load(search + HIGH).to(tl.int64)
     above = tl.load(search + ABOVE)
     if first:
-        low = number_of(top * 0.0 - float("inf"), LOW_BITS)
+        low = ordered_bits(top * 0.0 - float("inf"), LOW_BITS)
         if BY_MASS:
-            low = tl.where(counted, number_of(tl.load(search + CUT).to(tl.float32), LOW_BITS), low)
-        high = number_of(top, LOW_BITS) + 1
+            low = tl.where(uses_top_k, ordered_bits(tl.load(search + CUT).to(tl.float32), LOW_BITS), low)
+        high = ordered_bits(top, LOW_BITS) + 1
         above = 0.0 * above
     elif high - low == 1:
         return
 
-    even = number < NUM_EVEN
+    even = pass_index < NUM_EVEN
     reach = top * 0.0 + REACH
     if BY_MASS and not CAPPED:
         # All tokens further below the largest together have a probability of less than 1 - top_p.
@@ -147,7 +147,7 @@ def _search(
             weight = tl.where(inside, weight, 0.0)
     tile_sums = sums + (row * num_tiles + tile) * NUM_THRESHOLDS
     for nth in range(NUM_THRESHOLDS):
-        reaches = value >= value_of(threshold(nth, low, high, reach, even, LOW_BITS, NUM_THRESHOLDS), LOW_BITS)
+        reaches = value >= from_ordered_bits(threshold(nth, low, high, reach, even, LOW_BITS, NUM_THRESHOLDS), LOW_BITS)
         tl.store(tile_sums + nth, tl.sum(tl.where(reaches, weight, 0.0), axis=0))
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
@@ -164,8 +164,8 @@ def _search(
     if first:
         target = top_k
         if BY_MASS:
-            spare = tl.where(counted, tl.load(search + SPARE), 0.0)
-            cut = tl.where(counted, tl.load(search + CUT).to(tl.float32), top)
+            spare = tl.where(uses_top_k, tl.load(search + SPARE), 0.0)
+            cut = tl.where(uses_top_k, tl.load(search + CUT).to(tl.float32), top)
             unkept = spare * weigh(cut, top, temperature, floor, softcap, CAPPED).to(tl.float64)
             target = top_p * (tl.sum(tl.where(indices == 0, totals, 0.0), axis=0) - unkept)
     # The target amount reaches LOW, the first threshold, even if rounding says otherwise.
@@ -179,12 +179,12 @@ def _search(
     tl.store(search + ABOVE, above)
     tl.store(search + TARGET, target)
     if next_high - next_low == 1:
-        cut = value_of(next_low, LOW_BITS)
+        cut = from_ordered_bits(next_low, LOW_BITS)
         keep = target - above
         if BY_MASS:
             each = weigh(cut, top, temperature, floor, softcap, CAPPED).to(tl.float64)
             keep = tl.where(each > 0.0, tl.maximum(tl.ceil(keep / each), 1.0), size)
-            same = counted & (cut == tl.load(search + CUT).to(tl.float32))
+            same = uses_top_k & (cut == tl.load(search + CUT).to(tl.float32))
             keep = tl.where(same, tl.minimum(keep, tl.load(search + KEEP)), keep)
         tl.store(search + CUT, cut.to(tl.float64))
         tl.store(search + KEEP, keep)
@@ -201,21 +201,21 @@ class TopKTopP:
         self._sums = torch.empty(max_rows * self.num_tiles * NUM_THRESHOLDS, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, scores: Tensor, entries: Tensor, settings: Tensor, *, by_mass: bool) -> None:
+    def __call__(self, logits: Tensor, max_logits: Tensor, entries: Tensor, settings: Tensor, *, by_mass: bool) -> None:
         """by_mass: top-p, after top-k; otherwise top-k. Rows without the setting are skipped."""
         rows, size = logits.shape
         low_bits = LOW_BITS[logits.dtype]
-        for number in range(num_passes(low_bits)):
+        for pass_index in range(num_passes(low_bits)):
             _search[(rows, self.num_tiles)](
-                logits, scores, entries, settings, self.cuts, self._sums, self._arrived, number, logits.stride(0), size,
-                self._softcap or 0.0, BY_MASS=by_mass, NUM_EVEN=NUM_EVEN, LOW_BITS=low_bits, WIDTH=WIDTH,
-                LANES=triton.next_power_of_2(self.num_tiles), NUM_THRESHOLDS=NUM_THRESHOLDS,
+                logits, max_logits, entries, settings, self.cuts, self._sums, self._arrived, pass_index,
+                logits.stride(0), size, self._softcap or 0.0, BY_MASS=by_mass, NUM_EVEN=NUM_EVEN, LOW_BITS=low_bits,
+                WIDTH=WIDTH, LANES=triton.next_power_of_2(self.num_tiles), NUM_THRESHOLDS=NUM_THRESHOLDS,
                 CAPPED=self._softcap is not None, num_warps=WARPS, **pdl_options(),
             )  # fmt: skip
 
 
 def num_passes(low_bits: int) -> int:
-    """Enough for any row. A pass leaves 1 / NUM_THRESHOLDS of the numbers; one with even thresholds may leave more."""
+    """Enough for any row. A pass leaves 1 / NUM_THRESHOLDS of the integers; one with even thresholds may leave more."""
     passes = 0
     while NUM_THRESHOLDS**passes < 1 << (32 - low_bits):
         passes += 1

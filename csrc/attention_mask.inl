@@ -1,5 +1,5 @@
-// What each query of a task may see of its row: by position, by window, or by the mask of a tree of drafts. Answers for
-// 16 keys at a time; reads no key. Used by attention.inl.
+// Which keys each query of a task sees: by position, by window, or by the mask of a draft tree. Computed for 16 keys at
+// a time. attention.inl calls it.
 #pragma once
 
 #include "attention.h"
@@ -9,33 +9,34 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// One query of a task: what it sees. Own tokens of a tree are seen by its mask, all else by position.
+// The keys that one query of a task sees. In a draft tree a mask selects the row's own tokens. All other keys are
+// selected by position.
 struct Query {
   int position;
   int first_key, last_key;
   const uint8_t* own;  // mask of the row's own tokens, or null
 };
 
-// [first, last), none if last <= first.
+// [first, last); empty if last <= first.
 struct Vectors {
   int first, last;
 };
 
-// Which keys the queries of one task see, and from how far.
-struct Sight {
+// Which keys the queries of one task see, and their distances.
+struct AttentionMask {
   const AttentionCall& call;
   Query* queries;        // of the task
-  int* depths;           // of the row's tokens below its context, set where they are needed
-  int depths_row = -1;   // whose these are
+  int* depths;           // of the row's tokens in the tree, if needs_depths
+  int depths_row = -1;   // the row of `depths`
   Task task = {};
 
-  // How far tokens of a tree stand below the context only counts where positions do.
+  // Depths in a tree are needed only for windows and slopes, which depend on positions.
   static bool needs_depths(const AttentionCall& call) {
     return call.rows.ancestors != nullptr && (call.window > 0 || call.slopes != nullptr);
   }
 
-  // Sets the queries of a task, about which the other functions then answer.
-  void face(const Task& new_task) {
+  // Sets the task and its queries. The other functions refer to it.
+  void set_task(const Task& new_task) {
     task = new_task;
     if (needs_depths(call) && depths_row != task.row) set_depths();
     for (int i = 0; i < task.num_queries; ++i) {
@@ -49,14 +50,14 @@ struct Sight {
     }
   }
 
-  // The vectors of 16 keys from `position` on all of whose keys the query sees.
+  // The vectors of 16 keys, counted from `position`, of which the query sees all keys.
   Vectors whole_vectors(const Query& query, int position) const {
     int last_key = query.own != nullptr ? smaller(task.context, query.last_key) : query.last_key;
     int first = (larger(0, query.first_key - position) + kLanes - 1) / kLanes;
     return {first, larger(0, last_key - position) / kLanes};
   }
 
-  // Positions of 16 keys, less the query's.
+  // The positions of 16 keys minus the query's position.
   f32 distances(const Query& query, int key) const {
     if (!among_own(query, key)) return set1(static_cast<float>(key - query.position)) + iota();
     float lanes[kLanes] = {};
@@ -65,8 +66,8 @@ struct Sight {
     return load(lanes);
   }
 
-  // One bit for each of 16 keys.
-  uint32_t seen(const Query& query, int key) const {
+  // One bit for each of 16 keys: whether the query sees it.
+  uint32_t visible(const Query& query, int key) const {
     int first = smaller(kLanes, larger(0, query.first_key - key));
     int last = smaller(kLanes, larger(0, query.last_key - key));
     uint32_t bits = ((1u << last) - 1) & ~((1u << first) - 1);
