@@ -188,8 +188,8 @@ def test_every_family_can_be_tried(family, monkeypatch) -> None:
     config = FAMILIES[family]
     layout = layout_of(config)
     model, shown = tiny_model(config), []
-    logits = model.logits
-    monkeypatch.setattr(model, "logits", lambda hidden: shown.append(hidden.shape) or logits(hidden))
+    head = model.head
+    monkeypatch.setattr(model, "head", lambda hidden: shown.append(hidden.shape) or head(hidden))
     buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, config.vocab_size, CPU))
     cache = CacheTensors(layout, CacheSize(1, 4, layout.block_bytes, config.max_len, 1), CPU)
     run_step(model, buffers.fill(largest_plan(70, 9, config.max_len, 4, len(layout.windows))), cache)
