@@ -9,8 +9,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -78,17 +78,24 @@ class Engine:
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
-        try:
+        with self._reset_if_interrupted():
             self.scheduler.add(request, time.monotonic())
-        except QuireError:
-            raise
-        except Exception:
-            self._drop_plans()  # the request is refused, the others are recomputed
-            self.scheduler.reset()
-            raise
 
     def abort(self, request_id: str) -> Update | None:
-        return self.scheduler.abort(request_id, Finish.ABORT)
+        with self._reset_if_interrupted():
+            return self.scheduler.abort(request_id, Finish.ABORT)
+
+    @contextmanager
+    def _reset_if_interrupted(self) -> Iterator[None]:
+        """After an exception that is not a refusal, drop the plans in flight. The other requests are recomputed."""
+        try:
+            yield
+        except QuireError:
+            raise
+        except BaseException:
+            self._drop_plans()
+            self.scheduler.reset()
+            raise
 
     @property
     def has_work(self) -> bool:

@@ -294,21 +294,31 @@ def run_to_end(engine: Engine) -> dict[str, tuple[int, str]]:
     return ends
 
 
-def test_an_error_while_a_request_is_added_costs_the_others_time_only(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["_enqueue", "_finish"])
+def test_an_error_while_a_request_is_added_or_aborted_costs_the_others_time_only(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
 ) -> None:
     engine, _ = make(clock, None)
-    engine.add(ask("a", 10, 6))
-    engine.add(ask("b", 10, 6))
+    for request_id in "abd":
+        engine.add(ask(request_id, 10, 6))
     engine.step()
     assert engine._launched, "a plan is in flight"
+    method = getattr(engine.scheduler, name)
+
+    def fail(request: Request) -> None:
+        if request.id in "cd":
+            raise error
+        method(request)
+
     with monkeypatch.context() as patch:
-        enqueue = engine.scheduler._enqueue
-        patch.setattr(engine.scheduler, "_enqueue", lambda request: 1 / 0 if request.id == "c" else enqueue(request))
-        with pytest.raises(ZeroDivisionError):
-            engine.add(ask("c", 10, 6))
+        patch.setattr(engine.scheduler, name, fail)
+        with pytest.raises(error):
+            engine.add(ask("c", 10, 6)) if name == "_enqueue" else engine.abort("d")
     ends = run_to_end(engine)
-    assert {name: finish for name, (_, finish) in ends.items()} == {"a": "length", "b": "length"}
+    assert {each: finish for each, (_, finish) in ends.items() if each in "ab"} == {"a": "length", "b": "length"}
+    assert "c" not in ends
+    assert engine.scheduler.kv.pool.num_free == 10_000
 
 
 def test_behind_a_step_that_fails_the_next_is_sampled(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
