@@ -55,7 +55,7 @@ LLAMA_3_8B = {
 
 
 class Figure(NamedTuple):
-    """One row of the table. Less is better, except for rates."""
+    """One row of the table."""
 
     name: str
     unit: str
@@ -65,16 +65,20 @@ class Figure(NamedTuple):
     limit: float | None = None
 
     @property
+    def more_is_better(self) -> bool:
+        return self.unit in ("tok/s", "%")
+
+    @property
     def ratio(self) -> float | None:
         if self.vllm is None:
             return None
-        return self.quire / self.vllm if self.unit == "tok/s" else self.vllm / self.quire
+        return self.quire / self.vllm if self.more_is_better else self.vllm / self.quire
 
     @property
     def reached(self) -> bool | None:
         if self.goal is None:
             return None
-        return self.quire >= self.goal if self.unit == "tok/s" else self.quire <= self.goal
+        return self.quire >= self.goal if self.more_is_better else self.quire <= self.goal
 
 
 class Batch(NamedTuple):

@@ -36,6 +36,7 @@ class GpuSampler(Sampler):
 
     def prepare(self, hidden: Tensor) -> None:
         """Warm up: run every kernel once on a dummy sample. hidden [1 or more, hidden_size]"""
+        self._load_matmuls(hidden)
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
         inputs = self._sampling_inputs(entries, lengths)._replace(has_top_k=True, has_top_p=True)
         self._sample_products(self.head.weight.matmul(hidden), inputs, self._tokens, self._max_logits)
@@ -47,6 +48,13 @@ class GpuSampler(Sampler):
         index, bits = hidden.new_zeros(1, 2, dtype=torch.int64), -(-vocab_size // 8)
         self.ops.penalize(logits, logits.int(), index, logits[:, :3].contiguous())
         self.ops.apply_token_bitmask(logits, index[0, :1], hidden.new_zeros(1, bits, dtype=torch.uint8))
+
+    def _load_matmuls(self, hidden: Tensor) -> None:
+        """Multiply with the head for many numbers of rows. cuBLAS has a kernel for each range of them, and CUDA loads
+        it at its first use, which takes 50 ms."""
+        rows = hidden.new_zeros(self._max_rows, hidden.shape[1])
+        for count in (*range(1, min(64, self._max_rows)), *range(64, self._max_rows, 8), self._max_rows):
+            self.head.weight.matmul(rows[:count])
 
     def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
         products = self.head.weight.matmul(hidden)

@@ -59,48 +59,53 @@ class KernelCalls:
         """Each task compiles one kernel or a few. The longest come first."""
         for window in self.model.windows:
             yield partial(self.attend_to_prompts, window)
+        yield partial(self.draw, self.dtype, self.model.logit_softcap)
+        yield partial(self.draw, torch_stub.DTYPES["float32"], None)
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, 1)
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, MANY_ROWS)
-        yield partial(self.draw, self.dtype, self.model.logit_softcap)
-        yield partial(self.draw, torch_stub.DTYPES["float32"], None)
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
         yield self.serve
 
     def attend_to_prompts(self, window: int | None) -> None:
+        """Without `rope_store`, which `attend_to_singles` compiles for many rows: this task takes the longest."""
         from quire.kernels.cuda.attention import varlen_items
         from quire.kernels.cuda.attention.dispatch import Work
         from quire.kernels.cuda.attention.prefill import Tiles
 
         items, tiles = numbers(1 + FEW_ROWS * varlen_items.ITEM_FIELDS), Tiles(numbers(1 + 2 * FEW_ROWS))
-        self._attend(window, FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
+        q, _, _ = self._heads(MANY_ROWS)
+        cache, paging = self._cache(FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
+        model = self.model
+        self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
 
     def attend_to_singles(self, window: int | None, rows: int) -> None:
         from quire.kernels.cuda.attention.dispatch import Work
         from quire.kernels.cuda.attention.split_kv import FIELDS
 
-        self._attend(window, rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
+        model = self.model
+        q, k, v = self._heads(rows)
+        cache, paging = self._cache(rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
+        self.ops.fused.rope_attention(
+            q, k, v, longs(rows), torch_stub.empty(1, model.rotary_dim), model.interleaved, cache, paging,
+            scale=model.scale, window=window, softcap=model.attention_softcap,
+        )  # fmt: skip
 
-    def _attend(self, window: int | None, rows: int, tokens: int, work: Any) -> None:
+    def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
+        """A layer's cache, and the paging of a step."""
         from quire.kernels.cache_spec import KVCacheSpec
         from quire.kernels.paging import LayerCache, Paging
 
         model = self.model
-        q, k, v = self._heads(tokens)
         spec = KVCacheSpec(model.num_kv_heads, model.head_dim)
         shape, _, cache_dtype = self.ops.cache_shapes(spec, model.kv_dtype, model.block_size)
         cache_tensor: Any = torch_stub.empty(2, *shape, dtype=cache_dtype)
         cache = LayerCache(cache_tensor, cache_tensor, 0, model.block_size)
         tables, slots = [numbers(rows, 16)], [longs(tokens)]
-        paging: Any = Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)
-        angles = torch_stub.empty(1, model.rotary_dim)
-        self.ops.fused.rope_attention(
-            q, k, v, longs(tokens), angles, model.interleaved, cache, paging, scale=model.scale, window=window,
-            softcap=model.attention_softcap,
-        )  # fmt: skip
+        return cache, Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)
 
     def _heads(self, tokens: int) -> list[torch_stub.Tensor]:
         """Queries, keys and values: slices of one projection output."""
