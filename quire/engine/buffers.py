@@ -85,12 +85,12 @@ class TableBuffer:
         self._changed.append(row)
 
     def upload(self, num_rows: int, num_blocks: int) -> Tensor:
-        """The tables of the first rows. Uploads the range from the first to the last changed row."""
+        """The tables of the first rows, in whole units. Uploads the range from the first to the last changed row."""
         if self._changed:
             widest = max(len(self._kept[row]) for row in self._changed)
             self.buffer.upload_rows(min(self._changed), max(self._changed) + 1, widest)
             self._changed.clear()
-        return self.buffer.view(num_rows, num_blocks)
+        return self.buffer.view(num_rows, -(-num_blocks // TABLE_UNIT) * TABLE_UNIT)
 
     def reset(self) -> None:
         """Upload every row at its next fill: an upload may have been dropped."""

@@ -151,3 +151,19 @@ def test_a_first_token_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: compiled.append(told["fn"].name))
     assert run(client, [draw_request("first", num_prompt, 1)])["first"].finish is Finish.LENGTH
     assert compiled == []
+
+
+def test_a_large_step_with_single_tokens_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels()
+    client = start(tmp_path, kv_memory=1.0, itl_target_ms=0.0)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: compiled.append(told["fn"].name))
+    for request in (draw_request(f"short {number}", 700 + number, 64) for number in range(5)):
+        client.add(request)
+    for _ in range(8):
+        client.step()
+    # Longer than a step: not all rows of these steps are sampled, and no graph is as large.
+    ends = run(client, [draw_request("long", 20_000), draw_request("middle", 3_000)])
+    assert len(ends) == 7
+    assert {end.finish for end in ends.values()} == {Finish.LENGTH}
+    assert compiled == []

@@ -47,6 +47,16 @@ def test_a_table_sends_rows_that_changed_as_wide_as_they_are():
     assert tables.buffer.host[4, :2].tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("num_blocks", [1, 15, 16, 93, 100])
+def test_selected_rows_of_a_table_keep_a_stride_that_kernels_are_compiled_for(num_blocks):
+    tables = TableBuffer(8, 100, torch.device("cpu"), DirectUploader())
+    for row in range(4):
+        tables.fill(row, [*range(1, num_blocks + 1)])
+    selected = tables.upload(4, num_blocks)[torch.tensor([3, 1])]
+    assert selected.stride(0) % 16 == 0
+    assert selected[:, :num_blocks].tolist() == [[*range(1, num_blocks + 1)]] * 2
+
+
 def test_a_buffer_on_the_host_is_never_sent():
     uploader = Noted()
     buffer = Buffer((9,), torch.int32, torch.device("cpu"), uploader)
@@ -67,7 +77,7 @@ def test_blocks_of_the_encoder_and_of_states_come_after_those_that_grow():
         request.tables, request.fixed_tables = tables, fixed
     paging = BatchBuffers(shape).fill(Plan(1, requests, [0, 0], [2, 1], [1, 1])).paging
     assert [table[:, :2].tolist() for table in paging.block_tables] == [
-        [[1], [3]], [[2], [4]], [[5, 6], [0, 0]], [[7, 0], [8, 0]],
+        [[1, 0], [3, 0]], [[2, 0], [4, 0]], [[5, 6], [0, 0]], [[7, 0], [8, 0]],
     ]  # fmt: skip
     assert paging.encoder_lens is not None
     assert paging.encoder_lens.tolist() == [7, 0]
