@@ -63,7 +63,8 @@ def run(
         if report:
             report(number, len(batches))
         rows.append(median([measure(client, batch, prompt_tokens, output_tokens) for _ in range(repeats)]))
-    return {"machine": machine(), "model": config.model, "rows": [asdict(row) for row in rows], "start_s": start_s}
+    figures = [asdict(row) for row in rows]
+    return {"machine": machine(config), "model": config.model, "rows": figures, "start_s": start_s}
 
 
 def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> BatchResult:
@@ -125,14 +126,14 @@ def median(rows: list[BatchResult]) -> BatchResult:
     return BatchResult(**columns)
 
 
-def machine() -> dict[str, Any]:
+def machine(config: EngineConfig) -> dict[str, Any]:
     import torch
 
     cpu = isa.read_cpu()
     return {
         "cpu": cpu.model,
         "cores": cpu.cores,
-        "threads": torch.get_num_threads(),
+        "threads": config.threads or cpu.cores,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
