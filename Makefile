@@ -8,14 +8,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The build tools are installed into .venv at their pinned versions, so that `make native` continues pip's build.
-INSTALL := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmake ninja && \
-	$(PIP) install -qq -c constraints.txt --no-build-isolation
+INSTALL_TOOLS := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmake ninja
+INSTALL := $(INSTALL_TOOLS) && $(PIP) install -qq -c constraints.txt --no-build-isolation
+LIST_REQUIREMENTS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')
 # pip does not compile an editable package to bytecode. Without bytecode every start takes 0.2 s longer.
 COMPILE := $(BIN)/python -m compileall -q quire
 # The compiler of the GPU kernels. Tests compile them on machines without a GPU too. It is not in constraints.txt, because
 # torch for a GPU depends on its own version. It exists for Linux only. On other systems these tests are skipped.
 TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
+MISSING := quire/kernels/cpu/native_missing.txt
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 # The C++ kernels. pip configures $(NATIVE) when it installs; without pip, the first `make native` does.
@@ -23,18 +25,21 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 NATIVE = build/native$(if $(NINJA),,-make)
 SANITIZED := build/sanitized
 SANITIZED_TESTS ?= tests/kernels/native
+ARM := build/arm
+ARM_TESTS ?= $(addprefix tests/kernels/native/test_,bits.py matmul.py pool.py)
+PORTABLE := build/portable
 CMAKE = $(or $(wildcard $(BIN)/cmake),cmake)
 NINJA = $(or $(wildcard $(BIN)/ninja),$(shell command -v ninja))
 CONFIGURE = $(CMAKE) -S csrc $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NINJA))) \
 	-DPython_EXECUTABLE="$(or $(abspath $(wildcard $(BIN)/python)),$(shell command -v $(PYTHON)))"
 BUILD = MAKEFLAGS= $(CMAKE) --build
 JOBS := --parallel $(shell getconf _NPROCESSORS_ONLN)
-BUILD_NATIVE = { { [ -f $(NATIVE)/CMakeCache.txt ] && [ ! -f quire/kernels/cpu/native_missing.txt ]; } \
+BUILD_NATIVE = { { [ -f $(NATIVE)/CMakeCache.txt ] && [ ! -f $(MISSING) ]; } \
 	|| $(CONFIGURE) -B $(NATIVE); } && $(BUILD) $(NATIVE) $(JOBS)
 BUILD_NATIVE_QUIETLY = mkdir -p build && { { $(BUILD_NATIVE); } > $(NATIVE).log 2>&1 || { cat $(NATIVE).log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run install native test test-core test-cuda test-sanitized lint format clean
+.PHONY: help run install native wheel test test-core test-cuda test-sanitized test-arm test-portable test-wheel lint format clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +81,37 @@ test-sanitized: $(INSTALLED_DEV) ## Run the C++ kernels' tests under AddressSani
 		"$(CURDIR)/$(BIN)/python" -m pytest -p no:cacheprovider --capture=sys $(SANITIZED_TESTS) || touch report.failed
 	@! cat $(SANITIZED)/tree/report.* 2> /dev/null
 
+# An emulator runs a 64-bit Arm Python. The tests run in a copy of the package that has only the kernels for Arm. qemu starts
+# no threads after a fork, and does not limit memory. So tests of that are left out.
+test-arm: $(INSTALLED_DEV) ## Cross-compile the C++ kernels for 64-bit Arm and run their tests under qemu (minutes).
+	@$(BIN)/python tests/arm/install.py $(ARM)
+	@rm -rf $(ARM)/tree && mkdir -p $(ARM)/tree && cp -r quire tests pyproject.toml $(ARM)/tree
+	@rm -f $(ARM)/tree/quire/kernels/cpu/_native*.so
+	@$(CONFIGURE) -B $(ARM)/cmake --toolchain "$(CURDIR)/tests/arm/toolchain.cmake" \
+		-DPython_EXECUTABLE="$(CURDIR)/$(ARM)/python" \
+		-DQUIRE_PACKAGE_DIR="$(CURDIR)/$(ARM)/tree/quire" > $(ARM)/configure.log || { cat $(ARM)/configure.log; exit 1; }
+	@$(BUILD) $(ARM)/cmake $(JOBS)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/native/test_symbols.py
+	@cd $(ARM)/tree && PYTHONDONTWRITEBYTECODE=1 ../python -m pytest -p no:cacheprovider -k 'not fork and not refuses' $(ARM_TESTS)
+
+# The copy has only kernels that do without the calls of Linux, as those of other systems do.
+test-portable: $(INSTALLED_DEV) ## Run the tests of the C++ kernels' threads without the calls that only Linux has.
+	@rm -rf $(PORTABLE)/tree && mkdir -p $(PORTABLE)/tree && cp -r quire tests pyproject.toml $(PORTABLE)/tree
+	@rm -f $(PORTABLE)/tree/quire/kernels/cpu/_native*.so
+	@$(CONFIGURE) -B $(PORTABLE)/cmake -DQUIRE_PORTABLE=ON -DQUIRE_PACKAGE_DIR="$(CURDIR)/$(PORTABLE)/tree/quire" \
+		> $(PORTABLE)/configure.log || { cat $(PORTABLE)/configure.log; exit 1; }
+	@$(BUILD) $(PORTABLE)/cmake $(JOBS)
+	@cd $(PORTABLE)/tree && "$(CURDIR)/$(BIN)/python" -m pytest -p no:cacheprovider \
+		$(addprefix tests/kernels/native/test_,pool.py bits.py recorded.py)
+
+wheel: $(BIN)/python ## Build a wheel with the C++ kernels into dist/.
+	@$(INSTALL_TOOLS)
+	@$(PIP) wheel -qq --no-deps --no-build-isolation -w dist . && ls dist/*.whl
+
+test-wheel: $(INSTALLED_DEV) ## Build the wheel, install it into an empty environment and ask it something (minutes).
+	@rm -rf dist && $(MAKE) -s wheel
+	@QUIRE_TEST_WHEEL=1 $(BIN)/pytest -s tests/test_wheel.py
+
 lint: $(INSTALLED_DEV) ## Check style and types.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -96,10 +132,16 @@ $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV) with $$("$(PYTHON)" --version)."
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
+# The kernels are compiled while pip downloads what quire needs. A make of its own finds the tools just installed.
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing quire and what it needs into $(VENV) (a few minutes the first time)."
-	@$(INSTALL) -e .
+	@echo "Installing quire and what it needs into $(VENV) (a minute the first time)."
+	@$(INSTALL_TOOLS) && mkdir -p build && $(BIN)/python -c "$(LIST_REQUIREMENTS)" > build/requirements.txt
+	@$(MAKE) -s native > build/native.log 2>&1 & $(PIP) install -qq -c constraints.txt -r build/requirements.txt; \
+		status=$$?; wait; exit $$status
+	@$(INSTALL) --no-deps -e .
 	@$(COMPILE)
+	@if [ -f $(MISSING) ]; then echo "quire's own CPU kernels are missing: $$(cat $(MISSING))" \
+		"Installing torch instead, which is large and several times slower."; $(INSTALL) -e '.[torch]'; fi
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python

@@ -1,12 +1,10 @@
-// A bump allocator over regions. Regions are mapped with mmap and unmapped with munmap. A lock protects the state.
+// A bump allocator over regions of address space (map_memory in system.h). A lock protects the state.
 // Memory is allocated while a model is loaded and freed when Python frees a matrix, never during a step.
 #include "arena.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <mutex>
-#include <new>
+
+#include "system.h"
 
 namespace quire {
 
@@ -18,25 +16,10 @@ struct Region {
 
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kRegionBytes = size_t{64} << 20;
 constexpr size_t kAlignment = 64;
 
 size_t align_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
-uint8_t* map_huge_pages(size_t bytes) {
-  size_t mapped = bytes + kHugePage;
-  void* start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (start == MAP_FAILED) throw std::bad_alloc();
-  auto* first = static_cast<uint8_t*>(start);
-  auto* base = reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<uintptr_t>(first), kHugePage));
-  size_t before = static_cast<size_t>(base - first);
-  if (before > 0) munmap(first, before);
-  munmap(base + bytes, kHugePage - before);
-  // The result is not checked: a kernel without huge pages refuses, and small pages are used.
-  madvise(base, bytes, MADV_HUGEPAGE);
-  return base;
-}
 
 class Arena {
  public:
@@ -51,9 +34,9 @@ class Arena {
 
   void give_back(Region* region, uint8_t* data, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--region->pieces > 0) return drop_pages(data, bytes);
+    if (--region->pieces > 0) return free_pages(data, bytes);
     if (region == current_) current_ = nullptr;
-    munmap(region->base, region->bytes);
+    unmap_memory(region->base, region->bytes);
     use_ = {use_.regions - 1, use_.bytes - static_cast<int64_t>(region->bytes)};
     delete region;
   }
@@ -68,21 +51,13 @@ class Arena {
     size_t size = bytes < kRegionBytes ? kRegionBytes : align_up(bytes, kHugePage);
     auto* region = new Region{nullptr, size, 0, 0};
     try {
-      region->base = map_huge_pages(size);
+      region->base = map_memory(size);
     } catch (...) {
       delete region;
       throw;
     }
     use_ = {use_.regions + 1, use_.bytes + static_cast<int64_t>(size)};
     return region;
-  }
-
-  // Frees the pages that no other piece shares.
-  static void drop_pages(uint8_t* data, size_t bytes) {
-    auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    uintptr_t first = align_up(reinterpret_cast<uintptr_t>(data), page);
-    uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
   }
 
   std::mutex mutex_;

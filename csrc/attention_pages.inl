@@ -120,7 +120,8 @@ struct Copy {
 // Prefetches a cache line of the vector that is kAhead later in the stream, if `item` is the first of a line.
 template <class Item>
 QUIRE_INLINE void fetch_beside(const void* ahead, int item) {
-  if (item * sizeof(typename Item::Type) % 64 == 0) fetch(static_cast<const typename Item::Type*>(ahead) + item);
+  using Type = typename Item::Type;
+  if (item * sizeof(Type) % 64 == 0) prefetch_line(static_cast<const Type*>(ahead) + item);
 }
 
 template <class Item>

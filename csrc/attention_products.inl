@@ -73,8 +73,6 @@ struct CopiedItem : F32Item {
   static constexpr bool paged = false;
 };
 
-QUIRE_INLINE void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-
 // scores[r] = q[r] . keys, for V vectors from `vector` on. Rows of scores are kChunkKeys apart.
 template <class Item, int R, int V>
 static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int vector, float* scores) {
@@ -94,7 +92,7 @@ static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int 
   for (int first = 0; first < head_dim; first += step) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      if (Item::paged) fetch(ahead[v] + first * kLanes);
+      if (Item::paged) prefetch_line(ahead[v] + first * kLanes);
     }
 #pragma GCC unroll 8
     for (int d = first; d < first + step; ++d) {
@@ -139,7 +137,7 @@ static void weigh_vectors(const float* weights, int head_dim, const Chunk& chunk
 #pragma GCC unroll 8
       for (int v = 0; v < D; ++v) {
         x[v] = Item::widen(values + v * kLanes);
-        if (Item::paged && v * kLanes * sizeof(Type) % 64 == 0) fetch(ahead + v * kLanes);
+        if (Item::paged && v * kLanes * sizeof(Type) % 64 == 0) prefetch_line(ahead + v * kLanes);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {

@@ -1,13 +1,7 @@
 #include "barrier.h"
 
-#include <immintrin.h>
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <climits>
+#include <chrono>
+#include <thread>
 
 namespace quire {
 
@@ -15,17 +9,9 @@ namespace {
 
 constexpr int kPauses = 64;  // between two reads of the clock: a few microseconds
 
-static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free,
-              "the kernel reads the number behind the atomic");
-
 int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
-
-void call_futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
@@ -34,20 +20,20 @@ void call_futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 // number and then reads the value. With the fences at least one of them reads what the other wrote.
 void Signal::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_relaxed) != 0) call_futex(&value_, FUTEX_WAKE_PRIVATE, INT_MAX);
+  if (num_sleepers_.load(std::memory_order_relaxed) != 0) sleepers_.wake_all(value_);
 }
 
 void Signal::sleep_while(uint32_t value) {
-  sleepers_.fetch_add(1, std::memory_order_relaxed);
+  num_sleepers_.fetch_add(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  while (this->value() == value) call_futex(&value_, FUTEX_WAIT_PRIVATE, value);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  sleepers_.sleep_while(value_, value);
+  num_sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 bool Signal::changes_soon(uint32_t value) const {
   for (int i = 0; i < kPauses; ++i) {
     if (this->value() != value) return true;
-    _mm_pause();
+    relax_core();
   }
   return false;
 }
@@ -60,7 +46,7 @@ void Signal::wait_while(uint32_t value, Patience patience) {
   }
   while (now() - begin < patience.yield) {
     if (this->value() != value) return;
-    sched_yield();
+    std::this_thread::yield();
   }
   sleep_while(value);
 }

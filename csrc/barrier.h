@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "system.h"
+
 namespace quire {
 
 // Two cache lines: processors fetch them in pairs.
@@ -31,7 +33,8 @@ class Signal {
   void sleep_while(uint32_t value);
 
   alignas(kCacheLine) std::atomic<uint32_t> value_{0};
-  alignas(kCacheLine) std::atomic<uint32_t> sleepers_{0};
+  alignas(kCacheLine) std::atomic<uint32_t> num_sleepers_{0};
+  Sleepers sleepers_;
 };
 
 class Barrier {

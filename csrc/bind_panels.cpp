@@ -1,11 +1,12 @@
 // The Python class `Panels`: a matrix in panels, filled from memory at an address that Python passes. Sizes that would
-// read or write out of bounds are refused. Addresses are not checked.
+// read or write out of bounds are refused. Addresses are not checked. `dequantize` is for tensors that have no panels.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 
 #include "bindings.h"
+#include "dequantize.h"
 #include "pack.h"
 #include "panel_store.h"
 
@@ -142,6 +143,21 @@ void unpack_rows(const PanelStore& self, uintptr_t rows_address, int64_t count, 
   for (int64_t i = 0; i < count; ++i) unpack_row(self.view, rows[i], out + i * self.view.cols);
 }
 
+// Blocks of a GGUF file, [rows, cols], to float32.
+void dequantize(int ggml_type, Address address, int64_t rows, int64_t cols, Address out) {
+  const BlockSize block = block_size_of(ggml_type);
+  const std::string shape = std::to_string(rows) + " rows and " + std::to_string(cols) + " columns";
+  if (block.values == 0) refuse_value("blocks of GGUF type " + std::to_string(ggml_type) + " cannot be dequantized.");
+  if (rows < 0 || cols < 0 || rows > kMaxSize || cols > kMaxSize || cols % block.values != 0) {
+    refuse_value(shape + " cannot be dequantized: columns come in blocks of " + std::to_string(block.values) +
+                 ", and both are from 0 to " + std::to_string(kMaxSize) + ".");
+  }
+  const int64_t count = rows * (cols / block.values);
+  check_address(address, count);
+  check_address(out, count);
+  dequantize_blocks(ggml_type, reinterpret_cast<const uint8_t*>(address), count, reinterpret_cast<float*>(out));
+}
+
 }  // namespace
 
 void bind_panels(nb::module_& module) {
@@ -159,6 +175,8 @@ void bind_panels(nb::module_& module) {
       .def("pack_dense", pack_dense_rows, nb::arg("type"), nb::arg("address"), nb::arg("stride"), nb::arg("first"),
            nb::arg("count"), Released())
       .def("unpack_rows", unpack_rows, nb::arg("rows_address"), nb::arg("count"), nb::arg("out_address"), Released());
+  module.def("dequantize", dequantize, nb::arg("ggml_type"), nb::arg("address"), nb::arg("rows"), nb::arg("cols"),
+             nb::arg("out"), Released());
   module.def(
       "arena_use",
       [] {

@@ -1,6 +1,6 @@
 // The Python class `Program`. Ops are added with numbers and addresses. Python keeps the addresses valid for the
 // lifetime of the program. `run` releases the GIL and returns when the step is computed. This file also binds the
-// kernels that are called outside of a program: products for logits, sampling and penalties.
+// product for logits, which is computed outside of a program.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -24,20 +24,10 @@ using nb::literals::operator""_a;
 namespace quire {
 namespace {
 
-using Address = uintptr_t;
-using View = std::pair<Address, int64_t>;               // float32 rows: address and row stride in floats
 using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 
-float* floats(const View& view) { return reinterpret_cast<float*>(view.first); }
-
 Activations rows_of(const Quantized& rows) { return {reinterpret_cast<uint8_t*>(rows.first), rows.second}; }
-
-const KernelTable& kernels_named(const std::string& isa) {
-  const KernelTable* table = find_kernels(isa.c_str());
-  if (!table) throw nb::value_error(("kernels for '" + isa + "' were not built.").c_str());
-  return *table;
-}
 
 Activation parse_activation(const std::string& name) {
   if (name == "silu") return Activation::SILU;
@@ -252,56 +242,21 @@ Choice multiply(const std::string& isa, int threads, const PanelStore& weight, c
   return choice;
 }
 
-struct Sampling {
-  SampleCall call;
-  Candidate* candidates;  // [workers][size], or null
-};
-
-void sample_on_team(void* argument, Worker worker) {
-  const Sampling& sampling = *static_cast<const Sampling*>(argument);
-  const Span own = share(worker, sampling.call.rows);
-  for (int64_t row = own.first; row < own.last; row++)
-    sample_row(sampling.call, row, sampling.candidates + worker.index * sampling.call.size);
-}
-
-void sample(const std::string& isa, int threads, View logits, int64_t rows, int64_t size, Address settings,
-            Address seeds, Address positions, Address tokens, Address largest) {
-  static thread_local std::vector<Candidate> candidates;  // kept: page faults of new memory cost more than sampling
-  Sampling sampling{{kernels_named(isa).sample, floats(logits), logits.second, rows, size,
-                     reinterpret_cast<const double*>(settings), reinterpret_cast<const int64_t*>(seeds),
-                     reinterpret_cast<const int64_t*>(positions), reinterpret_cast<int64_t*>(tokens),
-                     reinterpret_cast<float*>(largest)},
-                    nullptr};
-  ReleasedGil released;
-  for (int64_t row = 0; row < rows && !sampling.candidates; row++) {
-    if (!needs_candidates(sampling.call, row)) continue;
-    candidates.resize(std::max(candidates.size(), static_cast<size_t>(threads * size)));
-    sampling.candidates = candidates.data();
-  }
-  run_team(threads, sample_on_team, &sampling);
-}
-
-void penalize(View logits, View counts, int64_t size, View index, int64_t num_more, Address penalties, int64_t count,
-              int32_t in_prompt) {
-  ReleasedGil released;
-  for (int64_t nth = 0; nth < count; nth++) {
-    const auto* line = reinterpret_cast<const int64_t*>(index.first) + nth * index.second;
-    const auto* its = reinterpret_cast<const float*>(penalties) + 3 * nth;
-    penalize_row({floats(logits) + line[0] * logits.second,
-                  reinterpret_cast<const int32_t*>(counts.first) + line[1] * counts.second, size, line + 2, num_more,
-                  its[0], its[1], its[2], in_prompt});
-  }
-}
-
 std::vector<std::string> built() {
   std::vector<std::string> names;
-  for (const char* name : {"avx2", "avxvnni", "avx512", "amx"}) {
+  for (const char* name : kInstructionSets) {
     if (find_kernels(name)) names.emplace_back(name);
   }
   return names;
 }
 
 }  // namespace
+
+const KernelTable& kernels_named(const std::string& isa) {
+  const KernelTable* table = find_kernels(isa.c_str());
+  if (!table) throw nb::value_error(("kernels for '" + isa + "' were not built.").c_str());
+  return *table;
+}
 
 void bind_program(nb::module_& module) {
   nb::class_<Program>(module, "Program")
@@ -327,10 +282,6 @@ void bind_program(nb::module_& module) {
            "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a, "quantized"_a,
              "y"_a);
-  module.def("sample", sample, "isa"_a, "threads"_a, "logits"_a, "rows"_a, "size"_a, "settings"_a, "seeds"_a,
-             "positions"_a, "tokens"_a, "largest"_a);
-  module.def("penalize", penalize, "logits"_a, "counts"_a, "size"_a, "index"_a, "num_more"_a, "penalties"_a, "count"_a,
-             "in_prompt"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

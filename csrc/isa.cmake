@@ -2,12 +2,31 @@
 # machine is compiled with QUIRE_HAS_<NAME>. It calls the others after a check of the CPU.
 include(CheckCXXSourceCompiles)
 
-# `probe` is a statement that compiles only if the compiler and the assembler support the instruction set.
-function(add_isa name probe)
+# A wheel has all instruction sets. A build in the checkout has those that this machine reports, and the most common
+# one: each takes half a minute to compile.
+if(IN_TREE)
+  set(DEFAULT_ISAS native)
+else()
+  set(DEFAULT_ISAS all)
+endif()
+set(QUIRE_ISAS ${DEFAULT_ISAS} CACHE STRING "native: the instruction sets that this machine reports; or all")
+set(REPORTED "")
+if(QUIRE_ISAS STREQUAL "native" AND NOT CMAKE_CROSSCOMPILING AND EXISTS /proc/cpuinfo)
+  file(STRINGS /proc/cpuinfo REPORTED REGEX "^(flags|Features)" LIMIT_COUNT 1)
+endif()
+
+# `flag` is the CPU's flag in Linux's notation, or empty. `probe` is a statement that compiles only if the compiler and
+# the assembler support the instruction set. `header` declares what it calls. The other arguments are the compiler's
+# flags.
+function(add_isa name flag header probe)
   string(TOUPPER "${name}" NAME)
+  if(REPORTED AND flag AND NOT REPORTED MATCHES "[ \t]${flag}( |$)")
+    message(STATUS "This machine does not report ${flag}: built without ${name}")
+    return()
+  endif()
   list(JOIN ARGN " " CMAKE_REQUIRED_FLAGS)
   set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
-  check_cxx_source_compiles("#include <immintrin.h>\nvoid probe() { ${probe}; }" KNOWS_${NAME})
+  check_cxx_source_compiles("#include <${header}>\nvoid probe() { ${probe}; }" KNOWS_${NAME})
   if(NOT KNOWS_${NAME})
     message(STATUS "The compiler does not know ${name}: built without it")
     return()
@@ -18,6 +37,28 @@ function(add_isa name probe)
     list(APPEND options -Wno-maybe-uninitialized)  # a false positive in GCC 12's intrinsics
   endif()
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
-  target_sources(_native PRIVATE "${source}")
-  target_compile_definitions(_native PRIVATE QUIRE_HAS_${NAME})
+  list(APPEND ISA_SOURCES "${source}")
+  list(APPEND ISA_DEFINITIONS QUIRE_HAS_${NAME})
+  set(ISA_SOURCES ${ISA_SOURCES} PARENT_SCOPE)
+  set(ISA_DEFINITIONS ${ISA_DEFINITIONS} PARENT_SCOPE)
 endfunction()
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(${X86})$")
+  add_isa(avx2 "" immintrin.h
+          "_mm256_fmadd_ps(_mm256_cvtph_ps(_mm_setzero_si128()), _mm256_setzero_ps(), _mm256_setzero_ps())"
+          -mavx2 -mfma -mf16c)
+  add_isa(avxvnni avx_vnni immintrin.h
+          "_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256())"
+          -mavx2 -mfma -mf16c -mavxvnni)
+  set(AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c)
+  add_isa(avx512 avx512_vnni immintrin.h
+          "_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512())"
+          ${AVX512})
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # kernels.cpp requests the tiles from the Linux kernel
+    add_isa(amx amx_int8 immintrin.h "_tile_zero(0); _tile_dpbusd(0, 1, 2)" ${AVX512} -mamx-tile -mamx-int8)
+  endif()
+else()
+  add_isa(neon "" arm_neon.h "vfmaq_f32(vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0))" -march=armv8-a)
+  add_isa(dotprod asimddp arm_neon.h "vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(0), vdupq_n_s8(0))" -march=armv8.2-a+dotprod)
+  add_isa(i8mm i8mm arm_neon.h "vusmmlaq_s32(vdupq_n_s32(0), vdupq_n_u8(0), vdupq_n_s8(0))" -march=armv8.2-a+dotprod+i8mm)
+endif()

@@ -10,6 +10,7 @@
 
 #include "attention.inl"
 #include "elementwise.inl"
+#include "logits.inl"
 #include "sample.inl"
 
 namespace quire {
@@ -18,7 +19,9 @@ namespace QUIRE_ISA {
 const KernelTable& kernels() {
   static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, activate_rows,
                                     add_rows,       store_kv,  attention,      join_attention,
-                                    {find_largest, count_from, collect_from, sum_exp, draw}};
+                                    {find_largest, count_from, count_same, collect_from, sum_exp, rough_sums,
+                                     draw, draw_candidates, ban},
+                                    {apply_bitmask, softcap}};
   return table;
 }
 

@@ -26,6 +26,15 @@ QUIRE_DECLARE(avx512)
 #ifdef QUIRE_HAS_AMX
 QUIRE_DECLARE(amx)
 #endif
+#ifdef QUIRE_HAS_NEON
+QUIRE_DECLARE(neon)
+#endif
+#ifdef QUIRE_HAS_DOTPROD
+QUIRE_DECLARE(dotprod)
+#endif
+#ifdef QUIRE_HAS_I8MM
+QUIRE_DECLARE(i8mm)
+#endif
 
 #ifdef QUIRE_HAS_AMX
 // A process must request the tile registers from the Linux kernel (arch_prctl ARCH_REQ_XCOMP_PERM, tile data).
@@ -35,7 +44,7 @@ static bool request_tiles() {
 }
 #endif
 
-const KernelTable* find_kernels(const char* name) {
+const KernelTable* find_kernels([[maybe_unused]] const char* name) {
 #ifdef QUIRE_HAS_AVX2
   if (!std::strcmp(name, "avx2")) return &avx2::kernels();
 #endif
@@ -50,6 +59,15 @@ const KernelTable* find_kernels(const char* name) {
     static const bool granted = request_tiles();
     return granted ? &amx::kernels() : nullptr;
   }
+#endif
+#ifdef QUIRE_HAS_NEON
+  if (!std::strcmp(name, "neon")) return &neon::kernels();
+#endif
+#ifdef QUIRE_HAS_DOTPROD
+  if (!std::strcmp(name, "dotprod")) return &dotprod::kernels();
+#endif
+#ifdef QUIRE_HAS_I8MM
+  if (!std::strcmp(name, "i8mm")) return &i8mm::kernels();
 #endif
   return nullptr;
 }

@@ -108,10 +108,13 @@ struct KernelTable {
   bool (*attention)(const AttentionCall&, Worker&);
   void (*join_attention)(const AttentionCall&, Worker&);
   SampleKernels sample;
+  LogitsKernels logits;
 };
 
-// The table of an instruction set ("avx2", "avxvnni", "avx512", "amx"), or null if it was not built. The caller checks
-// that this machine supports it.
+// The instruction sets of x86-64 and of 64-bit Arm.
+constexpr const char* kInstructionSets[] = {"avx2", "avxvnni", "avx512", "amx", "neon", "dotprod", "i8mm"};
+
+// The table of an instruction set, or null if it was not built. The caller checks that this machine supports it.
 const KernelTable* find_kernels(const char* name);
 
 }  // namespace quire

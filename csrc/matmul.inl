@@ -93,6 +93,10 @@ QUIRE_INLINE f32 read_minimum(const uint8_t* scales, int64_t block) {
   return zero() - load_f16(minima) * load_u8(super + 64 + block % kSuper * 32 + 16);
 }
 
+// Whether a sum of codes begins with the correction for the offset, `shifts` in activations.h.
+template <Codes codes, Scales scales>
+constexpr bool kCorrected = !kHasMinimum<scales> && !(codes == Codes::U8 && kSignedBytes);
+
 template <Codes codes>
 constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
 
@@ -128,30 +132,36 @@ struct PackedPanel {
   void prefetch(int64_t block) const {
     const int64_t wanted = block + kPrefetchBlocks;
     const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : codes_to_next);
-    unroll<step / 64>([&](auto line) {
-      _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * line.v), _MM_HINT_T0);
-    });
+    unroll<step / 64>([&](auto line) { prefetch_line(ahead + 64 * line.v); });
     if constexpr (scales == Scales::D || scales == Scales::DM) {
       const uint8_t* scale = scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next);
-      _mm_prefetch(reinterpret_cast<const char*>(scale), _MM_HINT_T0);
+      prefetch_line(scale);
     }
   }
 };
 
-// Codes as they are kept in an unpacked panel. AMX tiles multiply signed codes, which need no correction for the
-// offset.
+// Codes as they are kept in an unpacked panel. AMX tiles and SMMLA multiply signed codes, which need no correction for
+// the offset.
 template <Codes codes, Scales scales>
 QUIRE_INLINE i32 kept(i32 quad) {
-#ifdef __AMX_INT8__
-  if constexpr (!kHasMinimum<scales>) return {_mm512_sub_epi8(quad.v, _mm512_set1_epi8(char(128 >> kShift<codes>)))};
+#if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (!kHasMinimum<scales>) return subtract_bytes(quad, 128 >> kShift<codes>);
 #endif
   return quad;
 }
 
+}  // namespace QUIRE_ISA
+}  // namespace quire
+
+#include "matmul_i8mm.inl"
+
+namespace quire {
+namespace QUIRE_ISA {
+
 // A panel in a thread's scratch, with one byte for each code and float32 scales.
 template <Codes codes, Scales scales>
 struct UnpackedPanel {
-  uint8_t* codes_at;   // [blocks][8][64]
+  uint8_t* codes_at;   // [blocks][8][64]; with i8mm in the order of store_pair
   float* scales_at;    // [blocks][parts][16]
   float* minima_at;    // [blocks][16]
   static constexpr int64_t step = 512;
@@ -174,9 +184,16 @@ struct UnpackedPanel {
     for (int64_t block = 0; block < weight.blocks(); block++) {
       const int64_t from = block * packed.step;
       packed.prefetch(block);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+      unroll<4>([&](auto pair) {
+        store_pair<pair.v>(codes_at + block * 512, kept<codes, scales>(packed.template quad_of<2 * pair.v>(from)),
+                           kept<codes, scales>(packed.template quad_of<2 * pair.v + 1>(from)));
+      });
+#else
       unroll<8>([&](auto j) {
         store_bytes(codes_at + block * 512 + 64 * j.v, kept<codes, scales>(packed.template quad_of<j.v>(from)));
       });
+#endif
       unroll<kParts<scales>>([&](auto part) {
         store(scales_at + (block * kParts<scales> + part.v) * 16, packed.scale(block, part.v));
       });
@@ -203,7 +220,7 @@ static void multiply(const Panel* given, int64_t blocks, const uint8_t* x, float
       i32 sum[R][P];
       unroll<R>([&](auto r) {
         i32 start = zero_i32();
-        if constexpr (!kHasMinimum<scales>) {
+        if constexpr (kCorrected<codes, scales>) {
           int32_t shift;
           std::memcpy(&shift, x + (parts == 2 ? Own::half_shifts + part.v * 4 * R : Own::shifts) + 4 * r.v, 4);
           start = set1_i32(shift >> kShift<codes>);
@@ -336,6 +353,15 @@ struct QuantizedMultiplier {
       for (int p = 0; p < count && size == 16; p++)
         multiply_tiles<scales>(panels[p], blocks, records, out + p * kLanes, out_stride);
       if (size == 16) return;
+    }
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if constexpr (!Panel::packed) {
+      for (int p = 0; p < count; p++) {
+        if (size == 4) multiply_pairs<scales, 4>(panels[p], blocks, records, out + p * kLanes, out_stride);
+        if (size == 2) multiply_pairs<scales, 2>(panels[p], blocks, records, out + p * kLanes, out_stride);
+      }
+      return;
     }
 #endif
     with_tile<kMaxTile>(size, [&](auto rows) {

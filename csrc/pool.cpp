@@ -1,19 +1,15 @@
 #include "pool.h"
 
-#include <immintrin.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <sys/sysinfo.h>
-
 #include <cstdio>
-#include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "barrier.h"
+#include "system.h"
 
 namespace quire {
 
@@ -25,11 +21,6 @@ constexpr Patience kWithinJob{20'000, 1'000'000};
 
 // With more threads than cores: a thread that spins or yields would occupy the core of a thread that it waits for.
 constexpr Patience kCrowded{0, 0};
-
-int count_cores() {
-  cpu_set_t cores;
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : get_nprocs();
-}
 
 }  // namespace
 
@@ -51,7 +42,7 @@ class Pool {
 
   void start_workers(int count);
   void start_worker(int index);
-  static void* work(void* seat);
+  static void work(Seat* seat);
   Patience take_part(int index);
 
   std::mutex turn_;
@@ -61,7 +52,7 @@ class Pool {
   // The caller writes these before it calls the workers. The team's workers read them until the last one is done.
   Job job_ = nullptr;
   void* argument_ = nullptr;
-  unsigned float_mode_ = 0;
+  uint64_t float_mode_ = 0;
   bool crowded_ = false;
   Team team_{1, this};
   Barrier barrier_;
@@ -85,7 +76,7 @@ void Pool::run(int threads, Job job, void* argument) {
   start_workers(threads - 1);
   job_ = job;
   argument_ = argument;
-  float_mode_ = _mm_getcsr();
+  float_mode_ = float_mode();
   team_.size_ = threads;
   crowded_ = threads > num_cores_;
   for (int i = 0; i < threads - 1; ++i) seats_[i]->calls.set(seats_[i]->calls.value() + 1);
@@ -99,17 +90,16 @@ void Pool::run(int threads, Job job, void* argument) {
 // members.
 Patience Pool::take_part(int index) {
   Patience patience = crowded_ ? kCrowded : kBetweenJobs;
-  _mm_setcsr(float_mode_);
+  set_float_mode(float_mode_);
   job_(argument_, Worker{team_, index});
   barrier_.arrive(team_.size_);
   return patience;
 }
 
-void* Pool::work(void* argument) {
-  Seat* seat = static_cast<Seat*>(argument);
+void Pool::work(Seat* seat) {
   char name[16];
   std::snprintf(name, sizeof name, "quire-%d", seat->index);
-  pthread_setname_np(pthread_self(), name);
+  name_this_thread(name);
   Patience patience = kBetweenJobs;
   for (uint32_t calls = 0;; ++calls) {
     seat->calls.wait_while(calls, patience);
@@ -117,32 +107,24 @@ void* Pool::work(void* argument) {
   }
 }
 
-// Workers block all signals, so that Ctrl-C reaches the main thread. New threads inherit the signal mask.
+// Workers block all signals, so that Ctrl-C reaches the main thread.
 void Pool::start_workers(int count) {
   if (static_cast<int>(seats_.size()) >= count) return;
   num_cores_ = count_cores();
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    while (static_cast<int>(seats_.size()) < count) start_worker(static_cast<int>(seats_.size()) + 1);
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  BlockedSignals blocked;
+  while (static_cast<int>(seats_.size()) < count) start_worker(static_cast<int>(seats_.size()) + 1);
 }
 
 void Pool::start_worker(int index) {
   seats_.reserve(index);
   Seat* seat = new Seat{this, index, {}};
-  pthread_t thread;
-  if (int error = pthread_create(&thread, nullptr, work, seat)) {
+  try {
+    std::thread(work, seat).detach();
+  } catch (const std::system_error& error) {
     delete seat;
     throw std::runtime_error("Thread " + std::to_string(index) + " of the pool could not be started: " +
-                             std::strerror(error) + ". Use fewer threads or raise the limit on processes.");
+                             error.code().message() + ". Use fewer threads or raise the limit on processes.");
   }
-  pthread_detach(thread);
   seats_.push_back(seat);
 }
 
@@ -154,7 +136,7 @@ Pool* pool = new Pool;
 // pool.
 void renew_pool() { pool = new Pool; }
 
-const int kRegistered = pthread_atfork(nullptr, nullptr, renew_pool);
+const bool kRegistered = (call_after_fork(renew_pool), true);
 
 }  // namespace
 

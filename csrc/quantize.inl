@@ -9,7 +9,7 @@ namespace quire {
 namespace QUIRE_ISA {
 
 // Up to this many rows, unpacking codes again for each tile is faster than storing unpacked codes.
-#ifdef __AMX_INT8__
+#if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int64_t kFewRows = 12;
 #else
 constexpr int64_t kFewRows = 32;
@@ -49,6 +49,9 @@ static Tiling cut_activations(int64_t rows) {
 #ifdef __AMX_INT8__
   if (rows > kFewRows) return {rows, 16, rows / 16, {rows % 16 ? 16 : 0, 0}};
 #endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  if (rows > kFewRows) return {rows, 4, rows / 4, {(rows % 4 + 1) / 2 * 2, 0}};  // tiles of 4 and of 2 rows
+#endif
   return cut_into_tiles(rows, kMaxTile);
 }
 
@@ -71,10 +74,10 @@ QUIRE_INLINE void quantize_block(f32 low, f32 high, uint8_t* record, int64_t siz
   const bool finite = (less(abs(low), infinite) & less(abs(high), infinite)) == 0xffff;
   const float extreme = largest(max(abs(low), abs(high)));
   const f32 inverse = set1(extreme >= kSmallestExtreme ? 127.0f / extreme : 0.0f);
-  const __m256i codes = to_codes(low * inverse, high * inverse);
+  const i8x32 codes = to_codes(low * inverse, high * inverse);
   const HalfSums half = sum_codes(codes);
   alignas(32) int8_t bytes[kBlock];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), codes);
+  store_codes(bytes, codes);
   for (int64_t k = 0; k < kBlock; k += 4) std::memcpy(record + place_of(size, r, k), bytes + k, 4);
   const float scale = finite ? extreme * (1.0f / 127.0f) : __builtin_nanf("");
   float* scales = reinterpret_cast<float*>(record + 32 * size);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "pool.h"
+
 namespace quire {
 
 struct Candidate {
@@ -16,11 +18,12 @@ struct Noise {
   uint32_t position[2];
 };
 
-// The arguments for sampling from all ids. Ids whose logit is below `least` are not sampled.
+// The ids that are sampled from: those whose logit is above `least`, and those below `end` whose logit is `least`.
 struct DrawCall {
   const float* logits;
   int64_t size;
   float largest, temperature, least;
+  int64_t end;
   Noise noise;
 };
 
@@ -30,17 +33,39 @@ struct Winner {
   int64_t id;
 };
 
+struct ExpSums {
+  double all, some;
+};
+
+constexpr double kRoughError = 4e-5;
+
 // The functions of an instruction set. Each processes a whole row.
 struct SampleKernels {
   // Index and value of the largest; of equals the first. NaN is larger than any number.
   void (*find_largest)(const float* x, int64_t size, int64_t* index, float* value);
   int64_t (*count_from)(const float* x, int64_t size, float least);
-  // Collects the ids whose logits are `least` or larger, in ascending order. `out` has space for `count_from` of them.
-  void (*collect_from)(const float* x, int64_t size, float least, Candidate* out);
+  int64_t (*count_same)(const float* x, int64_t size, float value);
+  // Collects the ids whose logits are `least` or larger, in ascending order, and returns their number. Stops when it is
+  // larger than `limit`. `out` has space for limit + 16.
+  int64_t (*collect_from)(const float* x, int64_t size, float least, int64_t limit, Candidate* out);
   // The sum of exp((x - largest) / temperature) over all x that are `least` or larger.
   double (*sum_exp)(const float* x, int64_t size, float largest, float temperature, float least);
-  // Computes the scores of all ids and updates the winner.
+  // The same in fewer steps, and the sum over those that are `from` or larger. A sum differs from that of sum_exp, or
+  // from the exact one, by less than kRoughError of it.
+  ExpSums (*rough_sums)(const float* x, int64_t size, float largest, float temperature, float least, float from);
+  // Computes the scores of all ids, or of some, and updates the winner, which must have a finite score.
   void (*draw)(const DrawCall&, Winner*);
+  void (*draw_candidates)(const DrawCall&, const Candidate*, int64_t count, Winner*);
+  // Copies x, with minus infinity where `banned` is minus infinity.
+  void (*ban)(const float* x, const float* banned, int64_t size, float* out);
+};
+
+// Functions that change a span of a row in place. A span starts at a multiple of 16.
+struct LogitsKernels {
+  // Tokens whose bit is 0 become minus infinity. The lowest bit of a byte is first. Bits after the last byte are 0.
+  void (*apply_bitmask)(float* x, const uint8_t* bits, int64_t num_bytes, Span);
+  // x = cap * tanh(x / cap)
+  void (*softcap)(float* x, float cap, Span);
 };
 
 struct SampleCall {
@@ -53,9 +78,11 @@ struct SampleCall {
   float* largest;
 };
 
-// `candidates` has space for all ids of a row.
-void sample_row(const SampleCall& call, int64_t row, Candidate* candidates);
-bool needs_candidates(const SampleCall& call, int64_t row);
+// A threshold that at least `count` logits reach, and not many more. `largest` is the largest logit.
+float find_least(const SampleKernels& kernels, const float* logits, int64_t size, float largest, int64_t count);
+
+// Uses the thread's scratch memory.
+void sample_row(const SampleCall& call, int64_t row);
 
 // One row of logits and its request's token counts. `penalize` in quire/kernels/reference.py is the reference.
 struct PenaltyCall {
@@ -72,6 +99,11 @@ void penalize_row(const PenaltyCall& call);
 
 // The random word of an id: see quire/kernels/philox.py.
 uint32_t token_word(const Noise& noise, int64_t id);
+
+constexpr float kMostNoise = 22.9f;  // the noise of the smallest uniform number, 2^-33, is a little less
+
+// An id whose logit is lower has a score below the winner's.
+float least_to_win(const DrawCall& call, const Winner& winner);
 float gumbel_score(float scaled, uint32_t word);
 
 }  // namespace quire

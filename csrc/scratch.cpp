@@ -1,7 +1,6 @@
 // Implements scratch.h: one buffer for each thread, freed when the thread ends.
 #include "scratch.h"
 
-#include <cstdlib>
 #include <new>
 
 namespace quire {
@@ -13,16 +12,17 @@ struct Buffer {
   uint8_t* data = nullptr;
   size_t size = 0;
 
-  ~Buffer() { std::free(data); }
+  ~Buffer() { release(); }
+
+  void release() { ::operator delete(data, std::align_val_t{kAlignment}); }
 
   // Grows by at least half, so that slowly growing requests do not allocate every time.
   void grow(size_t bytes) {
     size_t wish = bytes > size + size / 2 ? bytes : size + size / 2;
-    std::free(data);
+    release();
+    data = nullptr;
     size = 0;
-    wish = (wish + kAlignment - 1) / kAlignment * kAlignment;
-    data = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, wish));
-    if (data == nullptr) throw std::bad_alloc();
+    data = static_cast<uint8_t*>(::operator new(wish, std::align_val_t{kAlignment}));
     size = wish;
   }
 };

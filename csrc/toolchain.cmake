@@ -1,12 +1,14 @@
 # Checks whether the kernels can be built.
 include(CheckLanguage)
 set(SUPPORTED_PYTHON 3.11)
+set(X86 "x86_64")
+set(ARM "aarch64|arm64")
 
 # Sets `reason` to a sentence that states why the kernels cannot be built, or to an empty string.
 macro(find_reason_not_to_build reason)
   set(${reason} "")
-  if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
-    set(${reason} "they exist for Linux on x86_64 only, and this is ${CMAKE_SYSTEM_NAME} on ${CMAKE_SYSTEM_PROCESSOR}.")
+  if(NOT CMAKE_SYSTEM_NAME MATCHES "^(Linux|Darwin)$" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(${X86}|${ARM})$")
+    set(${reason} "they exist for Linux and macOS on x86_64 and 64-bit Arm only, and this is ${CMAKE_SYSTEM_NAME} on ${CMAKE_SYSTEM_PROCESSOR}.")
   else()
     find_reason_in_compiler(${reason})
   endif()

@@ -8,7 +8,8 @@ from typing import Any
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
-from quire.engine.client import AsyncClient, no_garbage_collection
+from quire.engine.async_client import AsyncClient
+from quire.engine.client import no_garbage_collection
 from quire.errors import InvalidParams
 from quire.store import resolve
 from quire.text.grammar.constraint import GrammarBackend

@@ -1,13 +1,15 @@
 """EngineConfig: what an engine is built with. The command line's flags are generated from its fields.
 
 Only the entry points and the modules that build an engine (`engine/build.py`) read it; all others take plain values.
-This module is the only reader of environment variables: see `cache_dir`, `onednn_max_isa` and `api_key`.
+This module is the only reader of environment variables: see `cache_dir`, `onednn_max_isa`, `api_key` and
+`one_blas_thread`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +37,23 @@ def onednn_max_isa() -> str | None:
 def api_key() -> str | None:
     """The key that clients of a server must send: $QUIRE_API_KEY. A flag would show in the list of processes."""
     return os.environ.get("QUIRE_API_KEY") or None
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """For the import of numpy: its BLAS library starts no threads, unless the user sets how many there are.
+
+    The library reads $OPENBLAS_NUM_THREADS when it is loaded. The variable is removed again, because other libraries,
+    and processes that are started later, read it too.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def option(default: Any, text: str, metavar: str | None = None) -> Any:

@@ -40,8 +40,6 @@ are raised from here.
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Iterable, Mapping
 
 __all__ = [
@@ -85,6 +83,8 @@ MAX_SHOWN = 100  # characters of a value in a message
 
 def show(value: object) -> str:
     """A value as JSON writes it, for a message."""
+    import json  # imported here, as difflib is, because only errors need them
+
     try:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except (ValueError, RecursionError):
@@ -143,6 +143,8 @@ class UnknownField(InvalidRequest, TypeError):
         choices = sorted(known)
         for name in given:
             if name not in choices:
+                import difflib
+
                 close = difflib.get_close_matches(name, choices, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(choices)}."
                 raise cls(f"{what} has no field {name!r}: {hint}")

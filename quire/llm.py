@@ -17,7 +17,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.core.outputs import CompletionOutput, RequestOutput, Score
 from quire.core.params import SamplingParams
@@ -33,6 +32,7 @@ from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from quire.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from quire.text.templates.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
@@ -179,6 +179,8 @@ class LLM:
 
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers that a search `beam_width` wide finds."""
+        from quire.beam_search import BeamSearchOutput
+
         ends = frozenset[int]() if params.ignore_eos else self._input_processor.end_token_ids
         outputs = self.generate(prompts, params.sampling, use_tqdm=False)
         return [BeamSearchOutput([self._as_beam(answer, ends) for answer in out.outputs]) for out in outputs]
@@ -205,6 +207,8 @@ class LLM:
     def _as_beam(self, answer: CompletionOutput, ends: frozenset[int]) -> BeamSearchSequence:
         if answer.finish_reason in ("error", "abort"):
             raise InvalidParams(answer.error or "") if answer.refused else EngineError(answer.error or "aborted")
+        from quire.beam_search import BeamSearchSequence
+
         assert answer.cumulative_logprob is not None
         text = Detokenizer(self._tokenizer).decode([token for token in answer.token_ids if token not in ends])
         return BeamSearchSequence(answer.token_ids, answer.cumulative_logprob, text, answer.finish_reason == "stop")

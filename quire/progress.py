@@ -14,24 +14,22 @@ Report = Callable[[int, int | None], None]
 def bar(what: str, *, unit: str = "bytes", enabled: bool = True) -> Iterator[Report]:
     """Yields a function to call with (done, total). The bar appears at the first call."""
     with ExitStack() as until_done:
-        drawn: list[tuple[Any, Any]] = []
+        drawn: list[Any] = []
 
         def report(done: int, total: int | None) -> None:
             if not enabled or not sys.stderr.isatty():
                 return
             if not drawn:
-                progress = until_done.enter_context(make_bar(unit))
-                drawn.append((progress, progress.add_task(what, total=total)))
-            progress, task = drawn[0]
-            progress.update(task, completed=done, total=total)
+                drawn.append(until_done.enter_context(make_bar(what, unit)))
+            drawn[0].total = total
+            drawn[0].update(done - drawn[0].n)
 
         yield report
 
 
-def make_bar(unit: str) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def make_bar(what: str, unit: str) -> Any:
+    from tqdm import tqdm
 
-    amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn(elapsed_when_finished=True))
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    options = scale if unit == "bytes" else {"unit": f" {unit}"}
+    return tqdm(desc=what, leave=False, dynamic_ncols=True, file=sys.stderr, **options)

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"config", "errors"},
     "weights": {"models", "layers", "quant", "kernels", "errors"},
     "speculative": {"core", "kernels", "errors"},
-    "text": {"core", "weights.gguf", "errors"},
+    "text": {"core", "weights.gguf", "weights.gguf_strings", "errors"},
     "capacity": {"core", "errors"},
     "engine": {
         "",
@@ -47,11 +47,13 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "progress": set(),
+    "event_loop": set(),
     "beam_search": {"core", "errors"},
     "llm": {"engine.client", "text", "core", "store", "beam_search", "progress", "config", "errors"},
-    "async_llm": {"llm", "engine.client", "text", "core", "store", "config", "errors"},
+    "async_llm": {"llm", "engine.client", "engine.async_client", "text", "core", "store", "config", "errors"},
     "server": {
         "",
+        "event_loop",
         "engine.messages",
         "engine.supervisor",
         "text",
@@ -62,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "bench": {
+        "event_loop",
         "llm",
         "async_llm",
         "engine.client",
@@ -86,11 +89,13 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "quire.kernels.isa": ("torch", "numpy"),
     "quire.kernels.cpu.native": ("torch", "numpy"),
     "quire.store": ("torch", "numpy", "huggingface_hub"),
-    "quire.weights.gguf": ("torch",),
+    "quire.weights.gguf": ("torch", "numpy"),
+    "quire.weights.config": ("torch", "numpy"),
+    "quire.text.input_processor": ("torch", "numpy", "tokenizers", "jinja2", "llguidance"),
     "quire.text": ("torch",),
     "quire.server": ("torch",),
     "quire.bench.serve": ("torch", "numpy"),
-    "quire.cli.main": ("torch",),
+    "quire.cli.main": ("torch", "numpy", "tokenizers", "huggingface_hub", "dataclasses"),
 }
 
 
@@ -194,8 +199,8 @@ class TestTheTestItself:
         assert forbidden("cli.main", {"engine.engine", "errors"}) == set()
 
     def test_the_table_has_no_cycle(self):
-        """Rooms, taken whole; the two pages that rooms below may read are leaves of their own."""
-        leaves = {"models.config", "weights.gguf"}
+        """Rooms, taken whole; the pages that rooms below may read are leaves of their own."""
+        leaves = {"models.config", "weights.gguf", "weights.gguf_strings"}
         above = {room: {room_of(entry) for entry in entries - leaves} for room, entries in ALLOWED.items() if room}
         del above["cli"]
         while above:

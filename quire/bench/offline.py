@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -63,8 +64,12 @@ def run(
         if report:
             report(number, len(batches))
         rows.append(median([measure(client, batch, prompt_tokens, output_tokens) for _ in range(repeats)]))
-    figures = [asdict(row) for row in rows]
-    return {"machine": machine(config), "model": config.model, "rows": figures, "start_s": start_s}
+    return {
+        "machine": machine(config),
+        "model": config.model,
+        "rows": [asdict(row) for row in rows],
+        "start_s": start_s,
+    }
 
 
 def measure(client: InProcess, batch: int, prompt_tokens: int, output_tokens: int) -> BatchResult:
@@ -127,14 +132,13 @@ def median(rows: list[BatchResult]) -> BatchResult:
 
 
 def machine(config: EngineConfig) -> dict[str, Any]:
-    import torch
-
-    cpu = isa.read_cpu()
+    """The engine has imported torch if it needs it."""
+    cpu, torch = isa.read_cpu(), sys.modules.get("torch")
     return {
         "cpu": cpu.model,
         "cores": cpu.cores,
         "threads": config.threads or cpu.cores,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": None if torch is None else torch.__version__,
     }

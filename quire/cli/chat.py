@@ -7,8 +7,10 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from quire.cli.errors import say
 from quire.cli.generate import add_sampling, sampling_options
-from quire.cli.options import add_engine_options, engine_config, say
+from quire.cli.imports import import_llm
+from quire.cli.options import add_engine_options, engine_config
 from quire.core.params import SamplingParams
 from quire.errors import QuireError
 
@@ -75,9 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Chat with a model; /help lists the commands."""
     options = sampling_options(arguments)
     config = engine_config(arguments)
-    from quire.llm import LLM
-
-    llm = LLM(**asdict(config))
+    llm = import_llm()(**asdict(config))
     say(llm.info.summary)
     say("Type a message; /help lists the commands, Ctrl-D leaves.")
     talk(Conversation(llm, replace(llm.get_default_sampling_params(), **options), arguments.system))

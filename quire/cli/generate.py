@@ -8,7 +8,9 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_options, add_json, engine_config, say
+from quire.cli.errors import say
+from quire.cli.imports import import_llm
+from quire.cli.options import add_engine_options, add_json, engine_config
 from quire.core.outputs import RequestOutput
 from quire.core.params import SamplingParams
 from quire.errors import EmptyPrompt
@@ -58,9 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     options = sampling_options(arguments, n=arguments.n, stop=arguments.stop)
     config = engine_config(arguments)
     prompts = arguments.prompt or [read_prompt()]
-    from quire.llm import LLM
-
-    llm = LLM(**asdict(config))
+    llm = import_llm()(**asdict(config))
     say(llm.info.summary)
     params = replace(llm.get_default_sampling_params(), **options)
     inputs = [llm.render([{"role": "user", "content": text}]) if arguments.chat else text for text in prompts]

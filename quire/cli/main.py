@@ -1,41 +1,48 @@
-"""The `quire` command. Each subcommand is a module with `add_arguments` and `run`."""
+"""The `quire` command. Each subcommand is a module with `add_arguments` and `run`.
+
+Only the module of the command that is given is loaded: loading all of them would take longer than `quire models`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 
 from quire import __version__
-from quire.cli import bench, chat, generate, info, models, pull, serve
-from quire.cli.options import readable_errors
+from quire.cli.errors import readable_errors
 
 COMMANDS = {
-    "serve": serve,
-    "generate": generate,
-    "chat": chat,
-    "bench": bench,
-    "info": info,
-    "models": models,
-    "pull": pull,
+    "serve": "Serve a model over HTTP.",
+    "generate": "Answer prompts and exit. Without -p the prompt is read from standard input.",
+    "chat": "Chat with a model; /help lists the commands.",
+    "bench": "Measure speed.",
+    "info": "Describe this machine and a model, without loading it.",
+    "models": "List the models that have a short name, with their sizes.",
+    "pull": "Download a model. An interrupted download resumes.",
 }
 ABOUT = "An LLM inference and serving engine: runs a model on this machine, for one user or many."
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, complete for the command that the arguments name."""
     parser = argparse.ArgumentParser("quire", description=ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        about = (module.run.__doc__ or "").strip()
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        if name == named:
+            module = import_module(f"quire.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
 def main() -> None:
     with readable_errors():
-        parser = make_parser()
+        parser = make_parser(sys.argv[1:])
         if len(sys.argv) == 1:
             parser.print_help(sys.stderr)
             raise SystemExit(2)

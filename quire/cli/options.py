@@ -1,17 +1,14 @@
-"""What commands share: flags generated from the fields of EngineConfig, and the printing of errors."""
+"""What commands share: flags generated from the fields of EngineConfig."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quire.config import DEFAULT_MODEL, EngineConfig
-from quire.errors import QuireError
 
 MODEL_HELP = "an alias (see `quire models`), a directory, a .gguf file, or a hub name; default %(default)s"
 
@@ -63,23 +60,3 @@ def _metavar(name: str, kind: type) -> str:
 def engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:
     given = {name: value for name, value in vars(arguments).items() if name in EngineConfig.__slots__}
     return EngineConfig.of(given | more)
-
-
-def say(text: str) -> None:
-    """Print a line on stderr, for the person at the terminal."""
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def readable_errors() -> Iterator[None]:
-    """Print a QuireError as one line and exit with its status. Ctrl-C exits silently."""
-    try:
-        yield
-    except QuireError as error:
-        say(f"error: {error}")
-        raise SystemExit(2 if error.status == 400 else 1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of stdout has closed it; the interpreter must print no error on exit
-        raise SystemExit(141) from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from quire import store
-from quire.cli.options import add_model, say
+from quire.cli.errors import say
+from quire.cli.options import add_model
 from quire.progress import bar
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from quire.cli.options import add_engine_options, add_fields, engine_config, say
+from quire.cli.errors import say
+from quire.cli.options import add_engine_options, add_fields, engine_config
 from quire.config import api_key
 from quire.progress import bar
 from quire.store import resolve

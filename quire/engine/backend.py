@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
-
-import torch
+from importlib.util import find_spec
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidParams, UnsupportedModel
-from quire.kernels import Kernels, isa, select
+from quire.kernels import Kernels, isa, select_native, select_torch
 from quire.kernels.cpu.native import Missing, Native, find
 from quire.kernels.cpu.tape import DENSE_FORMATS
+from quire.kernels.cuda_driver import find_capability
 from quire.models.config import ModelConfig
 from quire.weights.checkpoint import StoredPart
 
 log = logging.getLogger("quire.engine")
 
+INSTALL_TORCH = "Install it with: pip install 'quire[torch]'"
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
 GPU_HEAD_DIMS = range(16, 257)  # from the minimum of a tensor core to the maximum of a program's registers
@@ -30,70 +32,96 @@ ITL_TARGET_MS = {"cpu": 50.0, "cuda": 26.5}
 PLAIN_GPU_STEP_TOKENS = 1024  # torch's attention stores a score for every pair of tokens
 
 
-def choose_device(device: str) -> torch.device:
+def choose_device(device: str) -> str:
+    """cpu or cuda. torch is imported only if the driver has a GPU, or if the configuration asks for one."""
+    if device == "cpu" or (device == "auto" and find_capability() is None):
+        return "cpu"
+    if not is_installed("torch"):
+        if device == "auto":
+            log.warning("There is a GPU, but torch is not installed, so the CPU is used. %s", INSTALL_TORCH)
+            return "cpu"
+        raise InvalidParams(f"device is 'cuda', which needs torch, and torch is not installed. {INSTALL_TORCH}")
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParams("device is 'cuda', but torch sees no GPU; use 'cpu' or 'auto'.")
-    return torch.device(device)
+        return "cpu"
+    raise InvalidParams("device is 'cuda', but torch sees no GPU; use 'cpu' or 'auto'.")
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype == "auto" and device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= MIN_CAPABILITY else torch.float16
-    if dtype == "auto":
-        return torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+def is_installed(package: str) -> bool:
+    return package in sys.modules or find_spec(package) is not None
 
 
-def choose_max_requests(config: EngineConfig, device: torch.device) -> int:
+def choose_dtype(dtype: str, device: str) -> str:
+    if dtype != "auto":
+        return dtype
+    if device != "cuda":
+        return "float32"
+    import torch
+
+    return "bfloat16" if torch.cuda.get_device_capability() >= MIN_CAPABILITY else "float16"
+
+
+def choose_max_requests(config: EngineConfig, device: str) -> int:
     """At most `max_tokens_per_step`: each running request computes a token a step."""
-    fitting = min(MAX_REQUESTS[device.type], config.max_tokens_per_step or MAX_REQUESTS[device.type])
+    fitting = min(MAX_REQUESTS[device], config.max_tokens_per_step or MAX_REQUESTS[device])
     return config.max_requests or fitting
 
 
 def choose_step_tokens(wanted: int | None, max_requests: int, ops: Kernels) -> int:
     """Small enough that a prompt does not delay running requests for long, and large enough for full throughput."""
-    is_plain_gpu = ops.device.type == "cuda" and ops.fused is None
-    return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device.type], max_requests)
+    is_plain_gpu = ops.device == "cuda" and ops.fused is None
+    return wanted or max(PLAIN_GPU_STEP_TOKENS if is_plain_gpu else STEP_TOKENS[ops.device], max_requests)
 
 
-def choose_itl_target(wanted_ms: float | None, device: torch.device) -> float | None:
+def choose_itl_target(wanted_ms: float | None, device: str) -> float | None:
     """The target for the seconds between two tokens (inter-token latency). None is no target."""
-    target_ms = ITL_TARGET_MS[device.type] if wanted_ms is None else wanted_ms
+    target_ms = ITL_TARGET_MS[device] if wanted_ms is None else wanted_ms
     return target_ms / 1000 or None
 
 
-def choose_ops(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Quire's own kernels if they are built and support the model, else torch's. `config.kernels` may require either.
-
-    Beside quire's CPU kernels torch has one thread, because both would use the same cores.
-    """
-    if device.type == "cuda" and config.threads is not None:
+def choose_ops(config: EngineConfig, model: ModelConfig, dtype: str, device: str) -> Kernels:
+    """quire's own kernels if they are built and support the model, else torch's. `config.kernels` may name one."""
+    if device == "cuda" and config.threads is not None:
         raise InvalidParams(
             f"threads is {config.threads}, but the model runs on a GPU, where no CPU threads compute; leave it out, or "
             "set device to 'cpu'."
         )
-    native = find_native(config, model, dtype, device)
-    if native is not None:
-        torch.set_num_threads(1)
-    elif device.type == "cpu":
-        torch.set_num_threads(config.threads or isa.prepare().cores)
-    if native is None and config.quantize != "none":
+    found = find_native(config, model, dtype, device)
+    if isinstance(found, Native):
+        return select_native(found)
+    if config.quantize != "none":
         raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
-    if device.type == "cuda" and config.kernels != "torch":
+    if device == "cuda" and config.kernels != "torch":
         return select_on_gpu(model, device, config.exact)
-    if config.exact and native is None:
+    if config.exact:
         raise InvalidParams(
             "exact needs quire's own kernels, and torch's are used here: their products differ in the last bit with "
             "the number of rows. Leave exact out, or set kernels to 'auto' where quire's own are built."
         )
-    return select(device, native, plain=config.kernels == "torch")
+    return select_torch_ops(config, device, found.reason)
 
 
-def select_on_gpu(model: ModelConfig, device: torch.device, exact: bool) -> Kernels:
+def select_torch_ops(config: EngineConfig, device: str, reason: str) -> Kernels:
+    """torch's ops. `reason` is why quire's own kernels are not used, as a clause."""
+    if not is_installed("torch"):
+        raise UnsupportedModel(f"torch is needed, because {reason}, and it is not installed. {INSTALL_TORCH}")
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(config.threads or isa.prepare().cores)
+        if config.kernels != "torch":
+            log.warning("%s; torch's are used, several times slower.", reason)
+    return select_torch(device, plain=config.kernels == "torch")
+
+
+def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
     """Quire's GPU kernels. Raises if they do not support the GPU or the model."""
-    capability = torch.cuda.get_device_capability(device)
+    import torch
+
+    capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         raise UnsupportedModel(
             f"quire's own GPU kernels need a compute capability of {_version(MIN_CAPABILITY)}, and this GPU has "
@@ -105,7 +133,7 @@ def select_on_gpu(model: ModelConfig, device: torch.device, exact: bool) -> Kern
             f"model's have {model.head_dim}. Set kernels to 'torch', which is slower."
         )
     try:
-        return select(device, exact=exact)
+        return select_torch(device, exact=exact)
     except ImportError as error:
         raise EngineError(
             f"quire's own GPU kernels need the package triton, which cannot be used here: {error}. Install the version "
@@ -117,27 +145,23 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def find_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Native | None:
+def find_native(config: EngineConfig, model: ModelConfig, dtype: str, device: str) -> Native | Missing:
+    """quire's CPU kernels, or why they are not used."""
     if config.kernels == "torch":
-        return None
+        return Missing("kernels is 'torch'")
     reason = find_obstacle(model, dtype, device)
     found = Missing(reason) if reason else find(isa.prepare(), config.threads)
-    if isinstance(found, Native):
-        return found
-    if config.kernels == "native":
+    if isinstance(found, Missing) and config.kernels == "native":
         raise UnsupportedModel(f"kernels is 'native', but {found.reason}. Use 'auto' or 'torch'.")
-    if device.type == "cpu":
-        log.warning("%s; torch's are used, several times slower.", found.reason)
-    return None
+    return found
 
 
-def find_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def find_obstacle(model: ModelConfig, dtype: str, device: str) -> str | None:
     """Why quire's CPU kernels do not support a model, as a clause; None if they do."""
-    if device.type != "cpu":
-        return f"quire's own CPU kernels do not run on {device.type}"
-    if dtype != torch.float32:
-        name = str(dtype).removeprefix("torch.")
-        return f"quire's own CPU kernels compute in float32, not in {name}"
+    if device != "cpu":
+        return f"quire's own CPU kernels do not run on {device}"
+    if dtype != "float32":
+        return f"quire's own CPU kernels compute in float32, not in {dtype}"
     if model.head_dim % HEAD_DIM_UNIT or model.head_dim > MAX_HEAD_DIM:
         return (
             f"quire's own CPU kernels need heads of a multiple of {HEAD_DIM_UNIT} dimensions, at most {MAX_HEAD_DIM}, "
@@ -146,11 +170,10 @@ def find_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return None
 
 
-def choose_kv_dtype(wanted: str, dtype: torch.dtype, ops: Kernels) -> str:
+def choose_kv_dtype(wanted: str, dtype: str, ops: Kernels) -> str:
     """The cache's dtype. `auto` is bfloat16 with quire's CPU kernels, and the model's dtype otherwise."""
-    name = str(dtype).removeprefix("torch.")
     if wanted == "auto":
-        return "bfloat16" if ops.native else name
+        return "bfloat16" if ops.native else dtype
     if wanted == "int8" and ops.native is None:
         raise InvalidParams("kv_dtype is 'int8', which needs quire's own CPU kernels; use 'float32' or 'bfloat16'.")
     if wanted == "fp8" and ops.fused is None:
@@ -169,10 +192,10 @@ def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
     return wanted
 
 
-def describe_ops(ops: Kernels, dtype: torch.dtype) -> str:
+def describe_ops(ops: Kernels, dtype: str) -> str:
     """For the summary: 'own kernels (avx512) on 2 threads', 'own kernels in bfloat16 on cuda', 'torch ...'."""
     if ops.native is not None:
         threads = ops.native.threads
         return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"
     whose = "torch" if ops.fused is None else "own kernels"
-    return f"{whose} in {str(dtype).removeprefix('torch.')} on {ops.device.type}"
+    return f"{whose} in {dtype} on {ops.device}"

@@ -1,4 +1,4 @@
-"""Batch: a plan as tensors. The buffers are reused by every step; the runner is their only user."""
+"""Batch: a plan as arrays. The buffers are reused by every step; the runner is their only user."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from itertools import accumulate
 from operator import add
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.buffers import Buffer, DirectUploader, TableBuffer, Uploader
 from quire.engine.sampling_state import SamplingState
+from quire.kernels.arrays import Array, Arrays
 from quire.kernels.paging import Paging
 
 
@@ -40,11 +39,11 @@ class Samples:
 class Batch:
     """The model's input for one step, and its samples."""
 
-    tokens: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
+    tokens: Array  # [tokens] int64
+    positions: Array  # [tokens] int64
     paging: Paging
     samples: Samples
-    last_token_entries: Tensor | None = None  # [rows] int32: entry of the row's first token; -1: on the host
+    last_token_entries: Array | None = None  # [rows] int32: entry of the row's first token; -1: on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class BufferShape:
     windows: tuple[int | None, ...]
     block_size: int
     vocab_size: int
-    device: torch.device
+    arrays: Arrays
     num_fixed_groups: int = 0  # cross-attention and state groups; their block tables come after those of `windows`
 
 
@@ -65,24 +64,23 @@ class BatchBuffers:
     """Buffers for the largest step there can be."""
 
     def __init__(self, shape: BufferShape, uploader: Uploader | None = None) -> None:
-        max_tokens, max_rows, block_size, device = shape.max_tokens, shape.max_rows, shape.block_size, shape.device
-        self.uploader = uploader if uploader is not None else DirectUploader()
+        max_tokens, max_rows, block_size, arrays = shape.max_tokens, shape.max_rows, shape.block_size, shape.arrays
+        self.uploader = uploader if uploader is not None else DirectUploader(arrays)
         max_blocks = -(-shape.max_len // block_size)
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self.state = SamplingState(max_rows, shape.vocab_size, device, self.uploader)
-        self._upload_done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.last_token_entries = Buffer((max_rows,), torch.int32, device, self.uploader)
-        self.tokens = Buffer((max_tokens,), torch.int64, device, self.uploader)
-        self.positions = Buffer((max_tokens,), torch.int64, device, self.uploader)
-        self.query_starts = Buffer((max_rows + 1,), torch.int32, device, self.uploader)
-        self.seq_lens = Buffer((max_rows,), torch.int32, device, self.uploader)
-        self.tables = [TableBuffer(max_rows, max_blocks, device, self.uploader) for _ in shape.windows]
-        self.slot_mapping = [Buffer((max_tokens,), torch.int64, device, self.uploader) for _ in shape.windows]
+        self.state = SamplingState(max_rows, shape.vocab_size, arrays, self.uploader)
+        self.last_token_entries = Buffer((max_rows,), "int32", arrays, self.uploader)
+        self.tokens = Buffer((max_tokens,), "int64", arrays, self.uploader)
+        self.positions = Buffer((max_tokens,), "int64", arrays, self.uploader)
+        self.query_starts = Buffer((max_rows + 1,), "int32", arrays, self.uploader)
+        self.seq_lens = Buffer((max_rows,), "int32", arrays, self.uploader)
+        self.tables = [TableBuffer(max_rows, max_blocks, arrays, self.uploader) for _ in shape.windows]
+        self.slot_mapping = [Buffer((max_tokens,), "int64", arrays, self.uploader) for _ in shape.windows]
         self.fixed_tables = [
-            TableBuffer(max_rows, max_blocks, device, self.uploader) for _ in range(shape.num_fixed_groups)
+            TableBuffer(max_rows, max_blocks, arrays, self.uploader) for _ in range(shape.num_fixed_groups)
         ]
-        self.encoder_lens = Buffer((max_rows,), torch.int32, device, self.uploader) if shape.num_fixed_groups else None
+        self.encoder_lens = Buffer((max_rows,), "int32", arrays, self.uploader) if shape.num_fixed_groups else None
 
     def reset(self) -> None:
         """Forget what is on the device: plans were dropped."""
@@ -93,13 +91,13 @@ class BatchBuffers:
     def fill(self, plan: Plan) -> Batch:
         """Fill and upload the buffers. Rows beyond the plan's keep old data, which is never read."""
         batch = self._lay_out(plan)
-        self._flush()
+        self.uploader.send()
         return batch
 
     def _lay_out(self, plan: Plan, size: int | None = None, rows: int | None = None) -> Batch:
         """`size` and `rows` pad the step to that many tokens and rows. Padding tokens have no slot, and padding rows no
         context."""
-        self._wait_for_upload()
+        self.uploader.clear()
         query_starts = list(accumulate(plan.counts, initial=0))
         num_rows, num_tokens = len(plan.counts), query_starts[-1]
         seq_lens = list(map(add, plan.starts, plan.counts))
@@ -134,17 +132,6 @@ class BatchBuffers:
             find_samples(plan, query_starts, seq_lens, entries),
             self.last_token_entries.upload(num_rows) if has_unknown else None,
         )
-
-    def _flush(self) -> None:
-        self.uploader.send()
-        if self._upload_done is not None:
-            self._upload_done.record()
-
-    def _wait_for_upload(self) -> None:
-        """Wait until the last upload has ended, so that the host buffers can be overwritten."""
-        if self._upload_done is not None:
-            self._upload_done.synchronize()
-        self.uploader.clear()
 
     def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
         for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slot_mapping)):

@@ -1,53 +1,59 @@
-"""Buffers: a step's input tensors on the device with their copies on the host. They are reused by every step."""
+"""Buffers: a step's input arrays on the device with their copies on the host. They are reused by every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from quire.kernels.arrays import Array, Arrays, Shape
 
 MAX_VIEWS = 256  # kept for a buffer, one for each size of a step
 TABLE_UNIT = 16  # a table's width is a multiple of this: kernels are compiled for that
 
 
 class Uploader(Protocol):
-    """Copies buffers to a device: `add` each, `send` all, and `clear` when the copies have ended."""
+    """Copies buffers to a device: `add` each, `send` all, and `clear` before the host overwrites them."""
 
-    def add(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None: ...
+    def add(self, source: Array, target: Array, first: int, last: int, width: int | None = None) -> None: ...
 
     def send(self) -> None: ...
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Wait until the copies have ended."""
+        ...
 
 
 class DirectUploader:
     """An Uploader that starts each copy in `add`."""
 
-    def add(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
-        target[first:last].copy_(
-            source[first:last], non_blocking=True
-        )  # whole rows: a slice of columns is not contiguous
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def add(self, source: Array, target: Array, first: int, last: int, width: int | None = None) -> None:
+        """Copies whole rows: a slice of columns is not contiguous."""
+        self._arrays.copy(target[first:last], source[first:last])
 
     def send(self) -> None:
         pass
 
     def clear(self) -> None:
-        pass
+        self._arrays.synchronize()
 
 
 class Buffer:
-    """A tensor on the device and a numpy array on the host. On a CPU they share memory."""
+    """An array on the device and a numpy array on the host. On a CPU they share memory."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, uploader: Uploader) -> None:
-        self._on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._on_device = self._on_host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-        self._views: dict[tuple[int, ...], Tensor] = {}
+    def __init__(self, shape: Shape, dtype: str, arrays: Arrays, uploader: Uploader) -> None:
+        self._on_host = arrays.host_empty(shape, dtype)
+        self._on_device = self._on_host if arrays.device == "cpu" else arrays.zeros(shape, dtype)
+        self._views: dict[Shape, Array] = {}
         self._uploader = uploader
-        self.host = self._on_host.numpy()
+        self.host = np.asarray(self._on_host)
+        self.host[...] = 0
 
-    def upload(self, size: int) -> Tensor:
+    def upload(self, size: int) -> Array:
         """Add the first `size` rows to the uploader, and return their view on the device."""
         self.upload_rows(0, size)
         return self.view(size)
@@ -56,7 +62,7 @@ class Buffer:
         if self._on_device is not self._on_host:
             self._uploader.add(self._on_host, self._on_device, first, last, width)
 
-    def view(self, *sizes: int) -> Tensor:
+    def view(self, *sizes: int) -> Array:
         """The first rows (and columns) on the device. Views are cached by size."""
         view = self._views.get(sizes)
         if view is None:
@@ -69,9 +75,9 @@ class Buffer:
 class TableBuffer:
     """The block tables of a step's rows. A row that had the same request in the last step gets only its new blocks."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, uploader: Uploader) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, arrays: Arrays, uploader: Uploader) -> None:
         width = -(-max_blocks // TABLE_UNIT) * TABLE_UNIT
-        self.buffer = Buffer((max_rows, width), torch.int32, device, uploader)
+        self.buffer = Buffer((max_rows, width), "int32", arrays, uploader)
         self._kept: list[list[int | None]] = [[] for _ in range(max_rows)]
         self._changed: list[int] = []  # rows, since the last upload
 
@@ -84,7 +90,7 @@ class TableBuffer:
         self._kept[row] = list(blocks)
         self._changed.append(row)
 
-    def upload(self, num_rows: int, num_blocks: int) -> Tensor:
+    def upload(self, num_rows: int, num_blocks: int) -> Array:
         """The tables of the first rows, in whole units. Uploads the range from the first to the last changed row."""
         if self._changed:
             widest = max(len(self._kept[row]) for row in self._changed)

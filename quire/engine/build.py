@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.core.kv_cache import fixed_blocks
@@ -42,10 +41,9 @@ from quire.engine.memory import (
     size_cache,
     size_swap,
 )
-from quire.engine.precompile import Precompilation
-from quire.engine.profile_run import ProfileRun, read_libraries
 from quire.engine.runner import ModelRunner, Runner
 from quire.kernels import Kernels
+from quire.kernels.arrays import ITEM_BYTES
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.weights.config import read_config
@@ -60,6 +58,9 @@ from quire.weights.loader import (
     weight_bytes,
 )
 
+if TYPE_CHECKING:
+    from quire.engine.precompile import Precompilation
+
 BATCH_WAIT_S = 0.05  # default of dynamic batching
 WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # defaults of batching by ratio
 
@@ -73,7 +74,11 @@ def build_engine(
     """Load the model at `path` and build an engine for it."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    libraries = read_libraries(device, dtype) if device.type == "cuda" else None
+    libraries = None
+    if device == "cuda":
+        from quire.engine.profile_run import ProfileRun, read_libraries
+
+        libraries = read_libraries(device, dtype)
     with explain_out_of_memory("the weights", WEIGHTS_REMEDY, device):
         loaded, ops = load(config, path, dtype, device, progress)
     model = loaded.config
@@ -110,18 +115,18 @@ def build_engine(
     summary = describe(
         config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
-    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device.type, summary)
+    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
-        cache = CacheTensors(layout, size, device, num_host_blocks)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks)
         shape = BufferShape(
-            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, device,
+            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
         decoder = ops.record(loaded.model, cache.layers, step_tokens)
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
         runner.prepare()
-        costs = SwapCosts(copy_s=time_copies(cache, device) if num_host_blocks else None)
+        costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
     scheduler = Scheduler(
         size.num_blocks,
         size.block_size,
@@ -142,26 +147,24 @@ def build_engine(
 def load(
     config: EngineConfig,
     path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[LoadedModel, Kernels]:
     """The model, and the ops that it runs on."""
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        check_weights(count_weights(model, ops) * dtype.itemsize, device)
+        check_weights(count_weights(model, ops) * ITEM_BYTES[dtype], device)
         rounding = None if config.quantize == "none" else config.quantize
-        return build_random_model(model, dtype=dtype, device=device, ops=ops, quantize=rounding), ops
+        return build_random_model(model, dtype=dtype, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         stored = survey(model, checkpoint, ops)
         quantize = choose_quantize(config.quantize, stored)
         check_weights(weight_bytes(stored, dtype), device)
-        return build_model(
-            model, checkpoint, dtype=dtype, device=device, ops=ops, quantize=quantize, progress=progress
-        ), ops
+        return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops
 
 
 def build_runner(
@@ -170,18 +173,23 @@ def build_runner(
     ops: Kernels,
     shape: BufferShape,
     model: ModelConfig,
-    dtype: torch.dtype,
+    dtype: str,
     graph_bytes: int,
 ) -> Runner:
-    if ops.fused is None:
+    if ops.native is not None:
         return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
+    if ops.fused is None:
+        from quire.engine.torch_runner import TorchRunner
+
+        return TorchRunner(decoder, cache, BatchBuffers(shape), ops)
     from quire.engine.gpu_batch import AttentionShape, GpuBuffers  # these load Triton
     from quire.engine.gpu_runner import GpuRunner
     from quire.kernels.cuda.attention import varlen_items
     from quire.kernels.cuda.attention.scoring import Scoring
+    from quire.kernels.torch_arrays import torch_type
 
     scoring = Scoring(model.scale, None, None, model.attention_softcap)
-    uses_items = not ops.exact and varlen_items.suits(dtype, cache.layers[0], scoring)
+    uses_items = not ops.exact and varlen_items.suits(torch_type(dtype), cache.layers[0], scoring)
     num_queries_per_kv = model.num_heads // model.num_kv_heads
     attention = AttentionShape(num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
     return GpuRunner(decoder, cache, GpuBuffers(shape, attention), ops, graph_bytes)

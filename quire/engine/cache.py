@@ -1,4 +1,4 @@
-"""The KV cache's tensors, and where each layer's keys and values are in a block. `core/` allocates blocks by number.
+"""The KV cache's memory, and where each layer's keys and values are in a block. `core/` allocates blocks by number.
 
 Each layer declares what it caches (`kernels/cache_spec.py`). Layers that cache the same tokens form groups:
 self-attention layers of the same window, cross-attention layers, state layers. A group has its own block table. A block
@@ -16,19 +16,16 @@ Two memory layouts. Planes, for layers of equal size; packed, for groups whose l
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from quire.engine.host_blocks import HostBlocks
 from quire.engine.memory import CacheSize
 from quire.kernels import Kernels
+from quire.kernels.arrays import Array, Arrays
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
 from quire.kernels.paging import LayerCache
 
@@ -113,7 +110,7 @@ class CacheLayout:
 def shape_blocks(specs: Sequence[CacheSpec], ops: Kernels, kv_dtype: str, block_size: int) -> list[BlockShape]:
     """The shape of each layer's keys and values in a block."""
     return [
-        BlockShape(spec.shape, None, getattr(torch, spec.dtype))
+        BlockShape(spec.shape, None, spec.dtype)
         if isinstance(spec, StateSpec)
         else ops.cache_shapes(spec, kv_dtype, block_size)
         for spec in specs
@@ -245,7 +242,7 @@ def assign_offsets(groups: Sequence[Sequence[int]], blocks: Sequence[BlockShape]
 
 def nbytes(shape: tuple[int, ...] | None, block: BlockShape) -> int:
     """Bytes of a block's keys or of its values."""
-    return 0 if shape is None else math.prod(shape) * block.dtype.itemsize
+    return 0 if shape is None else math.prod(shape) * block.item_bytes
 
 
 def block_bytes(block: BlockShape) -> int:
@@ -259,10 +256,11 @@ def align(size: int) -> int:
 class CacheTensors:
     """The memory of all blocks. Block 0 is the null block: padded table entries point to it, and it is never read."""
 
-    def __init__(self, layout: CacheLayout, size: CacheSize, device: torch.device, num_host_blocks: int = 0) -> None:
-        self._stacks = [zeros((count, size.num_blocks + 1, width), device) for count, width in layout.stacks]
+    def __init__(self, layout: CacheLayout, size: CacheSize, arrays: Arrays, num_host_blocks: int = 0) -> None:
+        self._arrays = arrays
+        self._stacks = [arrays.map_bytes((count, size.num_blocks + 1, width)) for count, width in layout.stacks]
         self.layers = [self._view_layer(layer, size.block_size) for layer in layout.layers]
-        self.host = HostBlocks(self._stacks, num_host_blocks)
+        self.host = HostBlocks(self._stacks, num_host_blocks, arrays)
 
     def swap_blocks(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks to the host, each (block, host block), then others back, each (host block, block)."""
@@ -279,22 +277,15 @@ class CacheTensors:
 
     def _view_layer(self, layer: LayerLayout, block_size: int) -> LayerCache:
         spec, block = layer.spec, layer.block
-        k = v = self._view(layer.k, block.k, block.dtype)
+        k = v = self._view(layer.k, block.k, block)
         if layer.v is not None and block.v is not None:
-            v = self._view(layer.v, block.v, block.dtype)
+            v = self._view(layer.v, block.v, block)
         elif isinstance(spec, KVCacheSpec):
             v = k[..., : spec.value_dim]
         return LayerCache(k, v, layer.group, block_size)
 
-    def _view(self, location: Location, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _view(self, location: Location, shape: tuple[int, ...], block: BlockShape) -> Array:
         """[blocks, *shape]"""
         plane = self._stacks[location.stack][location.plane]
-        size = math.prod(shape) * dtype.itemsize
-        return plane[:, location.offset : location.offset + size].view(dtype).view(-1, *shape)
-
-
-def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Zeroed bytes. On a CPU, a page is mapped when it is first written, so unused blocks take no memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
+        held = plane[:, location.offset : location.offset + nbytes(shape, block)]
+        return self._arrays.view_bytes(held, block.dtype, shape)

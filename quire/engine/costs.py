@@ -8,14 +8,12 @@ its end, and `engine.py` records them here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-
-import torch
 
 from quire.core.pace import Pace, moving_average
 from quire.core.plan import Plan
 from quire.core.swap import SwapCosts
 from quire.engine.cache import CacheTensors
+from quire.kernels.arrays import Arrays
 
 MIN_TOKENS = 128  # of prompts; the time of a smaller step is that of reading the weights
 
@@ -59,9 +57,9 @@ def min_prompt_tokens(max_tokens_per_step: int, divisor: int) -> int:
     return max(1, min(MIN_TOKENS, max_tokens_per_step // divisor))
 
 
-def time_copies(cache: CacheTensors, device: torch.device) -> float:
+def time_copies(cache: CacheTensors, arrays: Arrays) -> float:
     """Seconds to copy a block to the host and back. Measured with block 0, which is never read."""
-    count = cache.host.blocks_per_piece
+    count: int = cache.host.blocks_per_piece
     host_blocks = range(count)
 
     def copy() -> None:
@@ -70,17 +68,8 @@ def time_copies(cache: CacheTensors, device: torch.device) -> float:
         )
 
     copy()  # allocates the buffers
-    return measure_s(copy, device) / count
-
-
-def measure_s(action: Callable[[], None], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        action()
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin_event.record()
-    action()
-    end_event.record()
-    end_event.synchronize()
-    return float(begin_event.elapsed_time(end_event)) / 1000
+    arrays.synchronize()
+    begin_s = time.perf_counter()
+    copy()
+    arrays.synchronize()
+    return (time.perf_counter() - begin_s) / count

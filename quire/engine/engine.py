@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import torch
-
 from quire.core.pace import moving_average
 from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
@@ -233,7 +231,7 @@ class Engine:
         if self.info.device == "cuda":
             if is_out_of_memory(error):
                 release_memory(error)
-            elif loss := find_device_loss(torch.device("cuda")):
+            elif loss := find_device_loss():
                 raise loss from error
 
     def _end_failed(self, plan: Plan, sampled: Sampled) -> list[Update]:

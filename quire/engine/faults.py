@@ -1,18 +1,17 @@
 """Failures of a GPU as errors with a remedy: out of memory, kernels that do not compile, a lost device.
 
-`build.py` uses this while an engine is built, `engine.py` when a step has failed.
+`build.py` uses this while an engine is built, `engine.py` when a step has failed. torch is imported only for a GPU.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from quire.core.plan import Plan
-from quire.engine.memory import describe_free
+from quire.engine.memory import describe_gpu_memory
 from quire.errors import DeviceLost, NotEnoughMemory, UnsupportedModel
 from quire.kernels import Kernels
 
@@ -20,18 +19,18 @@ LESS_MEMORY = "lower kv_memory, max_tokens_per_step or max_requests"
 
 
 @contextmanager
-def explain_out_of_memory(what: str, remedy: str, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: str, device: str) -> Iterator[None]:
     """For work on a GPU at start: raise out-of-memory errors and a lost device as quire's errors."""
     try:
         yield
     except RuntimeError as error:
-        if device.type != "cuda":
+        if device != "cuda":
             raise
         if is_out_of_memory(error):
             raise NotEnoughMemory(
-                f"The GPU's memory is too small for {what}; {describe_free(device)}. {remedy}"
+                f"The GPU's memory is too small for {what}; {describe_gpu_memory()}. {remedy}"
             ) from error
-        if loss := find_device_loss(device):
+        if loss := find_device_loss():
             raise loss from error
         raise
 
@@ -47,7 +46,7 @@ def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
     try:
         yield
     except (TritonError, RuntimeError) as error:
-        if is_out_of_memory(error) or find_device_loss(ops.device):
+        if is_out_of_memory(error) or find_device_loss():
             raise
         raise UnsupportedModel(
             f"quire's own GPU kernels cannot run this model on this GPU: {last_line(error)} Set kernels to 'torch', "
@@ -57,15 +56,18 @@ def explain_kernel_errors(ops: Kernels) -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Torch has a class for its own allocations. Errors of the driver, cuBLAS and Triton differ in their text only."""
-    if isinstance(error, torch.OutOfMemoryError):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
-def find_device_loss(device: torch.device) -> DeviceLost | None:
+def find_device_loss() -> DeviceLost | None:
     """An error if the GPU has failed. After a failure every CUDA call of the process fails."""
+    import torch
+
     try:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
     except RuntimeError as error:
         return DeviceLost(
             f"The GPU failed: {first_line(error)} This process cannot use it any more; start a new one. If that fails "
@@ -76,6 +78,8 @@ def find_device_loss(device: torch.device) -> DeviceLost | None:
 
 def release_memory(error: Exception) -> None:
     """Free the tensors of a failed step, and torch's cached memory, which cuBLAS and graphs cannot use."""
+    import torch
+
     traceback.clear_frames(error.__traceback__)
     torch.cuda.empty_cache()
 

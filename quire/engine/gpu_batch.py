@@ -41,28 +41,27 @@ class GpuBuffers(BatchBuffers):
     """Buffers for the largest step there can be, on the host and on the device."""
 
     def __init__(self, shape: BufferShape, attention: AttentionShape) -> None:
-        max_tokens, max_rows, windows, device = shape.max_tokens, shape.max_rows, shape.windows, shape.device
+        max_tokens, max_rows, windows, arrays = shape.max_tokens, shape.max_rows, shape.windows, shape.arrays
         num_fixed = shape.num_fixed_groups + 1  # and encoder_lens
         uploader = Upload(NUM_BUFFERS + 2 * len(windows) + 2 * len(set(windows)) + num_fixed)
         super().__init__(shape, uploader)
-        self.device = device
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.attention = attention
-        self.tiles = Buffer((1 + 2 * max_tiles(max_tokens),), torch.int32, device, uploader)
+        self.tiles = Buffer((1 + 2 * max_tiles(max_tokens),), "int32", arrays, uploader)
         max_splits = self._max_splits(max_rows)
-        self.splits = {window: Buffer((max_splits, FIELDS), torch.int32, device, uploader) for window in windows}
+        self.splits = {window: Buffer((max_splits, FIELDS), "int32", arrays, uploader) for window in windows}
         self.items = {
-            window: Buffer((self._max_items(max_tokens),), torch.int32, device, uploader) for window in windows
+            window: Buffer((self._max_items(max_tokens),), "int32", arrays, uploader) for window in windows
         }  # fmt: skip
-        self.sample_entries = Buffer((max_tokens,), torch.int32, device, uploader)
-        self.sample_lengths = Buffer((max_tokens,), torch.int32, device, uploader)
+        self.sample_entries = Buffer((max_tokens,), "int32", arrays, uploader)
+        self.sample_lengths = Buffer((max_tokens,), "int32", arrays, uploader)
         # For steps with prompts: the last layer computes the samples only.
-        self.sample_indices = Buffer((max_tokens,), torch.int64, device, uploader)
-        self.sample_rows = Buffer((max_tokens,), torch.int64, device, uploader)
+        self.sample_indices = Buffer((max_tokens,), "int64", arrays, uploader)
+        self.sample_rows = Buffer((max_tokens,), "int64", arrays, uploader)
         self.last_window = attention.last_window
-        self.end_splits = Buffer((max_splits, FIELDS), torch.int32, device, uploader)
-        self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
+        self.end_splits = Buffer((max_splits, FIELDS), "int32", arrays, uploader)
+        self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=arrays.device)
 
     def decode_batch(self, size: int) -> Batch:
         """The buffers that the graph of a decode step of this size reads."""
@@ -113,7 +112,7 @@ class GpuBuffers(BatchBuffers):
         samples = self._lay_out(plan, size, size).samples
         self._fill_splits(np.arange(len(plan)), size)
         self._upload_samples(samples, size)
-        self._flush()
+        self.uploader.send()
         return samples
 
     def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
@@ -131,7 +130,7 @@ class GpuBuffers(BatchBuffers):
         self.sample_indices.upload(rows)
         its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
         self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), lengths, self.last_window, rows)
-        self._flush()
+        self.uploader.send()
         return samples
 
     def fill_eager(self, plan: Plan) -> tuple[Batch, Ends]:
@@ -144,7 +143,7 @@ class GpuBuffers(BatchBuffers):
         self._upload_samples(padded_samples, count)
         self.sample_rows.host[:count] = padded_samples.rows
         tokens, rows = self.sample_indices.upload(count), self.sample_rows.upload(count)
-        self._flush()
+        self.uploader.send()
         tables = batch.paging.block_tables
         if padded_samples.rows != list(range(len(plan))):
             tables = [table[rows] for table in tables]
@@ -164,7 +163,7 @@ class GpuBuffers(BatchBuffers):
 
     def fill_padding(self, size: int, rows: int) -> None:
         """A step that consists of padding, for warmup and capture."""
-        self._wait_for_upload()
+        self.uploader.clear()
         self.query_starts.host[:1] = 0
         self._pad(0, size, 0, rows)
         self.tiles.host[0] = 0
@@ -183,7 +182,7 @@ class GpuBuffers(BatchBuffers):
         for splits in (*self.splits.values(), self.end_splits):
             splits.host[:, 0] = PADDING_ROW
             splits.upload(len(splits.host))
-        self._flush()
+        self.uploader.send()
 
     def _fill_items(self, plan: Plan) -> None:
         attention, seq_lens = self.attention, self.seq_lens.host[: len(plan)]

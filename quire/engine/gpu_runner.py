@@ -20,7 +20,7 @@ from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
-from quire.engine.sampler import BeamTensors, LogprobsTensors, SamplerOutput
+from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
@@ -81,10 +81,10 @@ class GpuStep:
         host_outputs, count = self.host_outputs, len(self.samples)
         host_outputs.tokens[:count].copy_(output.tokens, non_blocking=True)
         host_outputs.max_logits[:count].copy_(output.max_logits, non_blocking=True)
-        logprobs = None if output.logprobs is None else LogprobsTensors(*map(copy_to_host, output.logprobs))
-        beams = None if output.beams is None else BeamTensors(*map(copy_to_host, output.beams))
+        logprobs = None if output.logprobs is None else LogprobsArrays(*map(copy_to_host, output.logprobs))
+        beams = None if output.beams is None else BeamArrays(*map(copy_to_host, output.beams))
         self.prompt_logprobs = [
-            PromptLogprobs(row, targets, LogprobsTensors(*map(copy_to_host, tensors)))
+            PromptLogprobs(row, targets, LogprobsArrays(*map(copy_to_host, tensors)))
             for row, targets, tensors in self.prompt_logprobs
         ]
         host_outputs.done_event.record()
@@ -169,7 +169,7 @@ class GpuRunner(ModelRunner):
             self,
             plan,
             batch.samples,
-            select_samples(hidden, batch.samples),
+            select_samples(hidden, batch.samples, self.ops.arrays),
             host_outputs,
             prompt_logprobs=prompt_logprobs,
         )

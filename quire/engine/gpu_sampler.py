@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.batch import Samples
 from quire.engine.gpu_batch import GpuBuffers
-from quire.engine.sampler import LogprobsTensors, Sampler, SamplerOutput
+from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.cuda.sampling.logprobs import logprobs
@@ -23,7 +23,7 @@ from quire.layers.embedding import Head
 class GpuSampler(Sampler):
     def __init__(self, head: Head, buffers: GpuBuffers, ops: Kernels) -> None:
         super().__init__(head, buffers.state, ops)
-        device, max_rows = ops.device, buffers.max_rows
+        device, max_rows = torch.device(ops.device), buffers.max_rows
         self._buffers = buffers
         self._max_rows = max_rows
         self._tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
@@ -56,9 +56,9 @@ class GpuSampler(Sampler):
         for count in (*range(1, min(64, self._max_rows)), *range(64, self._max_rows, 8), self._max_rows):
             self.head.weight.matmul(rows[:count])
 
-    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
+    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsArrays:
         products = self.head.weight.matmul(hidden)
-        return self._gather_logprobs(products, self._to_device(targets), [num_top] * len(targets))
+        return self._gather_logprobs(products, self._put(targets), [num_top] * len(targets))
 
     def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
         count, products = len(samples), None
@@ -89,19 +89,19 @@ class GpuSampler(Sampler):
         if rest:
             self._sample_from_logits(samples, rest, self._logits(hidden, output.products, rest), output)
         if scored := output.logprobs_indices:
-            index = self._to_device(scored)
+            index = self._put(scored)
             products = self.head.weight.matmul(hidden[index]) if output.products is None else output.products[index]
             nums_top = [samples.requests[nth].params.logprobs or 0 for nth in scored]
             output.logprobs = self._gather_logprobs(products, output.tokens[index], nums_top)
 
-    def _gather_logprobs(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsTensors:
-        return LogprobsTensors(*logprobs(products, tokens, self._to_device(nums_top), max(nums_top), self.head.softcap))
+    def _gather_logprobs(self, products: Tensor, tokens: Tensor, nums_top: list[int]) -> LogprobsArrays:
+        return LogprobsArrays(*logprobs(products, tokens, self._put(nums_top), max(nums_top), self.head.softcap))
 
     def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
         self._process_logits(samples, indices, logits)
         for first in range(0, len(indices), self._max_rows):
             count = min(self._max_rows, len(indices) - first)
-            index = self._to_device(indices[first : first + count])
+            index = self._put(indices[first : first + count])
             entries = self._buffers.sample_entries.view(len(samples))[index]
             inputs = self._sampling_inputs(entries, self._buffers.sample_lengths.view(len(samples))[index])
             tokens, max_logits = torch.empty_like(index), logits.new_empty(count)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import torch
-from torch import Tensor
+from quire.kernels.arrays import Array, Arrays
 
 PIECE_BYTES = 1 << 26  # of one allocation of host memory, and of the staging buffer
 Pairs = Sequence[tuple[int, int]]
@@ -21,35 +20,36 @@ Pairs = Sequence[tuple[int, int]]
 class HostBlocks:
     """Memory for whole blocks. The keys and values of all layers of a block are contiguous in its host block."""
 
-    def __init__(self, stacks: Sequence[Tensor], num_host_blocks: int) -> None:
-        """`stacks` are the cache's tensors, [planes, blocks, ...] each."""
-        self._stacks = as_words(stacks)
-        self._device, self._dtype = self._stacks[0].device, self._stacks[0].dtype
+    def __init__(self, stacks: Sequence[Array], num_host_blocks: int, arrays: Arrays) -> None:
+        """`stacks` are the cache's memory, [planes, blocks, bytes] each."""
+        self._arrays = arrays
+        # Copies are faster in words than in bytes.
+        word = math.gcd(8, *(stack.shape[2] for stack in stacks))
+        self._dtype = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}[word]
+        self._stacks = [arrays.view_as(stack, self._dtype) for stack in stacks]
         self._width = sum(stack.shape[0] * stack.shape[2] for stack in self._stacks)  # words of a block
         self.num_host_blocks = num_host_blocks
-        self.blocks_per_piece = max(1, min(num_host_blocks, PIECE_BYTES // (self._width * self._dtype.itemsize)))
-        self._pieces: list[Tensor] = []
-        self._staging: Tensor | None = None
+        self.blocks_per_piece = max(1, min(num_host_blocks, PIECE_BYTES // (self._width * word)))
+        self._pieces: list[Array] = []
+        self._staging: Array | None = None
 
-    @torch.inference_mode()
     def save(self, pairs: Pairs) -> None:
         """Copy each (block, host block). Host blocks are distinct."""
         for chunk in self._cut([(host_block, block) for block, host_block in pairs]):
             staging, blocks = self._stage(chunk)
             for stack, staged in self._staged(staging):
-                torch.index_select(stack, 1, blocks, out=staged)
+                self._arrays.copy(staged, stack[:, blocks])
             for first, last in self._runs(chunk):
-                self._host_blocks(chunk[first][0], last - first).copy_(staging[first:last], non_blocking=True)
+                self._arrays.copy(self._host_blocks(chunk[first][0], last - first), staging[first:last])
 
-    @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
         """Copy each (host block, block). A block may occur twice only if its host blocks hold the same data."""
         for chunk in self._cut(pairs):
             staging, blocks = self._stage(chunk)
             for first, last in self._runs(chunk):
-                staging[first:last].copy_(self._host_blocks(chunk[first][0], last - first), non_blocking=True)
+                self._arrays.copy(staging[first:last], self._host_blocks(chunk[first][0], last - first))
             for stack, staged in self._staged(staging):
-                stack.index_copy_(1, blocks, staged)
+                stack[:, blocks] = staged
 
     def _cut(self, pairs: Pairs) -> Iterator[Pairs]:
         """Pairs of (host block, block), sorted by host block, in chunks that fit the staging buffer."""
@@ -66,36 +66,25 @@ class HostBlocks:
         ]
         return pairwise([0, *breaks, len(chunk)])
 
-    def _stage(self, chunk: Pairs) -> tuple[Tensor, Tensor]:
+    def _stage(self, chunk: Pairs) -> tuple[Array, Array]:
         """The staging buffer for a chunk's blocks, and their numbers on the device."""
         if self._staging is None:
-            self._staging = torch.empty(self.blocks_per_piece, self._width, dtype=self._dtype, device=self._device)
-        blocks = torch.tensor([block for _, block in chunk], pin_memory=self._is_pinned)
-        return self._staging[: len(chunk)], blocks.to(self._device, non_blocking=True)
+            self._staging = self._arrays.empty((self.blocks_per_piece, self._width), self._dtype)
+        return self._staging[: len(chunk)], self._arrays.put([block for _, block in chunk], "int64")
 
-    def _staged(self, staging: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _staged(self, staging: Array) -> Iterator[tuple[Array, Array]]:
         """Each stack with its columns of the staging buffer, [planes, blocks, words]."""
         begin = 0
         for stack in self._stacks:
-            end = begin + stack.shape[0] * stack.shape[2]
-            yield stack, staging[:, begin:end].view(-1, stack.shape[0], stack.shape[2]).transpose(0, 1)
+            planes, _, width = stack.shape
+            end = begin + planes * width
+            yield stack, staging[:, begin:end].reshape(-1, planes, width).swapaxes(0, 1)
             begin = end
 
-    def _host_blocks(self, first: int, count: int) -> Tensor:
+    def _host_blocks(self, first: int, count: int) -> Array:
         """Host blocks of one piece, [count, width]. Allocates the pieces up to theirs."""
         index, offset = divmod(first, self.blocks_per_piece)
         while len(self._pieces) <= index:
             size = min(self.blocks_per_piece, self.num_host_blocks - len(self._pieces) * self.blocks_per_piece)
-            self._pieces.append(torch.empty(size, self._width, dtype=self._dtype, pin_memory=self._is_pinned))
+            self._pieces.append(self._arrays.host_empty((size, self._width), self._dtype))
         return self._pieces[index][offset : offset + count]
-
-    @property
-    def _is_pinned(self) -> bool:
-        return self._device.type == "cuda"
-
-
-def as_words(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """View [planes, blocks, ...] as [planes, blocks, words], in the largest word that fits all stacks."""
-    flat = [stack.flatten(2) for stack in stacks]
-    word = math.gcd(8, *(stack.shape[2] * stack.element_size() for stack in flat))
-    return [stack.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]) for stack in flat]

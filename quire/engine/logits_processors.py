@@ -8,17 +8,17 @@ token counts are on the device, so the cost of a step does not depend on the con
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.core.constraint import Constraint
 from quire.core.request import Request
 from quire.kernels import Kernels
+from quire.kernels.arrays import Array, Arrays
 from quire.kernels.sampling import IN_PROMPT
 
 log = logging.getLogger("quire.engine")
@@ -27,51 +27,48 @@ log = logging.getLogger("quire.engine")
 class TokenCounts:
     """[rows, vocab]: how often each token occurs in a request. A request with penalties has a row."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, arrays: Arrays) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self.rows = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._arrays = arrays
+        self.rows = arrays.zeros((0, vocab_size), "int32")
         self._free: list[int] = []
 
     def allocate(self, request: Request) -> int:
         """Allocate a row and count the request's prompt in it."""
         if not self._free:
-            num_rows = len(self.rows)
-            more = torch.zeros(max(1, num_rows), self._vocab_size, dtype=torch.int32, device=self._device)
-            self.rows = torch.cat([self.rows, more])
+            num_rows, kept = len(self.rows), self.rows
+            self.rows = self._arrays.zeros((max(1, 2 * num_rows), self._vocab_size), "int32")
+            self._arrays.copy(self.rows[:num_rows], kept)
             self._free = list(reversed(range(num_rows, len(self.rows))))
         row = self._free.pop()
         self.rows[row] = 0
-        self.rows[row, to_device(sorted(set(request.prompt)), np.int64, self._device)] = IN_PROMPT
+        self._arrays.fill(self.rows[row], self._arrays.put(sorted(set(request.prompt)), "int64"), IN_PROMPT)
         return row
 
     def free(self, row: int) -> None:
         self._free.append(row)
 
-    def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Increment the counts of tokens [n] in rows [n]. Pairs may repeat."""
-        self.rows.view(-1).index_add_(0, rows * self._vocab_size + tokens, torch.ones_like(tokens, dtype=torch.int32))
-
 
 class LogitsProcessor:
     """A request's fixed settings on the device, and its row of `TokenCounts`."""
 
-    def __init__(self, request: Request, counts: TokenCounts, device: torch.device) -> None:
-        params, self._counts, self._device = request.params, counts, device
+    def __init__(self, request: Request, counts: TokenCounts, arrays: Arrays) -> None:
+        params, self._counts = request.params, counts
         allowed = params.allowed_token_ids
-        self.allowed = None if allowed is None else to_device(allowed, np.int64, device)
-        self.biased = to_device(list(params.logit_bias or ()), np.int64, device)
-        self.bias = to_device(list((params.logit_bias or {}).values()), np.float32, device)
+        self.allowed = None if allowed is None else arrays.put(allowed, "int64")
+        self.biased = arrays.put(list(params.logit_bias or ()), "int64")
+        self.bias = arrays.put(list((params.logit_bias or {}).values()), "float32")
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.counts_row = counts.allocate(request) if params.has_penalties else None
         self.num_counted = request.num_prompt  # tokens of the request that are counted in its row
 
-    def count_known(self, request: Request) -> None:
+    def count_known(self, request: Request, ops: Kernels) -> None:
         """Count the tokens that have reached the host and are not counted yet."""
         if self.counts_row is None or self.num_counted >= len(request.tokens):
             return
-        tokens = to_device(request.tokens[self.num_counted :], np.int64, self._device)
-        self._counts.add(torch.full_like(tokens, self.counts_row), tokens)
+        new = request.tokens[self.num_counted :]
+        rows = ops.arrays.put([self.counts_row] * len(new), "int64")
+        ops.count_tokens(self._counts.rows, rows, ops.arrays.put(new, "int64"))
         self.num_counted = len(request.tokens)
 
     def release(self) -> None:
@@ -93,15 +90,14 @@ class SampleContext(NamedTuple):
         return [*self.request.tokens[first:], *self.drafts]
 
 
-def process_logits(logits: Tensor, contexts: Sequence[SampleContext], counts: TokenCounts, ops: Kernels) -> None:
+def process_logits(logits: Array, contexts: Sequence[SampleContext], counts: TokenCounts, ops: Kernels) -> None:
     """Apply each context's processors to its row, in place. logits [n, vocab] float32"""
     constrained = {row: each.request.constraint for row, each in enumerate(contexts) if each.request.constraint}
     if constrained:
         masks = join_masks([allowed_tokens(each) for each in constrained.values()], logits.shape[1])
-        rows = to_device(list(constrained), np.int64, logits.device)
-        ops.apply_token_bitmask(logits, rows, to_device(masks, np.uint8, logits.device))
+        ops.apply_token_bitmask(logits, ops.arrays.put(list(constrained), "int64"), ops.arrays.put(masks, "uint8"))
     for row, context in enumerate(contexts):
-        apply_bans_and_bias(logits[row], context)
+        apply_bans_and_bias(logits[row], context, ops.arrays)
     penalized = {row: each for row, each in enumerate(contexts) if each.processor.counts_row is not None}
     if penalized:
         max_drafts = max(len(context.drafts) for context in penalized.values())
@@ -110,12 +106,7 @@ def process_logits(logits: Tensor, contexts: Sequence[SampleContext], counts: To
             for row, context in penalized.items()
         ]
         penalties = [context.processor.penalties for context in penalized.values()]
-        ops.penalize(
-            logits,
-            counts.rows,
-            to_device(index, np.int64, logits.device),
-            to_device(penalties, np.float32, logits.device),
-        )
+        ops.penalize(logits, counts.rows, ops.arrays.put(index, "int64"), ops.arrays.put(penalties, "float32"))
 
 
 def allowed_tokens(constraint: Constraint) -> bytes:
@@ -136,12 +127,12 @@ def join_masks(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.uint8]:
     return bits
 
 
-def apply_bans_and_bias(logits: Tensor, context: SampleContext) -> None:
+def apply_bans_and_bias(logits: Array, context: SampleContext, arrays: Arrays) -> None:
     """In place. logits [vocab]"""
     request, processor = context.request, context.processor
     if processor.allowed is not None:
         kept = logits[processor.allowed]
-        logits.fill_(-torch.inf)
+        logits[:] = -math.inf
         logits[processor.allowed] = kept
     if len(processor.biased):
         logits[processor.biased] += processor.bias
@@ -151,7 +142,7 @@ def apply_bans_and_bias(logits: Tensor, context: SampleContext) -> None:
     if context.length - request.num_prompt < request.params.min_tokens:
         banned += request.stop_ids
     if banned:
-        logits.index_fill_(0, to_device(banned, np.int64, logits.device), -torch.inf)
+        arrays.fill(logits, arrays.put(banned, "int64"), -math.inf)
 
 
 def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
@@ -159,9 +150,3 @@ def banned_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[
     return [
         word[-1] for word in words if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1])
     ]
-
-
-def to_device(numbers: Any, dtype: type[np.generic], device: torch.device) -> Tensor:
-    """Copy numbers to a device. The pinned source is new memory, so the copy is asynchronous."""
-    on_host = torch.from_numpy(np.array(numbers, dtype))
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host

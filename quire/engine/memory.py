@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
 
@@ -53,34 +51,40 @@ class MemoryBudget:
     is_gpu: bool = False
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: str) -> int:
     """Free memory of a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
     return min(_free_system_bytes(), _free_cgroup_bytes())
 
 
-def describe_free(device: torch.device) -> str:
+def describe_gpu_memory() -> str:
     """'3.10 GiB of its 139.81 GiB are free'"""
-    free, total = torch.cuda.mem_get_info(device)
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
     return f"{readable(free)} of its {readable(total)} are free"
 
 
-def check_weights(num_bytes: int, device: torch.device) -> None:
+def check_weights(num_bytes: int, device: str) -> None:
     """Raise NotEnoughMemory for weights that do not fit into a GPU, before they are read."""
-    if device.type != "cuda":
+    if device != "cuda":
         return
+    import torch
+
     torch.cuda.empty_cache()  # torch may still cache memory of an earlier engine of this process
     if num_bytes > free_bytes(device):
         raise NotEnoughMemory(
-            f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_free(device)}. {WEIGHTS_REMEDY}"
+            f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_gpu_memory()}. {WEIGHTS_REMEDY}"
         )
 
 
-def find_memory_budget(device: torch.device, step_bytes: int) -> MemoryBudget:
+def find_memory_budget(device: str, step_bytes: int) -> MemoryBudget:
     """Called when the weights are loaded. `step_bytes` is the peak memory of the largest step on a GPU."""
     free = free_bytes(device)
-    if device.type != "cuda":
+    if device != "cuda":
         return MemoryBudget(int(CPU_SHARE * free), free)
     reserved = 2 * step_bytes + GRAPH_BYTES
     return MemoryBudget(max(0, int(CUDA_SHARE * free) - reserved), max(0, free - reserved), reserved, is_gpu=True)
@@ -142,11 +146,11 @@ def describe_budget(budget: MemoryBudget) -> str:
     return f"beside the weights the machine has {readable(budget.max_bytes)} free. Lower kv_memory or num_blocks."
 
 
-def size_swap(swap_memory: float | None, block_bytes: int, device: torch.device) -> int:
+def size_swap(swap_memory: float | None, block_bytes: int, device: str) -> int:
     """The number of host blocks for preempted requests. The default on a CPU is 0: its cache is in host memory."""
-    if swap_memory == 0 or (swap_memory is None and device.type != "cuda"):
+    if swap_memory == 0 or (swap_memory is None and device != "cuda"):
         return 0
-    free = free_bytes(torch.device("cpu"))
+    free = free_bytes("cpu")
     if swap_memory is None:
         return int(min(MAX_SWAP_GIB * GIB, SWAP_SHARE * free)) // block_bytes
     if swap_memory * GIB > free:

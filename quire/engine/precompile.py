@@ -7,7 +7,6 @@ children and `build.py` waits for them.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
+from quire.kernels.cuda_driver import find_capability
 from quire.kernels.isa import usable_cores
 from quire.models.config import ModelConfig
 from quire.weights.config import read_config
@@ -29,7 +29,6 @@ log = logging.getLogger("quire.engine")
 MAX_PROCESSES = 8
 CORES_EACH = 2
 TIMEOUT_S = 60.0
-MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 class Precompilation:
@@ -130,20 +129,6 @@ def start_child(model: bytes, index: int, count: int) -> subprocess.Popen[bytes]
         child.stdin.close()
     child.stdin = None
     return child
-
-
-def find_capability() -> tuple[int, int] | None:
-    """The first GPU's compute capability, from the CUDA driver. None if there is no GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, device)
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, device)
-    return major.value, minor.value
 
 
 def last_line(text: bytes) -> str:

@@ -18,6 +18,7 @@ from quire.engine.cache import CacheLayout, CacheTensors
 from quire.engine.faults import explain_kernel_errors, explain_out_of_memory
 from quire.engine.memory import CacheSize
 from quire.kernels import Kernels
+from quire.kernels.torch_arrays import torch_type
 from quire.models.decoder import Decoder
 
 ONLY_BLOCK = 1  # all tokens are written to this block; the results are not used
@@ -47,40 +48,40 @@ class ProfileRun:
             libraries.join()
             self._run(1, 1)
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_reserved()
             self._run(self.max_tokens, self.max_requests)
-            taken = torch.cuda.max_memory_reserved(device) - before
+            taken = torch.cuda.max_memory_reserved() - before
         torch.cuda.empty_cache()
         return int(taken)
 
     def _run(self, num_tokens: int, num_requests: int) -> None:
         batch, cache = self._lay_out(num_tokens, num_requests)
         run_step(self.model, batch, cache)
-        torch.cuda.synchronize(self.ops.device)
+        torch.cuda.synchronize()
 
     def _lay_out(self, num_tokens: int, num_requests: int) -> tuple[Batch, CacheTensors]:
-        windows, max_len, device = self.layout.windows, self.max_len, self.ops.device
+        windows, max_len, arrays = self.layout.windows, self.max_len, self.ops.arrays
         vocab_size = self.model.head.weight.shape[0]
         num_fixed = self.layout.num_fixed_groups
-        shape = BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, vocab_size, device, num_fixed)
+        shape = BufferShape(num_tokens, num_requests, max_len, windows, self.block_size, vocab_size, arrays, num_fixed)
         size = CacheSize(ONLY_BLOCK, self.block_size, 0, max_len, 1)
         plan = largest_plan(num_tokens, num_requests, max_len, self.block_size, len(windows), num_fixed)
-        return BatchBuffers(shape).fill(plan), CacheTensors(self.layout, size, device)
+        return BatchBuffers(shape).fill(plan), CacheTensors(self.layout, size, arrays)
 
 
-def read_libraries(device: torch.device, dtype: torch.dtype) -> Thread:
+def read_libraries(device: str, dtype: str) -> Thread:
     """Load cuBLAS, which is a large file, in a thread while weights are loaded and kernels are compiled."""
     thread = Thread(target=_load_libraries, args=(device, dtype), name="libraries", daemon=True)
     thread.start()
     return thread
 
 
-def _load_libraries(device: torch.device, dtype: torch.dtype) -> None:
+def _load_libraries(device: str, dtype: str) -> None:
     with suppress(RuntimeError):  # the same error is raised again where the library is needed
-        x = torch.zeros(64, 64, dtype=dtype, device=device)
+        x = torch.zeros(64, 64, dtype=torch_type(dtype), device=device)
         torch.mm(x, x)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
 
 
 @torch.inference_mode()

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
-from quire.engine.sampler import LogprobsTensors, Sampler, SamplerOutput, to_candidates, to_token_logprobs
+from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput, to_candidates, to_token_logprobs
 from quire.kernels import Kernels
+from quire.kernels.arrays import Array, Arrays
 from quire.models.decoder import Decoder
 
 LOGPROBS_CHUNK = 64  # prompt positions whose logits are in memory at the same time
@@ -79,7 +77,7 @@ class PromptLogprobs(NamedTuple):
 
     row: int  # of the plan
     targets: Sequence[int]
-    logprobs: LogprobsTensors
+    logprobs: LogprobsArrays
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ class Step:
     runner: ModelRunner
     plan: Plan
     samples: Samples
-    hidden: Tensor  # [samples or more, hidden_size]
+    hidden: Array  # [samples or more, hidden_size]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     output: SamplerOutput | None = None
     begin_s: float = field(default_factory=time.perf_counter)
@@ -124,7 +122,6 @@ class ModelRunner:
         self.ops = ops
         self.sampler = Sampler(model.head, buffers.state, ops)
 
-    @torch.inference_mode()
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin_s = time.perf_counter()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
@@ -136,7 +133,7 @@ class ModelRunner:
             self,
             plan,
             batch.samples,
-            select_samples(hidden, batch.samples),
+            select_samples(hidden, batch.samples, self.ops.arrays),
             self._prompt_logprobs(plan, batch, hidden),
             begin_s=begin_s,
         )
@@ -152,7 +149,7 @@ class ModelRunner:
     def reset(self) -> None:
         self.buffers.reset()
 
-    def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Tensor) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Array) -> list[PromptLogprobs]:
         """Log probabilities of prompt tokens, for requests with `prompt_logprobs`. hidden [tokens, hidden_size]"""
         result: list[PromptLogprobs] = []
         for row, request in enumerate(plan.requests):
@@ -174,11 +171,11 @@ def has_prompt_logprobs(plan: Plan, row: int) -> bool:
     return request.params.prompt_logprobs is not None and plan.starts[row] < request.num_prompt - 1
 
 
-def select_samples(hidden: Tensor, samples: Samples) -> Tensor:
+def select_samples(hidden: Array, samples: Samples, arrays: Arrays) -> Array:
     """hidden [tokens, hidden_size] -> [samples, hidden_size]"""
     if samples.indices == list(range(len(hidden))):
         return hidden
-    return hidden[torch.tensor(samples.indices, dtype=torch.int64, device=hidden.device)]
+    return hidden[arrays.put(samples.indices, "int64")]
 
 
 def collect(

@@ -17,17 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from quire.core.beam_group import num_candidates
 from quire.core.plan import Candidates, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
-from quire.engine.logits_processors import SampleContext, process_logits, to_device
+from quire.engine.logits_processors import SampleContext, process_logits
 from quire.engine.sampling_state import SamplingState
 from quire.kernels import Kernels
+from quire.kernels.arrays import Array
 from quire.layers.embedding import Head
 
 
@@ -39,7 +36,7 @@ class Sampler:
         self.state = state
         self.ops = ops
 
-    def sample(self, samples: Samples, hidden: Tensor) -> SamplerOutput:
+    def sample(self, samples: Samples, hidden: Array) -> SamplerOutput:
         """hidden [n or more, hidden_size], in the order of the samples.
 
         How a sample is computed depends on its own request only, so its token does not depend on the other samples.
@@ -61,74 +58,68 @@ class Sampler:
             self._count_tokens(samples, output)
         return output
 
-    def score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> LogprobsTensors:
+    def score(self, hidden: Array, targets: Sequence[int], num_top: int) -> LogprobsArrays:
         """Log probabilities of prompt tokens. hidden [targets, hidden_size]: the states of the tokens before them."""
-        logprobs = torch.log_softmax(self.head(hidden), -1)
-        return gather_logprobs(logprobs, self._to_device(targets), num_top)
+        return LogprobsArrays(*self.ops.logprobs(self.head(hidden), self._put(targets), num_top))
 
-    def _sample_plain(self, samples: Samples, hidden: Tensor) -> tuple[SamplerOutput, list[int]]:
+    def _sample_plain(self, samples: Samples, hidden: Array) -> tuple[SamplerOutput, list[int]]:
         """Sample by a fused argmax where no logits are needed. Returns the indices of the other samples too."""
         plain = [nth for nth, request in enumerate(samples.requests) if request.argmax_only]
         rest = [nth for nth, request in enumerate(samples.requests) if not request.argmax_only and request.beam is None]
         found = self.head.weight.argmax(hidden, plain) if plain else ([], [])
-        tokens = torch.tensor(found[0], dtype=torch.int64, device=hidden.device)
-        max_logits = torch.tensor(found[1], device=hidden.device)
-        if len(plain) == len(samples):
+        arrays, count = self.ops.arrays, len(samples)
+        tokens, max_logits = arrays.put(found[0], "int64"), arrays.put(found[1], "float32")
+        if len(plain) == count:
             return SamplerOutput(tokens, max_logits), rest
-        output = SamplerOutput(tokens.new_zeros(len(samples)), max_logits.new_zeros(len(samples)))
-        output.tokens[plain], output.max_logits[plain] = tokens, max_logits
+        output = SamplerOutput(arrays.zeros((count,), "int64"), arrays.zeros((count,), "float32"))
+        if plain:
+            output.tokens[plain], output.max_logits[plain] = tokens, max_logits
         return output, rest
 
-    def _sample_rest(self, samples: Samples, hidden: Tensor, rest: list[int], output: SamplerOutput) -> None:
+    def _sample_rest(self, samples: Samples, hidden: Array, rest: list[int], output: SamplerOutput) -> None:
         """Sample the rest, and gather log probabilities, from logits that are computed once."""
         scored = output.logprobs_indices
         needed = sorted({*rest, *scored})
         logits = self._logits(hidden, output.products, needed)
-        if scored:
-            raw = logits if len(scored) == len(needed) else logits[self._to_device(map(needed.index, scored))]
-            logprobs = torch.log_softmax(raw, -1)
+        is_processed = any(samples.requests[nth].processes_logits for nth in scored)
+        raw = logits
+        if scored and (is_processed or len(scored) < len(needed)):
+            raw = logits[self._put(map(needed.index, scored))]
         if rest:
-            selected = logits if len(rest) == len(needed) else logits[self._to_device(map(needed.index, rest))]
+            selected = logits if len(rest) == len(needed) else logits[self._put(map(needed.index, rest))]
             self._sample_from_logits(samples, rest, selected, output)
         if scored:
             num_top = max(samples.requests[nth].params.logprobs or 0 for nth in scored)
-            output.logprobs = gather_logprobs(logprobs, output.tokens[self._to_device(scored)], num_top)
+            output.logprobs = LogprobsArrays(*self.ops.logprobs(raw, output.tokens[self._put(scored)], num_top))
 
-    def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
+    def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Array, output: SamplerOutput) -> None:
         """Sample the tokens of some samples. logits [indices, vocab] float32 are overwritten."""
         self._process_logits(samples, indices, logits)
-        entries = self._to_device(samples.entries[nth] for nth in indices)
-        lengths = self._to_device(samples.lengths[nth] for nth in indices)
+        entries = self._put(samples.entries[nth] for nth in indices)
+        lengths = self._put(samples.lengths[nth] for nth in indices)
         tokens, max_logits = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
-        index = self._to_device(indices)
+        index = self._put(indices)
         output.tokens[index], output.max_logits[index] = tokens, max_logits
 
     def _beam_candidates(
-        self, samples: Samples, indices: list[int], hidden: Tensor, products: Tensor | None
-    ) -> BeamTensors:
+        self, samples: Samples, indices: list[int], hidden: Array, products: Array | None
+    ) -> BeamArrays:
         """The candidates for the next token of some samples, which belong to beams."""
         requests = [samples.requests[nth] for nth in indices]
-        logits = self._logits(hidden, products, indices)
-        raw = logprobs = torch.log_softmax(logits, -1)
+        logits, processed = self._logits(hidden, products, indices), None
         if any(request.processes_logits for request in requests):
-            self._process_logits(samples, indices, logits)
-            logprobs = raw.masked_fill(logits == -torch.inf, -torch.inf)
-        count = min(max(map(num_candidates, requests)), logprobs.shape[1])
-        tokens = sort_keys(logprobs).topk(count, largest=False).values & 0xFFFFFFFF  # ties by id, for any `count`
-        values = logprobs.gather(1, tokens)
+            processed = self.ops.arrays.empty(tuple(logits.shape), "float32")
+            self.ops.arrays.copy(processed, logits)
+            self._process_logits(samples, indices, processed)
         num_top = max(request.params.logprobs or 0 for request in requests)
-        top = top_tokens(raw, min(num_top, raw.shape[1]))
-        ranks = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(tokens)
-        if num_top and raw is not logprobs:
-            ranks = torch.stack([(raw > column[:, None]).sum(1) + 1 for column in values.unbind(1)], 1)
-        return BeamTensors(tokens, values, ranks, top, raw.gather(1, top))
+        return BeamArrays(*self.ops.beam_candidates(logits, processed, max(map(num_candidates, requests)), num_top))
 
-    def _logits(self, hidden: Tensor, products: Tensor | None, indices: list[int]) -> Tensor:
+    def _logits(self, hidden: Array, products: Array | None, indices: list[int]) -> Array:
         """Logits of some samples, [indices, vocab] float32. They are a copy."""
-        index = self._to_device(indices)
+        index = self._put(indices)
         return self.head(hidden[index]) if products is None else self.head.cap(products[index])
 
-    def _process_logits(self, samples: Samples, indices: list[int], logits: Tensor) -> None:
+    def _process_logits(self, samples: Samples, indices: list[int], logits: Array) -> None:
         """Apply logits processors to the logits of some samples, in place. Finished requests are skipped."""
         processed = [
             row
@@ -141,7 +132,7 @@ class Sampler:
         if len(processed) == len(indices):
             process_logits(logits, contexts, self.state.counts, self.ops)
             return
-        index = self._to_device(processed)
+        index = self._put(processed)
         selected = logits[index]
         process_logits(selected, contexts, self.state.counts, self.ops)
         logits[index] = selected
@@ -151,7 +142,7 @@ class Sampler:
         assert not num_drafts or request.constraint is None, "a constraint is not advanced over drafts"
         if request.needs_tokens:
             assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token is not on the host yet"
-        processor = self.state.processor_of(request)
+        processor = self.state.processor_of(request, self.ops)
         drafts = samples.drafts[samples.rows[nth]][:num_drafts] if num_drafts else []
         return SampleContext(request, processor, samples.lengths[nth], drafts)
 
@@ -164,74 +155,48 @@ class Sampler:
                 rows[nth] = processor.counts_row
                 processor.num_counted += 1
         if rows:
-            self.state.counts.add(self._to_device(rows.values()), output.tokens[self._to_device(rows)])
+            tokens = output.tokens[self._put(rows)]
+            self.ops.count_tokens(self.state.counts.rows, self._put(rows.values()), tokens)
 
-    def _to_device(self, numbers: Iterable[int]) -> Tensor:
-        return to_device(list(numbers), np.int64, self.ops.device)
+    def _put(self, numbers: Iterable[int]) -> Array:
+        return self.ops.arrays.put(list(numbers), "int64")
 
 
 @dataclass(slots=True)
 class SamplerOutput:
     """The sampled tokens of a step. Indices are those of `Samples`."""
 
-    tokens: Tensor  # [n] int64
-    max_logits: Tensor  # [n] float32: the largest logit; if it is not finite, every token is banned
+    tokens: Array  # [n] int64
+    max_logits: Array  # [n] float32: the largest logit; if it is not finite, every token is banned
     logprobs_indices: list[int] = field(default_factory=list)  # samples with log probabilities
-    logprobs: LogprobsTensors | None = None
+    logprobs: LogprobsArrays | None = None
     beam_indices: list[int] = field(default_factory=list)  # samples of beams, for which no token is sampled
-    beams: BeamTensors | None = None
-    products: Tensor | None = None  # [n, vocab], of the head, if they were computed for all samples
+    beams: BeamArrays | None = None
+    products: Array | None = None  # [n, vocab], of the head, if they were computed for all samples
 
 
-class BeamTensors(NamedTuple):
+class BeamArrays(NamedTuple):
     """Candidates for the next token of some beams."""
 
-    tokens: Tensor  # [n, candidates] int64: likeliest first
-    logprobs: Tensor  # [n, candidates] float32: minus infinity if the token is banned
-    ranks: Tensor  # [n, candidates] int64: among all tokens, from 1
-    top_tokens: Tensor  # [n, num_top] int64: the likeliest of all tokens
-    top_logprobs: Tensor  # [n, num_top] float32
+    tokens: Array  # [n, candidates] int64: likeliest first
+    logprobs: Array  # [n, candidates] float32: minus infinity if the token is banned
+    ranks: Array  # [n, candidates] int64: among all tokens, from 1
+    top_tokens: Array  # [n, num_top] int64: the likeliest of all tokens
+    top_logprobs: Array  # [n, num_top] float32
 
 
-class LogprobsTensors(NamedTuple):
+class LogprobsArrays(NamedTuple):
     """Log probabilities of one token a row, and of the row's likeliest tokens."""
 
-    logprobs: Tensor  # [n] float32
-    ranks: Tensor  # [n] int64: among all tokens, from 1
-    top_tokens: Tensor  # [n, num_top] int64, likeliest first
-    top_logprobs: Tensor  # [n, num_top] float32
+    logprobs: Array  # [n] float32
+    ranks: Array  # [n] int64: among all tokens, from 1
+    top_tokens: Array  # [n, num_top] int64, likeliest first
+    top_logprobs: Array  # [n, num_top] float32
 
 
-def gather_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobsTensors:
-    """logprobs [n, vocab], tokens [n]. A row's result does not depend on other rows."""
-    own = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > own).sum(1) + 1
-    top = top_tokens(logprobs, min(num_top, logprobs.shape[1]))
-    return LogprobsTensors(own[:, 0], ranks, top, logprobs.gather(1, top))
-
-
-def top_tokens(logprobs: Tensor, count: int) -> Tensor:
-    """logprobs [n, vocab] -> the likeliest tokens of each row, [n, count].
-
-    On a GPU the order of ties in `topk` depends on the number of rows, so there ties are broken by id.
-    """
-    if not logprobs.is_cuda or not count:
-        return logprobs.topk(count).indices
-    return sort_keys(logprobs).topk(count, largest=False).values & 0xFFFFFFFF
-
-
-def sort_keys(logprobs: Tensor) -> Tensor:
-    """logprobs [n, vocab] -> int64 keys in ascending order of (-logprob, id), with the id in the lower 32 bits.
-
-    A log probability is not above zero, so its bits without the sign increase as it decreases.
-    """
-    order = (logprobs.view(torch.int32) & 0x7FFFFFFF).long() << 32
-    return order | torch.arange(logprobs.shape[1], device=logprobs.device)
-
-
-def to_token_logprobs(tensors: LogprobsTensors, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Convert tensors on the host. `nums_top` is how many of the likeliest tokens each row gets."""
-    logprobs, ranks, top, top_logprobs = (tensor.tolist() for tensor in tensors)
+def to_token_logprobs(arrays: LogprobsArrays, tokens: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Convert arrays on the host. `nums_top` is how many of the likeliest tokens each row gets."""
+    logprobs, ranks, top, top_logprobs = (array.tolist() for array in arrays)
     return [
         TokenLogprobs(
             (token, logprobs[row], ranks[row]),
@@ -241,9 +206,9 @@ def to_token_logprobs(tensors: LogprobsTensors, tokens: Sequence[int], nums_top:
     ]
 
 
-def to_candidates(tensors: BeamTensors, requests: Sequence[Request]) -> list[Candidates]:
+def to_candidates(arrays: BeamArrays, requests: Sequence[Request]) -> list[Candidates]:
     """The same for beams."""
-    tokens, logprobs, ranks, top, top_logprobs = (tensor.tolist() for tensor in tensors)
+    tokens, logprobs, ranks, top, top_logprobs = (array.tolist() for array in arrays)
     result: list[Candidates] = []
     for row, request in enumerate(requests):
         candidates = zip(tokens[row][: num_candidates(request)], logprobs[row], ranks[row], strict=False)

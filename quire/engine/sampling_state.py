@@ -1,6 +1,6 @@
 """SamplingState: seeds, sampling settings and logits processors of running requests, on the model's device.
 
-A running request has an entry, which is an index into the tensors of seeds and settings. These keep their addresses, so
+A running request has an entry, which is an index into the arrays of seeds and settings. These keep their addresses, so
 captured graphs can read them.
 """
 
@@ -10,14 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.buffers import Buffer, Uploader
 from quire.engine.logits_processors import LogitsProcessor, TokenCounts
+from quire.kernels import Kernels
+from quire.kernels.arrays import Array, Arrays
 
 MIN_TEMPERATURE = 1e-6  # below it sampling is greedy, and float32 would overflow
 MAX_PLANS = 2  # in flight; their requests keep their entries
@@ -38,13 +37,13 @@ class SamplingState:
     """Entries of the requests in the last two plans. A request that is in neither loses its entry, and gets a new one
     when it is planned again."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, uploader: Uploader) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, arrays: Arrays, uploader: Uploader) -> None:
         self.size = MAX_PLANS * max_rows
         self.padding_entry = self.size  # the entry of padding rows
-        self._device = device
-        self._seeds = Buffer((self.size + 1,), torch.int64, device, uploader)
-        self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), torch.float64, device, uploader)
-        self.counts = TokenCounts(vocab_size, device)
+        self._arrays = arrays
+        self._seeds = Buffer((self.size + 1,), "int64", arrays, uploader)
+        self._settings = Buffer((self.size + 1, len(settings_of(SamplingParams()))), "float64", arrays, uploader)
+        self.counts = TokenCounts(vocab_size, arrays)
         self.processors: dict[Request, LogitsProcessor] = {}
         self._indices: dict[Request, int] = {}
         self._free = list(reversed(range(self.size)))
@@ -53,12 +52,12 @@ class SamplingState:
         self._entries: list[int] = []  # of its rows
 
     @property
-    def seeds(self) -> Tensor:
+    def seeds(self) -> Array:
         """[entries] int64"""
         return self._seeds.view(self.size + 1)
 
     @property
-    def settings(self) -> Tensor:
+    def settings(self) -> Array:
         """[entries, NUM_SETTINGS] float64"""
         return self._settings.view(self.size + 1)
 
@@ -75,12 +74,12 @@ class SamplingState:
             self.flags = find_flags(plan.requests)
         return self._entries
 
-    def processor_of(self, request: Request) -> LogitsProcessor:
+    def processor_of(self, request: Request, ops: Kernels) -> LogitsProcessor:
         """The request's processor, with all tokens counted that are on the host."""
         processor = self.processors.get(request)
         if processor is None:
-            processor = self.processors[request] = LogitsProcessor(request, self.counts, self._device)
-        processor.count_known(request)
+            processor = self.processors[request] = LogitsProcessor(request, self.counts, self._arrays)
+        processor.count_known(request, ops)
         return processor
 
     def clear(self) -> None:

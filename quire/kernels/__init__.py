@@ -1,7 +1,8 @@
-"""The ops that models are made of, chosen for a device by `select`.
+"""The ops that models are made of, chosen for a device by `select_native` or `select_torch`.
 
-`reference` is the interface. A backend is a module with functions of the same names and meanings. An op that a backend
-lacks is taken from the reference. Importing this package loads no torch.
+`reference` is the interface. A backend is a module (or an object) with functions of the same names and meanings. Torch
+backends take an op that they lack from the reference. quire's CPU kernels need no torch: importing this package, and
+`select_native`, load none.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from quire.kernels.arrays import Array, Arrays
     from quire.kernels.cache_spec import BlockShape, KVCacheSpec
     from quire.kernels.cpu.native import Native
 
-__all__ = ["Kernels", "select"]
+__all__ = ["Kernels", "select_native", "select_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Fused:
 class Kernels:
     """One device's ops; `reference` documents their arguments and results."""
 
-    device: torch.device
+    arrays: Arrays
     rms_norm: Callable[..., Any]  # a tensor, or (normed, sum) where a residual is passed
     layer_norm: Callable[..., Any]  # as rms_norm
     add: Callable[[Tensor, Tensor], Tensor]
@@ -43,15 +44,23 @@ class Kernels:
     activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
-    apply_token_bitmask: Callable[[Tensor, Tensor, Tensor], None]
-    penalize: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    logits: Callable[[Array, float | None], Array]
+    apply_token_bitmask: Callable[[Array, Array, Array], None]
+    count_tokens: Callable[[Array, Array, Array], None]
+    penalize: Callable[[Array, Array, Array, Array], None]
+    sample: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+    logprobs: Callable[[Array, Array, int], tuple[Array, Array, Array, Array]]
+    beam_candidates: Callable[..., tuple[Array, Array, Array, Array, Array]]
     cache_shapes: Callable[[KVCacheSpec, str, int], BlockShape]
     record: Callable[..., Any]
-    linear: Callable[[Tensor, Tensor], Tensor]
     fused: Fused | None = None  # set on GPUs with Triton kernels
     native: Native | None = None  # set if weights must be packed for the C++ kernels
+    linear: Callable[[Tensor, Tensor], Tensor] | None = None  # of dense matrices; not set if `native` is
     exact: bool = False  # set on GPUs if a row's results must not depend on the other rows
+
+    @property
+    def device(self) -> str:
+        return self.arrays.device
 
     @property
     def row_unit(self) -> int:
@@ -59,33 +68,36 @@ class Kernels:
         return 1 if self.fused is None else 128
 
 
-def select(
-    device: str | torch.device, native: Native | None = None, *, plain: bool = False, exact: bool = False
-) -> Kernels:
-    """The ops for a device. On a CPU: the C++ kernels if `native` is given, else torch's. On a GPU: Triton kernels;
-    with `exact`, those that give the same bits in any batch; with `plain`, the reference."""
-    import torch
+OPTIONS = ("arrays", "fused", "native", "exact")  # the fields that are no ops
 
+
+def select_native(native: Native) -> Kernels:
+    """quire's own CPU kernels."""
+    from quire.kernels.arrays import NumpyArrays
+    from quire.kernels.cpu.native_ops import NativeOps
+
+    backend = NativeOps(native)
+    names = [field.name for field in fields(Kernels) if field.name not in (*OPTIONS, "linear")]
+    return Kernels(NumpyArrays(), **{name: getattr(backend, name) for name in names}, native=native)
+
+
+def select_torch(device: str, *, plain: bool = False, exact: bool = False) -> Kernels:
+    """Ops on torch tensors. On a CPU: torch's own. On a GPU: Triton kernels; with `exact`, those that give the same
+    bits in any batch; with `plain`, the reference."""
     from quire.kernels import reference
 
-    device = torch.device(device)
-    backend = reference if plain and device.type != "cpu" else _backend(device.type, native, exact)
-    names = [field.name for field in fields(Kernels) if field.name not in ("device", "fused", "native", "exact")]
+    backend = reference if plain and device != "cpu" else _backend(device, exact)
+    names = [field.name for field in fields(Kernels) if field.name not in OPTIONS]
     chosen = {name: getattr(backend, name, getattr(reference, name)) for name in names}
-    return Kernels(device, **chosen, fused=getattr(backend, "fused", None), native=native, exact=exact)
+    return Kernels(reference.arrays(device), **chosen, fused=getattr(backend, "fused", None), exact=exact)
 
 
-def _backend(kind: str, native: Native | None, exact: bool) -> Any:
-    if native is not None:
-        assert kind == "cpu", kind
-        from quire.kernels.cpu.native_ops import NativeOps
-
-        return NativeOps(native)
-    if kind == "cpu":
+def _backend(device: str, exact: bool) -> Any:
+    if device == "cpu":
         from quire.kernels.cpu import ops
 
         return ops
-    if kind == "cuda":
+    if device == "cuda":
         from quire.kernels.cuda import exact as exact_ops
         from quire.kernels.cuda import ops as triton_ops
         from quire.kernels.cuda.attention.varlen_items import is_hopper

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from quire.kernels.arrays import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +44,15 @@ class BlockShape(NamedTuple):
 
     k: tuple[int, ...]
     v: tuple[int, ...] | None
-    dtype: torch.dtype
+    dtype: str  # a key of ITEM_BYTES
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
+    """The memory layout of a block of a layer's keys and values in the reference. `dtype` is for layers that declare
+    none."""
+    k, v = ((block_size, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_dim or spec.head_dim))
+    return BlockShape(k, None if spec.is_latent else v, spec.dtype or dtype)

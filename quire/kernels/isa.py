@@ -11,6 +11,7 @@ import functools
 import os
 import platform
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,7 +37,15 @@ FLAGS_OF_INTEREST = (
     "amx_int8",
     "amx_bf16",
     "amx_fp16",
+    "asimd",
+    "asimddp",
+    "i8mm",
 )
+ARM = ("aarch64", "arm64")  # as Linux and macOS name it
+
+# Where Linux states what an Arm CPU has: entries 16 and 26 of the auxiliary vector, and the bit of each flag.
+HWCAP, HWCAP2 = 16, 26
+ARM_FLAGS = {"asimd": (HWCAP, 1), "asimddp": (HWCAP, 20), "i8mm": (HWCAP2, 13)}
 PROBE_TIMEOUT_S = 5.0
 REFUSED_STATUS = 3
 
@@ -140,9 +149,9 @@ def probe_amx(flags: frozenset[str]) -> AMXState:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), probe: Callable[[frozenset[str]], AMXState] = probe_amx) -> CPU:
-    """Describe the CPU. Without a cpuinfo (not Linux), flags are empty and AMX is absent."""
+    """Describe the CPU. Without a cpuinfo (not Linux), an x86 CPU has no flags, and AMX is absent."""
     fields = cpuinfo_fields(cpuinfo.read_text(errors="replace")) if cpuinfo.exists() else {}
-    advertised = fields.get("flags", fields.get("Features", "")).split()
+    advertised = arm_flags() if platform.machine() in ARM else fields.get("flags", "").split()
     flags = frozenset(FLAGS_OF_INTEREST).intersection(advertised)
     return CPU(
         vendor=fields.get("vendor_id", "unknown"),
@@ -151,6 +160,27 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), probe: Callable[[frozenset[s
         flags=flags,
         amx=probe(flags),
     )
+
+
+def arm_flags(auxv: Path = Path("/proc/self/auxv")) -> set[str]:
+    """The flags of ARM_FLAGS that this CPU has. Every Arm CPU of Apple has the first two.
+
+    They are what "Features" in /proc/cpuinfo lists. But an emulator (qemu) may show its host's cpuinfo.
+    """
+    if sys.platform == "darwin":
+        return {"asimd", "asimddp"} | ({"i8mm"} if apple_has("FEAT_I8MM") else set())
+    if not auxv.exists():
+        return set()
+    entries = dict(struct.iter_unpack("NN", auxv.read_bytes()))
+    return {flag for flag, (entry, bit) in ARM_FLAGS.items() if entries.get(entry, 0) >> bit & 1}
+
+
+def apple_has(feature: str) -> bool:
+    try:
+        command = ["/usr/sbin/sysctl", "-n", f"hw.optional.arm.{feature}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S).stdout.strip() == "1"
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def cpuinfo_fields(text: str) -> dict[str, str]:

@@ -9,39 +9,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
+from quire.kernels.arrays import Array
 
 
 @dataclass(slots=True)
 class Paging:
-    """The rows of one step. Tensors are on the model's device; lists are the same numbers on the host.
+    """The rows of one step. Arrays are on the model's device; lists are the same numbers on the host.
 
     A row is one request's next tokens: row r owns tokens query_starts[r] : query_starts[r + 1] of the step, and its
     context, those tokens included, is seq_lens[r] long. Its tokens are the last ones of that context.
     """
 
-    query_starts: Tensor  # [rows + 1] int32
-    seq_lens: Tensor  # [rows] int32
-    block_tables: list[Tensor]  # per group: [rows, max_blocks] int32; entries before a window are 0 and never read
-    slot_mapping: list[Tensor]  # per group that grows: [tokens] int64, slots of k and v: block * block_size + offset
+    query_starts: Array  # [rows + 1] int32
+    seq_lens: Array  # [rows] int32
+    block_tables: list[Array]  # per group: [rows, max_blocks] int32; entries before a window are 0 and never read
+    slot_mapping: list[Array]  # per group that grows: [tokens] int64, slots of k and v: block * block_size + offset
     block_size: int
     host_query_starts: list[int]
     host_seq_lens: list[int]
-    ancestors: Tensor | None = None  # [tokens, max_query] bool, for draft trees: which of its row's tokens a token sees
-    encoder_lens: Tensor | None = None  # [rows] int32: tokens in the encoder groups, if any
+    ancestors: Array | None = None  # [tokens, max_query] bool, for draft trees: which of its row's tokens a token sees
+    encoder_lens: Array | None = None  # [rows] int32: tokens in the encoder groups, if any
     work: Any = None  # a backend's own data about these rows, computed once a step
-
-    def ends(self) -> Ends:
-        """The same rows, each with its last token only."""
-        num_rows = len(self.host_seq_lens)
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.query_starts.device)
-        tokens = self.query_starts[1 : num_rows + 1].long() - 1
-        host_starts = list(range(num_rows + 1))
-        return Ends(
-            tokens,
-            Paging(starts, self.seq_lens, self.block_tables, [], self.block_size, host_starts, self.host_seq_lens),
-        )
 
     @property
     def max_query_len(self) -> int:
@@ -56,7 +44,7 @@ class Paging:
 class Ends:
     """The last tokens of a step's rows. If only these are sampled from, the last layer computes no other tokens."""
 
-    tokens: Tensor  # [rows] int64: their indices in the step
+    tokens: Array  # [rows] int64: their indices in the step
     paging: Paging  # without a slot mapping: the step's own paging stores all keys and values
 
 
@@ -68,7 +56,7 @@ class LayerCache:
     block to block by `k.stride(0)` and `v.stride(0)`.
     """
 
-    k: Tensor  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may have another layout
-    v: Tensor  # as k; for a latent (MLA) the first columns of `k`, for a state `k` itself
+    k: Array  # [blocks, block_size, kv_heads, head_dim] in the reference; a backend may have another layout
+    v: Array  # as k; for a latent (MLA) the first columns of `k`, for a state `k` itself
     group: int  # this layer's index in Paging.block_tables and Paging.slot_mapping
     block_size: int

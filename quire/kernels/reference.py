@@ -14,19 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from quire.kernels.cache_spec import cache_shapes
 from quire.kernels.paging import LayerCache, Paging
-from quire.kernels.sampling import IN_PROMPT, sample
+from quire.kernels.reference_sampling import beam_candidates, logprobs, sample
+from quire.kernels.sampling import IN_PROMPT
+from quire.kernels.torch_arrays import TorchArrays
 
 __all__ = [
     "activate",
     "add",
     "apply_token_bitmask",
+    "arrays",
     "attention",
+    "beam_candidates",
     "cache_shapes",
+    "count_tokens",
     "gelu_mul",
     "layer_norm",
     "linear",
+    "logits",
+    "logprobs",
     "penalize",
     "record",
     "rms_norm",
@@ -36,7 +43,8 @@ __all__ = [
     "store_kv",
 ]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+arrays = TorchArrays
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -185,18 +193,18 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     return query_positions, key_positions, visible
 
 
-def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
-    """The memory layout of a block of a layer's keys and values. `dtype` is for layers that declare none."""
-    k, v = ((block_size, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_dim or spec.head_dim))
-    return BlockShape(k, None if spec.is_latent else v, DTYPES[spec.dtype or dtype])
-
-
 def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:
     """A faster model that is called like `model`, always with the caches `kv` and up to `max_tokens` tokens.
 
     A backend may record the model's ops once and run them in one call. The reference returns the model itself.
     """
     return model
+
+
+def logits(products: Tensor, softcap: float | None) -> Tensor:
+    """The head's products [n, vocab] -> float32 logits. A soft cap c turns x into c * tanh(x / c)."""
+    wide = products.float()
+    return wide if softcap is None else softcap * torch.tanh(wide / softcap)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -237,6 +245,12 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     is_banned = (((bits[:, :, None] >> numbers) & 1) == 0).flatten(1)[:, :size]
     is_banned = functional.pad(is_banned, (0, size - is_banned.shape[1]), value=True)
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
+
+
+def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Increment counts[row, token] for rows [n] and tokens [n] int64. Pairs may repeat. counts [rows, vocab] int32"""
+    ones = torch.ones_like(tokens, dtype=counts.dtype)
+    counts.view(-1).index_add_(0, rows * counts.shape[1] + tokens, ones)
 
 
 def penalize(logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:

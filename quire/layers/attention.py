@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
@@ -13,6 +12,9 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Attention:

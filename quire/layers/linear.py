@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.layers.source import Part, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Linear:
@@ -18,5 +20,5 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]"""
-        y = self.weight.matmul(x)
+        y: Tensor = self.weight.matmul(x)
         return y if self.bias is None else y + self.bias

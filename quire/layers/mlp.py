@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from quire.kernels import Kernels
 from quire.layers.linear import Linear
 from quire.layers.source import Part, Source
-from quire.quant.weight import Dense
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GatedMLP:
@@ -40,6 +40,6 @@ class GatedMLP:
 
     def _gate(self, x: Tensor) -> Tensor:
         weight = self.gate_up.weight
-        if self.fused is not None and isinstance(weight, Dense):
+        if self.fused is not None and weight.data is not None:
             return self.fused.gated_linear(x, weight.data, self.activation)
         return self.activate(self.gate_up(x))

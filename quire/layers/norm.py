@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.layers.source import Part, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RMSNorm:
     """With `offset` the checkpoint holds weight - 1, as Gemma's do."""
 
     def __init__(self, source: Source, ops: Kernels, name: str, *, size: int, eps: float, offset: bool = False) -> None:
-        weight = source.vector([Part(f"{name}.weight", size)])
-        # In float32: 1 + w would lose most of w's bits in a half-precision type.
-        self.weight = 1.0 + weight.float() if offset else weight
+        self.weight = source.vector([Part(f"{name}.weight", size)], plus_one=offset)
         self.eps = eps
         self.ops = ops
 

@@ -1,43 +1,53 @@
 """RotaryTable: cosines and sines for every position, and the scaling rules for longer contexts.
 
-All is computed in float32, in the order that transformers uses: models were trained with those numbers.
+Angles are computed in float32, in the order that transformers uses: models were trained with those numbers. Cosines and
+sines are rounded once, from float64, so that they are the same on every machine.
 `models/rope.py` picks the rule of a configuration; the `rope` op applies the table.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kernels.arrays import Array, Arrays
+
+Floats = NDArray[np.float32]
 
 
 class RotaryTable:
     """`table` [max_len, dim] float32: dim / 2 cosines, then dim / 2 sines, for each position, times `magnitude`."""
 
     def __init__(
-        self, frequencies: Tensor, *, max_len: int, interleaved: bool, device: torch.device, magnitude: float = 1.0
+        self, frequencies: Floats, *, max_len: int, interleaved: bool, arrays: Arrays, magnitude: float = 1.0
     ) -> None:
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
-        self.table = (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(device)
+        angles = np.outer(np.arange(max_len, dtype=np.float32), frequencies).astype(np.float64)
+        table = np.concatenate((np.cos(angles), np.sin(angles)), axis=-1, dtype=np.float32) * np.float32(magnitude)
+        self.table: Array = arrays.put(table, "float32")
         self.interleaved = interleaved
 
 
-def plain_frequencies(dim: int, theta: float) -> Tensor:
+def plain_frequencies(dim: int, theta: float) -> Floats:
     """Radians a token, [dim / 2]: from one for the first pair of dimensions down to nearly 1 / theta."""
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    powers = (float(theta) ** exponents.astype(np.float64)).astype(np.float32)  # rounded once
+    return np.float32(1.0) / powers
 
 
 def stretch_llama3(
-    plain: Tensor, *, factor: float, original_max_len: int, low_freq_factor: float, high_freq_factor: float
-) -> Tensor:
+    plain: Floats, *, factor: float, original_max_len: int, low_freq_factor: float, high_freq_factor: float
+) -> Floats:
     """Frequencies below low_freq_factor turns a context are divided by `factor`; those above high_freq_factor stay."""
-    turns = original_max_len * plain / (2 * math.pi)
-    return _blend(plain, plain / factor, (turns - low_freq_factor) / (high_freq_factor - low_freq_factor))
+    turns = np.float32(original_max_len) * plain / np.float32(2 * math.pi)
+    share = (turns - np.float32(low_freq_factor)) / np.float32(high_freq_factor - low_freq_factor)
+    return _blend(plain, plain / np.float32(factor), share)
 
 
 def stretch_yarn(
-    plain: Tensor,
+    plain: Floats,
     *,
     theta: float,
     factor: float,
@@ -45,7 +55,7 @@ def stretch_yarn(
     beta_fast: float,
     beta_slow: float,
     truncate: bool,
-) -> Tensor:
+) -> Floats:
     """As llama3, with a linear blend over the dimensions between beta_fast and beta_slow turns a context."""
     dim = 2 * len(plain)
 
@@ -57,7 +67,8 @@ def stretch_yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low or 0.001
-    return _blend(plain, plain / factor, 1 - (torch.arange(dim // 2, dtype=torch.float32) - low) / width)
+    share = 1 - (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)
+    return _blend(plain, plain / np.float32(factor), share)
 
 
 def yarn_magnitude(factor: float) -> float:
@@ -65,6 +76,7 @@ def yarn_magnitude(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _blend(kept: Tensor, stretched: Tensor, share: Tensor) -> Tensor:
-    share = share.clamp(0, 1)
-    return kept * share + stretched * (1 - share)
+def _blend(kept: Floats, stretched: Floats, share: NDArray[Any]) -> Floats:
+    share = np.clip(share, np.float32(0), np.float32(1))
+    blended: Floats = kept * share + stretched * (1 - share)
+    return blended

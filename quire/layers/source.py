@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from torch import Tensor
-
 from quire.errors import UnsupportedModel
+from quire.kernels.arrays import Array
 from quire.quant.weight import Weight
 
 Shape = tuple[int, ...]
@@ -116,8 +115,12 @@ class Source(Protocol):
         """One matrix [sum of rows, cols] whose rows are those of the parts, concatenated."""
         ...
 
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        """One dense vector, the parts concatenated: norm weights and biases."""
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Array:
+        """One dense vector, the parts concatenated: norm weights and biases. `plus_one` adds 1 to each value."""
+        ...
+
+    def scalar(self, value: float) -> Array | float:
+        """A number in the weights' type."""
         ...
 
 
@@ -132,5 +135,8 @@ class ShardedSource:
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
         return self.whole.matrix([part.shard(self.rank, self.size, cols) for part in parts], cols)
 
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self.whole.vector([part.shard(self.rank, self.size, None) for part in parts])
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Array:
+        return self.whole.vector([part.shard(self.rank, self.size, None) for part in parts], plus_one=plus_one)
+
+    def scalar(self, value: float) -> Array | float:
+        return self.whole.scalar(value)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
@@ -22,6 +20,9 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 from quire.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Layer(Protocol):
@@ -64,7 +65,7 @@ class Decoder:
         self.norm = build_norm(config, source, ops, "model.norm", size)
         tied = config.tie_embeddings
         head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
-        self.head = Head(head, softcap=config.logit_softcap)
+        self.head = Head(head, ops, softcap=config.logit_softcap)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache], ends: Ends | None = None

@@ -6,8 +6,7 @@ Most layers have a sliding window and rotate with `ModelConfig.local_rope`. The 
 from __future__ import annotations
 
 from functools import partial
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -16,6 +15,9 @@ from quire.layers.source import Source
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, build_attention, build_mlp, build_norm
 from quire.models.rope import rotary_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Gemma3Layer:
@@ -52,8 +54,8 @@ class Gemma3(Decoder):
     """A Decoder of Gemma3Layers, with embeddings scaled by the square root of the hidden size."""
 
     def __init__(self, config: ModelConfig, source: Source, ops: Kernels) -> None:
-        global_table = rotary_table(config.rope, config.max_len, ops.device)
-        local_table = rotary_table(config.local_rope, config.max_len, ops.device) if config.local_rope else global_table
+        global_table = rotary_table(config.rope, config.max_len, ops.arrays)
+        local_table = rotary_table(config.local_rope, config.max_len, ops.arrays) if config.local_rope else global_table
         layers = [
             Gemma3Layer(config, source, ops, index, global_table if window is None else local_table)
             for index, window in enumerate(config.windows)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -14,6 +14,9 @@ from quire.layers.source import Source
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, build_attention, build_mlp, build_norm
 from quire.models.rope import rotary_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LlamaLayer:
@@ -49,6 +52,6 @@ class Llama(Decoder):
     """A Decoder of LlamaLayers."""
 
     def __init__(self, config: ModelConfig, source: Source, ops: Kernels, *, qk_norm: bool = False) -> None:
-        rotary = rotary_table(config.rope, config.max_len, ops.device)
+        rotary = rotary_table(config.rope, config.max_len, ops.arrays)
         layers = [LlamaLayer(config, source, ops, index, rotary, qk_norm) for index in range(config.num_layers)]
         super().__init__(config, source, ops, layers)

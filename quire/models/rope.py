@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from quire.layers.rotary import RotaryTable, plain_frequencies, stretch_llama3, stretch_yarn, yarn_magnitude
+from quire.kernels.arrays import Arrays
+from quire.layers.rotary import Floats, RotaryTable, plain_frequencies, stretch_llama3, stretch_yarn, yarn_magnitude
 from quire.models.config import Rope, RopeScaling
 
 
-def rotary_table(rope: Rope, max_len: int, device: torch.device) -> RotaryTable:
+def rotary_table(rope: Rope, max_len: int, arrays: Arrays) -> RotaryTable:
     return RotaryTable(
         frequencies(rope),
         max_len=max_len,
         interleaved=rope.interleaved,
-        device=device,
+        arrays=arrays,
         magnitude=magnitude(rope.scaling),
     )
 
 
-def frequencies(rope: Rope) -> Tensor:
+def frequencies(rope: Rope) -> Floats:
     """Radians a token, [dim / 2]."""
     plain = plain_frequencies(rope.dim, rope.theta)
     if rope.divisors is not None:
-        plain = plain / torch.tensor(rope.divisors, dtype=torch.float32)
+        plain = np.divide(plain, np.array(rope.divisors, np.float32))
     return plain if rope.scaling is None else _stretch(plain, rope.theta, rope.scaling)
 
 
@@ -33,9 +33,9 @@ def magnitude(scaling: RopeScaling | None) -> float:
     return yarn_magnitude(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
 
 
-def _stretch(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def _stretch(plain: Floats, theta: float, scaling: RopeScaling) -> Floats:
     if scaling.kind == "linear":
-        return plain / scaling.factor
+        return plain / np.float32(scaling.factor)
     if scaling.kind == "llama3":
         return stretch_llama3(
             plain,

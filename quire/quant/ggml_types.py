@@ -1,12 +1,14 @@
 """The tensor types a GGUF file can name: how many values a block holds, and in how many bytes.
 
-No torch. The file reader checks sizes with these numbers; `gguf_blocks.py` unpacks with them. `unpack.py` lists the
-types that quire can unpack, `PANEL_FORMATS` those that have a panel format.
+The file reader checks sizes with these numbers. `SUPPORTED_TYPES` are the types that quire can unpack, `PANEL_FORMATS`
+those that have a panel format.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+
+from quire.errors import UnsupportedModel
 
 
 class GGMLType(Enum):
@@ -78,3 +80,13 @@ PANEL_FORMATS: dict[GGMLType, str] = {
     GGMLType.BF16: "bf16",
     GGMLType.F16: "f16",
 }
+
+# The types that quire reads. `unpack.py` has their formulas in torch, `csrc/dequantize.cpp` in C++.
+SUPPORTED_TYPES = frozenset({*PANEL_FORMATS, GGMLType.Q2_K, GGMLType.Q3_K})
+
+
+def check_supported(type: GGMLType) -> None:
+    """Refuse tensor types that quire cannot unpack."""
+    if type not in SUPPORTED_TYPES:
+        known = ", ".join(kind.name for kind in GGMLType if kind in SUPPORTED_TYPES)
+        raise UnsupportedModel(f"Tensors of type {type.name} are not supported; quire reads {known}.")

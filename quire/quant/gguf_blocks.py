@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModel
-from quire.quant.ggml_types import GGMLType
+from quire.quant.dense import argmax_of_products
+from quire.quant.ggml_types import GGMLType, check_supported
 from quire.quant.unpack import UNPACKERS
-from quire.quant.weight import argmax_of_products
 
 SLICE_VALUES = 1 << 19  # unpacked at a time: bounds the size of temporaries
 
@@ -22,37 +21,39 @@ SLICE_VALUES = 1 << 19  # unpacked at a time: bounds the size of temporaries
 class GGUFBlocks:
     """A matrix [rows, cols] as uint8 blocks [rows, row_bytes]. `rows` returns `dtype`."""
 
+    data = None
+
     def __init__(self, type: GGMLType, data: Tensor, cols: int, dtype: torch.dtype = torch.float32) -> None:
         check_supported(type)
         assert data.dtype == torch.uint8, data.dtype
         assert data.shape == (data.shape[0], type.row_bytes(cols)), (data.shape, type, cols)
         self.type = type
-        self.data = data
+        self.blocks = data
         self.cols = cols
         self.dtype = dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.cols
+        return self.blocks.shape[0], self.cols
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.blocks.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         for rows in self._slices():
-            out[..., rows] = torch.nn.functional.linear(x, self._unpack(self.data[rows]).to(x.dtype))
+            out[..., rows] = torch.nn.functional.linear(x, self._unpack(self.blocks[rows]).to(x.dtype))
         return out
 
     def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         return argmax_of_products(self, x, rows)
 
     def rows(self, index: Tensor) -> Tensor:
-        return self._unpack(self.data[index]).to(self.dtype)
+        return self._unpack(self.blocks[index]).to(self.dtype)
 
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+    def dense(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=torch.float32, device=self.blocks.device)
         self.dense_into(out)
         return out
 
@@ -62,9 +63,9 @@ class GGUFBlocks:
         direct = out.dtype == torch.float32 and out.is_contiguous()
         for rows in self._slices():
             if direct:
-                self._unpack_into(self.data[rows], out[rows])
+                self._unpack_into(self.blocks[rows], out[rows])
             else:
-                out[rows] = self._unpack(self.data[rows])
+                out[rows] = self._unpack(self.blocks[rows])
 
     def _slices(self) -> Iterator[slice]:
         step = max(1, SLICE_VALUES // self.cols)
@@ -78,10 +79,3 @@ class GGUFBlocks:
 
     def _unpack_into(self, data: Tensor, out: Tensor) -> None:
         UNPACKERS[self.type](data.reshape(-1, self.type.type_size), out.view(-1, self.type.block_size))
-
-
-def check_supported(type: GGMLType) -> None:
-    """Refuse tensor types that quire cannot unpack."""
-    if type not in UNPACKERS:
-        known = ", ".join(kind.name for kind in UNPACKERS)
-        raise UnsupportedModel(f"Tensors of type {type.name} are not supported; quire reads {known}.")

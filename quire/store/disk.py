@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,8 @@ def matches_sha256(path: Path, sha256: str | None) -> bool:
 
 
 def sha256_of(path: Path) -> str:
+    import hashlib  # imported here, as shutil is, because a model that is on this machine needs neither
+
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -36,6 +36,8 @@ def require_space(directory: Path, needed: int) -> None:
 
 def free_bytes(directory: Path) -> int:
     """Free bytes on the disk of `directory`, which need not exist yet."""
+    import shutil
+
     existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     return shutil.disk_usage(existing).free
 

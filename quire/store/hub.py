@@ -45,11 +45,20 @@ def resolve_from_hub(repository: str, file: str | None, *, download: bool, progr
 
 def find_in_hub_cache(repository: str) -> Path | None:
     """The repository's directory in the hub's cache, or None if it has no weights or lacks a shard."""
+    if not cache_folder(repository).is_dir():
+        return None
     try:
         directory = resolve_from_hub(repository, None, download=False, progress=no_progress)
     except ModelNotFound:
         return None
     return directory if has_all_shards(directory) else None
+
+
+def cache_folder(repository: str) -> Path:
+    """Where the hub's cache keeps a repository. Needs only the constants of `huggingface_hub`, which load quickly."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
 
 
 def has_all_shards(directory: Path) -> bool:

@@ -6,10 +6,8 @@ files except their checksum and the index of their shards: `quire/weights/` read
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quire.config import cache_dir
 from quire.errors import ChecksumMismatch, ModelNotFound
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
     from quire.store.wheel import Locate
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(NamedTuple):
     """Where a model is: one .gguf file, or a directory with config.json and safetensors."""
 
     name: str
@@ -36,8 +33,7 @@ class ModelFiles:
         return self.path.exists() and measure(self.path) == self.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ListedModel:
+class ListedModel(NamedTuple):
     """An alias, and the path of its files if they are on this machine."""
 
     name: str
@@ -162,6 +158,8 @@ def measure(path: Path) -> int:
 
 
 def not_found(name: str) -> ModelNotFound:
+    import difflib  # imported here because an alias or a path needs no search for similar names
+
     close = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]}? " if close else ""
     return ModelNotFound(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
@@ -115,8 +115,7 @@ class Detokenizer:
         return fresh
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
+class StopMatch(NamedTuple):
     """A stop string that was found."""
 
     stop: str
@@ -187,8 +186,7 @@ class TokenOffsets:
         return offsets
 
 
-@dataclass(frozen=True, slots=True)
-class PromptText:
+class PromptText(NamedTuple):
     """A prompt's text and the character offset of each of its tokens."""
 
     text: str

@@ -6,22 +6,24 @@ It encodes the prompt, checks it against the model's limits, chooses a seed and 
 
 from __future__ import annotations
 
-import secrets
+import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams, check_priority
 from quire.core.request import Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
 from quire.text.detokenizer import TextStops
-from quire.text.grammar.constraint import GrammarBackend
 from quire.text.output_processor import OutputProcessor
-from quire.text.tokenizers.length_bound import LengthBound
 from quire.text.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text.grammar.constraint import GrammarBackend
+    from quire.text.tokenizers.length_bound import LengthBound
 
 Prompt = str | Mapping[str, Any]
 ENCODE_BATCH_SIZE = 1024  # texts that are encoded in one call
@@ -46,10 +48,10 @@ class InputProcessor:
     length_bound: LengthBound | None = None  # refuses a text that is too long without encoding it
     request_counter: Iterator[int] = field(default_factory=count)  # numbers prompts in their order
     end_token_ids: frozenset[int] = field(init=False)
-    _ids: list[int] = field(init=False)  # one int object for each id: a list of them takes 8 bytes a token, not 36
+    # One int object for each id that occurs: a list of them takes 8 bytes a token, not 36.
+    _ids: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ids = list(range(max(self.vocab_size, self.tokenizer.vocab_size)))
         ids = self.tokenizer.end_token_ids | frozenset(self.eos_token_ids)
         self.end_token_ids = frozenset(token for token in ids if token < self.vocab_size)
 
@@ -146,7 +148,8 @@ class InputProcessor:
         if "prompt_token_ids" in prompt:
             tokens = prompt["prompt_token_ids"]
             is_packed = isinstance(tokens, PackedTokens)
-            return prompt.get("prompt"), [self._ids[token] for token in tokens] if is_packed else list(tokens)
+            shared = self._ids.setdefault
+            return prompt.get("prompt"), [shared(token, token) for token in tokens] if is_packed else list(tokens)
         return self.encode(prompt.get("prompt", ""))
 
     def check_params(self, params: SamplingParams) -> None:
@@ -192,7 +195,7 @@ class InputProcessor:
             return params.seed % 2**64
         if self.seed is not None:
             return (self.seed + (number + 1) * SEED_STRIDE) % 2**64
-        return secrets.randbits(64)
+        return int.from_bytes(os.urandom(8), "little")
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if self.grammars is None or params.structured_outputs is None:

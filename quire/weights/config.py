@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from quire.errors import UnsupportedModel
 from quire.models.config import ModelConfig
 from quire.quant.ggml_types import GGMLType
@@ -51,5 +49,5 @@ def rope_divisors(file: GGUFFile) -> list[float] | None:
         return None
     if info.type is not GGMLType.F32:
         raise UnsupportedModel(f"{file.path}: rope_freqs.weight is of type {info.type.name}; quire supports F32 only.")
-    values: list[float] = np.array(file.raw(info.name)).view("<f4").ravel().tolist()
+    values: list[float] = file.raw(info.name).copy().view("<f4").ravel().tolist()
     return values

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quire.errors import BadModelFile, ModelNotFound, UnsupportedModel
 
@@ -47,12 +46,12 @@ class Fields:
         return value
 
     def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_COUNT) -> int:
-        """A whole number. A list with a value for each layer must have equal values."""
+        """A whole number. An array with a value for each layer must have equal values."""
         value = self._required(key, default)
-        if isinstance(value, np.ndarray):
-            if len(set(value.tolist())) != 1:
+        if isinstance(value, array):
+            if len(set(value)) != 1:
                 raise self.unsupported(f"{self.prefix}{key} differs from layer to layer, which quire does not support.")
-            value = value[0].item()
+            value = value[0]
         if type(value) is not int or not least <= value <= most:
             raise self.bad(f"{self.prefix}{key} is {value!r}, and must be a whole number from {least} to {most}")
         return value

@@ -1,4 +1,4 @@
-"""GGUFFile: the metadata and tensors of a memory-mapped GGUF file. Loads no torch.
+"""GGUFFile: the metadata and tensors of a memory-mapped GGUF file. Loads no torch, and numpy only for tensors.
 
 Every count, length, offset and type is checked against the file's size before use, so a damaged or malicious file
 raises `BadModelFile` and allocates no memory. `quant/gguf_blocks.py` unpacks tensors; `gguf_config.py` and `text/`
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+import sys
+from array import array
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import BadModelFile, ModelNotFound
 from quire.quant.ggml_types import TYPES_BY_NUMBER, GGMLType
 from quire.weights.gguf_strings import U64, Strings, skip
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy as np
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -30,19 +35,12 @@ MIN_ENTRY_BYTES = 8 + 4 + 1  # an empty key, its type, one byte of value
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, type, offset
 
 U32 = struct.Struct("<I")
-SCALARS: dict[int, np.dtype[Any]] = {
-    number: np.dtype(code)
-    for number, code in enumerate(
-        ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
-    )
-    if code
-}
 BOOL, STRING, ARRAY = 7, 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}  # typecodes
 RETRY = "Download it again."
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """The location and type of one tensor. `shape` is in torch's order: (out, in), the last dimension contiguous."""
 
     name: str
@@ -71,14 +69,18 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = header.tensors
         self._drop_pages(0, header.data_start)
 
-    def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def raw(self, name: str) -> Bytes:
         """A read-only view of the tensor's bytes in the file: [rows, row_bytes]."""
+        import numpy as np
+
         info = self.tensors[name]
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(info.rows, -1)
 
-    def read(self, name: str, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def read(self, name: str, rows: slice) -> Bytes:
         """A copy of some rows. Not through the memory map, whose pages would count as memory of this process."""
+        import numpy as np
+
         info = self.tensors[name]
         row_bytes = info.nbytes // info.rows
         data = np.empty((rows.stop - rows.start, row_bytes), np.uint8)
@@ -207,7 +209,7 @@ class Header:
             return self._text(self.what)
         if kind == ARRAY:
             return self._array(depth + 1)
-        return self._scalars(kind, 1)[0].item()
+        return self._scalars(kind, 1)[0]
 
     def _array(self, depth: int) -> Any:
         if depth > MAX_ARRAY_DEPTH:
@@ -219,17 +221,22 @@ class Header:
             return [self._array(depth + 1) for _ in range(self._count("arrays", U32.size + U64.size))]
         return self._scalars(kind, self._number(U64))
 
-    def _scalars(self, kind: int, count: int) -> np.ndarray[Any, np.dtype[Any]]:
-        dtype = SCALARS.get(kind)
-        if dtype is None:
+    def _scalars(self, kind: int, count: int) -> array[Any] | list[bool]:
+        """Numbers as an array, bools as a list."""
+        typecode = SCALARS.get(kind)
+        if typecode is None:
             raise self.bad(f"{self.what} has the unknown value type {kind}")
-        self._need(count * dtype.itemsize)
-        if count == 0:
-            return np.empty(0, dtype)
-        start, self.at = self.at, self.at + count * dtype.itemsize
-        if kind == BOOL and np.frombuffer(self.data, np.uint8, count, start).max() > 1:
+        values = array(typecode)
+        self._need(count * values.itemsize)
+        start, self.at = self.at, self.at + count * values.itemsize
+        values.frombytes(self.data[start : self.at])
+        if sys.byteorder == "big":
+            values.byteswap()
+        if kind != BOOL:
+            return values
+        if any(value > 1 for value in values):
             raise self.bad(f"{self.what} has a bool that is neither 0 nor 1")
-        return np.frombuffer(self.data, dtype, count, start).copy()
+        return list(map(bool, values))
 
     def _strings(self, count: int) -> Strings:
         done, end = skip(self.data, self.at, count)

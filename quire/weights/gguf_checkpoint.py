@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from quire.errors import UnsupportedModel
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
-from quire.quant.ggml_types import PANEL_FORMATS
-from quire.quant.gguf_blocks import GGUFBlocks, check_supported
+from quire.quant.ggml_types import PANEL_FORMATS, check_supported
 from quire.quant.panels import ROWS_IN_PANEL
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import Work, part_bytes
 from quire.weights.gguf import GGUFFile, TensorInfo
 from quire.weights.names import gguf_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SLICE_BYTES = 1 << 20  # of the file, that one thread reads and unpacks at a time
 
@@ -59,15 +63,23 @@ class GGUFPart:
         check_supported(self.info.type)
         if self.cols is None:
             return [partial(self._fill_vector, out)]
-        return [partial(self._unpack, out, *rows) for rows in self.slices()]
+        return [partial(self._fill_rows, out, *rows) for rows in self.slices()]
 
     def _fill_vector(self, out: Tensor) -> None:
         """A vector is stored as one row."""
+        import torch
+
+        from quire.quant.gguf_blocks import GGUFBlocks
+
         data = torch.from_numpy(self.file.read(self.name, slice(0, 1)))
         values = GGUFBlocks(self.info.type, data, self.info.cols).dense()[0]
         out.copy_(torch.cat([values[run.start : run.stop : run.step] for run in self.part.stored_runs(0, len(out))]))
 
-    def _unpack(self, out: Tensor, start: int, stop: int) -> None:
+    def _fill_rows(self, out: Tensor, start: int, stop: int) -> None:
+        import torch
+
+        from quire.quant.gguf_blocks import GGUFBlocks
+
         data = torch.from_numpy(self._read(start, stop))
         blocks = GGUFBlocks(self.info.type, data.to(out.device), self.info.cols)
         if self.part.columns is None:
@@ -75,20 +87,25 @@ class GGUFPart:
         else:
             out[start:stop] = blocks.dense()[:, self.part.columns.start : self.part.columns.stop]
 
-    def pack(self, panels: Any, first: int) -> list[Work]:
+    def unpack(self, native: Native) -> NDArray[np.float32]:
         check_supported(self.info.type)
-        return [partial(self._pack, panels, first, *rows) for rows in self.slices(ROWS_IN_PANEL)]
+        values = dequantize(native, self.info, self.file.read(self.name, slice(0, 1)), self.info.cols)[0]
+        runs = self.part.stored_runs(0, self.part.rows)
+        return np.concatenate([values[run.start : run.stop : run.step] for run in runs])
 
-    def _pack(self, panels: Any, first: int, start: int, stop: int) -> None:
+    def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
+        check_supported(self.info.type)
+        return [partial(self._pack, panels, first, native, *rows) for rows in self.slices(ROWS_IN_PANEL)]
+
+    def _pack(self, panels: Any, first: int, native: Native, start: int, stop: int) -> None:
         info, target_rows = self.info, (first + start, stop - start)
         raw = self.read_columns(start, stop)
         if info.type.quantized and panels.format == PANEL_FORMATS.get(info.type):
-            panels.pack_gguf(info.type.number, raw.ctypes.data, *target_rows)
+            panels.pack_gguf(info.type.number, address(raw), *target_rows)
         elif info.type.quantized:
-            values = GGUFBlocks(info.type, torch.from_numpy(raw), panels.cols).dense()
-            panels.pack_dense("f32", values.data_ptr(), panels.cols, *target_rows)
+            panels.pack_dense("f32", address(dequantize(native, info, raw, panels.cols)), panels.cols, *target_rows)
         else:
-            panels.pack_dense(PANEL_FORMATS[info.type], raw.ctypes.data, panels.cols, *target_rows)
+            panels.pack_dense(PANEL_FORMATS[info.type], address(raw), panels.cols, *target_rows)
 
     def slices(self, unit: int = 1) -> list[tuple[int, int]]:
         """The part's rows as (start, stop) slices of about SLICE_BYTES; all but the last are multiples of `unit`."""
@@ -118,6 +135,14 @@ class GGUFPart:
         return read[0] if len(read) == 1 else np.concatenate(read)
 
 
+def dequantize(native: Native, info: TensorInfo, data: Bytes, cols: int) -> NDArray[np.float32]:
+    """Rows of blocks -> [rows, cols] float32."""
+    assert data.flags.c_contiguous
+    values = np.empty((len(data), cols), np.float32)
+    native.module.dequantize(info.type.number, address(data), *values.shape, address(values))
+    return values
+
+
 class GGUFCheckpoint:
     """The tensors of a GGUF file. Converters store the parts of a fused matrix in order, and nothing transposed."""
 
@@ -132,7 +157,11 @@ class GGUFCheckpoint:
     def find(self, part: Part, cols: int | None) -> GGUFPart:
         return GGUFPart(self.file, gguf_name(part.name, self.family), part.in_plain_order(), cols)
 
-    def weight(self, parts: Sequence[Part], cols: int, device: torch.device, dtype: torch.dtype) -> Weight | None:
+    def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
+        import torch
+
+        from quire.quant.gguf_blocks import GGUFBlocks
+
         found = [self.find(part, cols) for part in parts]
         type = found[0].info.type
         if not type.quantized or any(stored.info.type != type for stored in found):

@@ -6,11 +6,10 @@ The metadata is not complete: some values follow from the architecture, from the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
@@ -142,12 +141,13 @@ def read_window(fields: Fields) -> int | None:
 def gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The pattern is a period, or a bool for each layer that is true if the layer has a window."""
     window, pattern = read_window(fields), fields.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, np.ndarray):
+    is_list = isinstance(pattern, list) and all(type(local) is bool for local in pattern)
+    if not is_list and not isinstance(pattern, array):
         period = fields.count("attention.sliding_window_pattern", GEMMA3_PATTERN)
         return tuple(window if (index + 1) % period else None for index in range(num_layers))
     if len(pattern) != num_layers:
         raise fields.bad(f"attention.sliding_window_pattern has {len(pattern)} entries for {num_layers} layers")
-    return tuple(window if local else None for local in pattern.tolist())
+    return tuple(window if local else None for local in pattern)
 
 
 def eos_token_ids(general: Fields) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Arrays of strings in a GGUF file, decoded on demand: only tokenizers use the large ones.
 
-The native extension reads them if it is available. Otherwise Python does, with the same result.
+The native extension reads them if it is available. Otherwise Python does, with the same result. Tokens and merges need
+not become Python strings at all: `Strings.make_bpe`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from quire.kernels.cpu import native
 
@@ -68,6 +70,15 @@ class Strings:
             split = (string.partition(" ")[::2] for string in self._decoded())
             pairs = [(left, right) for left, right in split if left and right]
         return pairs if len(pairs) == self._count else None
+
+    def make_bpe(self, merges: Strings) -> Any | None:
+        """The extension's `BPE` of these tokens and their merges. It does not refer to the file.
+
+        None without the extension, or if the strings are no vocabulary: `tolist` and `pairs` then tell what is wrong.
+        """
+        if (module := extension()) is None or merges._data is not self._data:
+            return None
+        return module.make_bpe(self._data, self._first, self._count, merges._first, merges._count)
 
     def _decoded(self) -> Iterator[str]:
         """The strings up to the first that is not UTF-8."""

@@ -9,24 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from quire.errors import InvalidParams
 from quire.kernels import Kernels
+from quire.kernels.arrays import ITEM_BYTES
 from quire.layers.source import Part, Shape
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.weights.checkpoint import Checkpoint, CheckpointSource, StoredPart
+from quire.weights.checkpoint import Checkpoint, StoredPart
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import may_stay_unread
-from quire.weights.random_weights import RandomWeights
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from quire.weights.survey import Survey, check
+
+if TYPE_CHECKING:
+    from quire.weights.dense_source import DenseSource
+    from quire.weights.panel_source import PanelSource
+    from quire.weights.random_tensors import RandomTensors
+    from quire.weights.random_weights import RandomPanels
 
 Progress = Callable[[int, int], None]
 
@@ -47,8 +52,7 @@ class LoadedModel:
 def load_model(
     path: Path,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
     ops: Kernels,
     packed: bool = False,
     quantize: str | None = None,
@@ -62,7 +66,6 @@ def load_model(
             config,
             checkpoint,
             dtype=dtype,
-            device=device,
             ops=ops,
             packed=packed,
             quantize=quantize,
@@ -74,8 +77,7 @@ def build_model(
     config: ModelConfig,
     checkpoint: Checkpoint,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
     ops: Kernels,
     packed: bool = False,
     quantize: str | None = None,
@@ -84,32 +86,52 @@ def build_model(
     """Build the model and fill it with the checkpoint's weights.
 
     If `ops` are quire's own CPU kernels, matrices are packed for them, and plain ones are quantized as `quantize` says.
-    Otherwise they become dense, or with `packed` keep their quantized blocks. `progress` gets the bytes read so far and
-    the total.
+    Otherwise they become dense in `dtype`, or with `packed` keep their quantized blocks. `progress` gets the bytes read
+    so far and the total.
     """
     total = sum(stored.nbytes for stored in survey(config, checkpoint, ops))
-    on_read = counter(total, progress)
-    with CheckpointSource(
-        checkpoint,
-        dtype,
-        device,
-        packed=packed,
-        native=ops.native,
-        linear=ops.linear,
-        quantize=quantize,
-        on_read=on_read,
-    ) as source:
+    with open_source(checkpoint, dtype, ops, packed, quantize, counter(total, progress)) as source:
         model = MODELS[config.family](config, source, ops)
     unused = tuple(name for name in checkpoint.shapes if name not in source.used)
     return LoadedModel(model, config, source.nbytes, unused)
 
 
-def build_random_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ops: Kernels, quantize: str | None = None
-) -> LoadedModel:
+def open_source(
+    checkpoint: Checkpoint,
+    dtype: str,
+    ops: Kernels,
+    packed: bool = False,
+    quantize: str | None = None,
+    on_read: Callable[[int], None] | None = None,
+) -> PanelSource | DenseSource:
+    """The source of weights in the form that `ops` need."""
+    if ops.native is not None:
+        from quire.weights.panel_source import PanelSource
+
+        return PanelSource(checkpoint, ops.native, quantize=quantize, on_read=on_read)
+    from quire.kernels.torch_arrays import torch_type
+    from quire.weights.dense_source import DenseSource
+
+    assert ops.linear is not None
+    return DenseSource(checkpoint, torch_type(dtype), ops.device, packed=packed, linear=ops.linear, on_read=on_read)
+
+
+def build_random_model(config: ModelConfig, *, dtype: str, ops: Kernels, quantize: str | None = None) -> LoadedModel:
     """The model with random weights, for benchmarks. Only the configuration is read."""
-    source = RandomWeights(0, dtype, device, ops.linear, ops.native, quantize)
+    source = random_source(0, dtype, ops, quantize)
     return LoadedModel(MODELS[config.family](config, source, ops), config, source.nbytes)
+
+
+def random_source(seed: int, dtype: str, ops: Kernels, quantize: str | None = None) -> RandomPanels | RandomTensors:
+    if ops.native is not None:
+        from quire.weights.random_weights import RandomPanels
+
+        return RandomPanels(seed, ops.native, quantize)
+    from quire.kernels.torch_arrays import torch_type
+    from quire.weights.random_tensors import RandomTensors
+
+    assert ops.linear is not None
+    return RandomTensors(seed, torch_type(dtype), ops.device, ops.linear)
 
 
 def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig:
@@ -154,12 +176,12 @@ def count_weights(config: ModelConfig, ops: Kernels) -> int:
     return sum(num_values(part, cols) for part, cols in declared_parts(config, ops))
 
 
-def weight_bytes(found: Sequence[StoredPart], dtype: torch.dtype, *, packed: bool = False) -> int:
+def weight_bytes(found: Sequence[StoredPart], dtype: str, *, packed: bool = False) -> int:
     """Bytes of the weights that `build_model` makes when it does not pack them for quire's own CPU kernels."""
     return sum(
         stored.nbytes
         if packed and stored.quantized and stored.cols is not None
-        else num_values(stored.part, stored.cols) * dtype.itemsize
+        else num_values(stored.part, stored.cols) * ITEM_BYTES[dtype]
         for stored in found
     )
 

@@ -1,20 +1,22 @@
 """SafetensorsFiles: the tensors of a directory, in one `model.safetensors` or in the shards of an index.
 
-Each read opens and closes the file, so that only the tensors in use are memory-mapped. Names are those in the files.
+The safetensors library checks each file. Tensors are read as numpy arrays from the offsets in its header, because the
+library has no numpy type for bfloat16. Each read maps its tensor only. Names are those in the files.
 `safetensors_checkpoint.py` calls this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from quire.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from quire.weights.fields import read_json
@@ -22,7 +24,11 @@ from quire.weights.fields import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+# Types that numpy lacks are read as unsigned integers of the same size.
+NUMPY_TYPES = {
+    "F64": "<f8", "I64": "<i8", "U64": "<u8", "F32": "<f4", "I32": "<i4", "U32": "<u4", "F16": "<f2", "BF16": "<u2",
+    "I16": "<i2", "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?", "F8_E4M3": "u1", "F8_E5M2": "u1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,12 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # in safetensors' notation: F32, BF16, ...
+    offset: int  # in the file
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
+        return prod(self.shape) * np.dtype(NUMPY_TYPES.get(self.dtype, "u1")).itemsize
 
 
 class SafetensorsFiles:
@@ -54,20 +61,24 @@ class SafetensorsFiles:
                 )
             self.tensors.update(found)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as it is stored. It keeps the file mapped, so copy it and drop it."""
-        with opened(self.tensors[name].file) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+    def read_floats(self, name: str) -> NDArray[Any]:
+        """As `read`, of a tensor that must be of a floating point type."""
+        return self.read(name, FLOATS)
 
-    def read_floats(self, name: str) -> Tensor:
-        """The same, of a tensor that must be of a floating point type."""
+    def read(self, name: str, kinds: Collection[str] = tuple(NUMPY_TYPES)) -> NDArray[Any]:
+        """The tensor as it is stored, bfloat16 as uint16. It keeps the file mapped, so copy it and drop it."""
         stored = self.tensors[name]
-        if stored.dtype not in FLOATS:
+        if stored.dtype not in kinds:
             raise UnsupportedModel(
-                f"The tensor {name!r} in {stored.file} is of type {stored.dtype}; quire reads {', '.join(FLOATS)}."
+                f"The tensor {name!r} in {stored.file} is of type {stored.dtype}; quire reads {', '.join(kinds)}."
             )
-        return self.read(name)
+        if 0 in stored.shape:
+            return np.empty(stored.shape, NUMPY_TYPES[stored.dtype])
+        try:
+            # Copy on write: torch warns about arrays that it could not write to.
+            return np.memmap(stored.file, NUMPY_TYPES[stored.dtype], "c", stored.offset, stored.shape)
+        except (OSError, ValueError) as error:
+            raise unusable(stored.file, error) from None
 
 
 def find_files(directory: Path) -> dict[Path, set[str]]:
@@ -102,19 +113,21 @@ def shard_path(directory: Path, shard: object) -> Path:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    with opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            view = file.get_slice(name)
-            tensors[name] = StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
-    return tensors
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """The file, opened by the safetensors library. Its errors are raised as BadModelFile."""
+    """The file's tensors. The library has checked that their offsets are inside the file and do not overlap."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
-        raise BadModelFile(f"{path} is not a usable safetensors file: {error}. Download it again.") from None
+        raise unusable(path, error) from None
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, tuple(entry["shape"]), entry["dtype"], 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def unusable(path: Path, error: Exception) -> BadModelFile:
+    return BadModelFile(f"{path} is not a usable safetensors file: {error}. Download it again.")

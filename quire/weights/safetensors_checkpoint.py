@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.names import text_name
 from quire.weights.safetensors import SafetensorsFiles
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 COPY_BYTES = 1 << 24  # of a plain tensor, that one thread copies to the device at a time
+PANEL_FORMATS = {"F16": "f16", "BF16": "bf16"}  # others become float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,19 @@ class DensePart:
 
     @property
     def panel_format(self) -> str:
-        return {"F16": "f16", "BF16": "bf16"}.get(self.files.tensors[self.name].dtype, "f32")
+        return PANEL_FORMATS.get(self.files.tensors[self.name].dtype, "f32")
 
     def fill(self, out: Tensor) -> list[Work]:
+        import torch
+
+        is_bfloat16 = self.files.tensors[self.name].dtype == "BF16"
+
         def copy() -> None:
             """In pieces that are cast on the device. A single `copy_` would cast a copy of the whole on the host."""
             first = 0
-            for run in self._runs():
+            for stored_run in self._runs():
+                run = torch.from_numpy(stored_run)
+                run = run.view(torch.bfloat16) if is_bfloat16 else run
                 num_rows = max(1, COPY_BYTES * len(run) // max(1, run.nbytes))
                 for piece in torch.split(run, num_rows):
                     target = out[first : first + len(piece)]
@@ -53,17 +66,22 @@ class DensePart:
 
         return [copy]
 
-    def pack(self, panels: Any, first: int) -> list[Work]:
+    def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
         def pack_all() -> None:
             runs = self._runs()
-            values = (runs[0] if len(runs) == 1 else torch.cat(runs)).contiguous()
-            values = values.float() if values.dtype == torch.float64 else values
-            kind = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[values.dtype]
-            panels.pack_dense(kind, values.data_ptr(), values.shape[1], first, len(values))
+            values = np.ascontiguousarray(runs[0] if len(runs) == 1 else np.concatenate(runs))
+            values = values.astype(np.float32) if values.dtype == np.float64 else values
+            panels.pack_dense(self.panel_format, address(values), values.shape[1], first, len(values))
 
         return [pack_all]
 
-    def _runs(self) -> list[Tensor]:
+    def unpack(self, native: Native) -> NDArray[np.float32]:
+        values = np.concatenate(self._runs())
+        if self.files.tensors[self.name].dtype == "BF16":
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
+
+    def _runs(self) -> list[NDArray[Any]]:
         """The part's rows as views of the memory-mapped file."""
         stored = self.files.read_floats(self.name)
         if self.part.transposed and self.cols is not None:
@@ -87,5 +105,5 @@ class SafetensorsCheckpoint:
     def find(self, part: Part, cols: int | None) -> StoredPart:
         return DensePart(self.files, self._stored_names.get(part.name, part.name), part, cols)
 
-    def weight(self, parts: Sequence[Part], cols: int, device: torch.device, dtype: torch.dtype) -> Weight | None:
+    def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         return None

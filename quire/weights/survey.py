@@ -7,30 +7,37 @@ tensors of these parts with those in the files. `loader.py` calls both.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any
 
 from quire.errors import WeightMismatch
 from quire.layers.source import Part, Shape
-from quire.quant.weight import Dense, Weight
 
 MAX_NAMED = 5  # tensors that the message names for each kind of mismatch
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A matrix without data."""
+
+    shape: tuple[int, int]
+
+
 class Survey:
-    """A `Source` of tensors without data. It records each part, with the columns of its matrix or None for a vector."""
+    """A `Source` without data. It records each part, with the columns of its matrix or None for a vector."""
 
     def __init__(self) -> None:
         self.declared: list[tuple[Part, int | None]] = []
 
-    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+    def matrix(self, parts: Sequence[Part], cols: int) -> Any:
         self.declared += [(part, cols) for part in parts]
-        return Dense(torch.empty(sum(part.rows for part in parts), parts[0].width(cols), device="meta"))
+        return Declared((sum(part.rows for part in parts), parts[0].width(cols)))
 
-    def vector(self, parts: Sequence[Part]) -> Tensor:
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Any:
         self.declared += [(part, None) for part in parts]
-        return torch.empty(sum(part.rows for part in parts), device="meta")
+
+    def scalar(self, value: float) -> float:
+        return value
 
 
 def check(expected: Mapping[str, Shape], available: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.core.params import SamplingParams
-from quire.engine.sampler import gather_logprobs
+from quire.engine.sampler import LogprobsArrays
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import reference
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 from quire.kernels.cuda.sampling.logprobs import logprobs
 from quire.kernels.cuda.sampling.sample import SamplingInputs, TokenSampler
-from quire.kernels.sampling import IN_PROMPT, gumbel, sampling_mask
+from quire.kernels.reference_sampling import gumbel, sampling_mask
+from quire.kernels.sampling import IN_PROMPT
 
 ROUNDING = 1e-4  # of scores
 SPARE_ROWS = 2
@@ -184,7 +185,7 @@ def check_logprobs(size: int, dtype: torch.dtype, device: torch.device, softcap:
     tokens = torch.randint(size, (5,), device=device)
     nums_top = torch.tensor([0, 1, 5, 20, size + 3], device=device).clamp(max=64)
     capped = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-    expected = gather_logprobs(torch.log_softmax(capped, -1), tokens, min(64, size))
+    expected = LogprobsArrays(*reference.logprobs(capped, tokens, min(64, size)))
     ids = (-capped).sort(stable=True).indices
     own, ranks, top, values = logprobs(logits, tokens, nums_top, int(nums_top.max()), softcap)
     torch.testing.assert_close(own, expected.logprobs, atol=2e-5, rtol=2e-5)

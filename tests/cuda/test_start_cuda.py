@@ -24,9 +24,9 @@ import triton  # isort: skip
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
-from quire.engine import build
 from quire.engine.client import InProcess
 from quire.engine.memory import GRAPH_BYTES
+from quire.engine.profile_run import ProfileRun
 from quire.errors import NotEnoughMemory, UnsupportedModel
 
 pytestmark = pytest.mark.cuda
@@ -74,8 +74,8 @@ def forget_kernels() -> None:
 
 def test_the_cache_takes_what_the_largest_step_leaves(tmp_path, monkeypatch):
     taken: list[int] = []
-    measure = build.ProfileRun.measure
-    monkeypatch.setattr(build.ProfileRun, "measure", lambda *given: taken.append(measure(*given)) or taken[0])
+    measure = ProfileRun.measure
+    monkeypatch.setattr(ProfileRun, "measure", lambda *given: taken.append(measure(*given)) or taken[0])
     free_before = torch.cuda.mem_get_info()[0]
     client = start(tmp_path, max_requests=1024, block_size=256)
     cache = client.info.cache

@@ -20,20 +20,22 @@ from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.client import InProcess
 from quire.engine.costs import time_copies
 from quire.engine.memory import CacheSize
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from quire.kernels.torch_arrays import TorchArrays
 from tests.tools.mixed_specs import MIXED_SPECS
 
 pytestmark = pytest.mark.cuda
 
+ON_GPU = TorchArrays("cuda")
 NUM_BLOCKS = 200
-BLOCK = BlockShape((2, 16, 64), (2, 16, 64), torch.bfloat16)
+BLOCK = BlockShape((2, 16, 64), (2, 16, 64), "bfloat16")
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 64 * 2  # of four layers, keys and values
 
 
 def make_cache(num_host_blocks: int) -> CacheTensors:
     return CacheTensors(
-        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), DEVICE, num_host_blocks
+        lay_out([KVCacheSpec(2, 64)] * 4, [BLOCK] * 4), CacheSize(NUM_BLOCKS, 16, 0, 16, 1), ON_GPU, num_host_blocks
     )
 
 
@@ -61,8 +63,8 @@ def test_blocks_come_back_bit_for_bit(count: int, piece_blocks: int, monkeypatch
 @pytest.mark.parametrize("name", [name for name in MIXED_SPECS if name != "keys wider than values"])
 def test_blocks_of_mixed_layers_are_copied_whole(name: str) -> None:
     specs = MIXED_SPECS[name]
-    layout = lay_out(specs, shape_blocks(specs, select(DEVICE), "bfloat16", 16))
-    cache = CacheTensors(layout, CacheSize(9, 16, 0, 16, 1), DEVICE, 5)
+    layout = lay_out(specs, shape_blocks(specs, select_torch("cuda"), "bfloat16", 16))
+    cache = CacheTensors(layout, CacheSize(9, 16, 0, 16, 1), ON_GPU, 5)
     for part in cache._stacks:
         part.random_(0, 100)
     before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
@@ -92,7 +94,7 @@ def test_many_swaps_in_a_row_keep_their_order() -> None:
 
 
 def test_copies_are_timed_by_the_device() -> None:
-    assert time_copies(make_cache(100), DEVICE) > 0
+    assert time_copies(make_cache(100), ON_GPU) > 0
 
 
 DEFAULTS = {"dtype": "float32", "max_requests": 32, "max_len": 1024, "prefix_cache": False}

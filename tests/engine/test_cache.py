@@ -8,12 +8,15 @@ import torch
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import GIB, CacheSize, MemoryBudget, describe, readable, size_cache
 from quire.errors import NotEnoughMemory
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
+from quire.kernels.torch_arrays import TorchArrays
 from tests.tools.mixed_specs import LARGE, LATENT, MIXED_SPECS, SMALL, WINDOW
 
 pytestmark = pytest.mark.cpu
-CPU = torch.device("cpu")
+
+HOST = TorchArrays("cpu")
+CPU = "cpu"
 
 
 def size(**options) -> CacheSize:
@@ -25,7 +28,7 @@ def size(**options) -> CacheSize:
     return size_cache(**(defaults | options))
 
 
-BLOCK = BlockShape((4, 2, 8), (4, 2, 8), torch.float32)
+BLOCK = BlockShape((4, 2, 8), (4, 2, 8), "float32")
 
 
 def layout_of(windows: Sequence[int | None], block: BlockShape = BLOCK) -> CacheLayout:
@@ -33,7 +36,7 @@ def layout_of(windows: Sequence[int | None], block: BlockShape = BLOCK) -> Cache
 
 
 def mixed_layout(specs: Sequence[CacheSpec], block_size: int = 16) -> CacheLayout:
-    return lay_out(specs, shape_blocks(specs, select(CPU), "bfloat16", block_size))
+    return lay_out(specs, shape_blocks(specs, select_torch(CPU), "bfloat16", block_size))
 
 
 def places(layout: CacheLayout) -> list[tuple[int, int]]:
@@ -55,7 +58,7 @@ def test_mixed_layers_form_groups_as_large_as_the_rarest_kind() -> None:
 
 def test_layers_of_one_shape_have_blocks_that_lie_one_after_the_other() -> None:
     """Keys of all slots and then values of all slots: so they have been since there were groups."""
-    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), CPU)
+    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), HOST)
     keys, values = cache._stacks
     for layer, (_, slot) in zip(cache.layers, places(layout_of([8, 8, None, 8, 8, None, 8])), strict=True):
         for view, part in ((layer.k, keys), (layer.v, values)):
@@ -69,7 +72,7 @@ def test_layers_of_any_shape_have_memory_of_their_own(name: str, block_size: int
     """Each block is given to one group, and each of its layers writes a number there. All must be found again."""
     specs = MIXED_SPECS[name]
     layout = mixed_layout(specs, block_size)
-    cache = CacheTensors(layout, CacheSize(2 * len(layout.groups), block_size, 0, 12, 3), CPU)
+    cache = CacheTensors(layout, CacheSize(2 * len(layout.groups), block_size, 0, 12, 3), HOST)
     for part in cache._stacks:
         assert not part.any()
     owned = [(layer, block) for layer in cache.layers for block in range(layer.group + 1, 2 * len(layout.groups) + 1)]
@@ -88,7 +91,7 @@ def test_layers_of_any_shape_have_memory_of_their_own(name: str, block_size: int
 @pytest.mark.parametrize("name", MIXED_SPECS)
 def test_layers_get_the_shapes_that_they_declared(name: str) -> None:
     specs = MIXED_SPECS[name]
-    cache = CacheTensors(mixed_layout(specs), CacheSize(3, 16, 0, 12, 3), CPU)
+    cache = CacheTensors(mixed_layout(specs), CacheSize(3, 16, 0, 12, 3), HOST)
     for spec, layer in zip(specs, cache.layers, strict=True):
         if isinstance(spec, StateSpec):
             assert layer.k.shape == layer.v.shape == (4, *spec.shape)
@@ -100,7 +103,7 @@ def test_layers_get_the_shapes_that_they_declared(name: str) -> None:
 
 
 def test_a_latent_has_no_values_of_its_own() -> None:
-    cache = CacheTensors(mixed_layout([LATENT] * 2), CacheSize(1, 16, 0, 12, 3), CPU)
+    cache = CacheTensors(mixed_layout([LATENT] * 2), CacheSize(1, 16, 0, 12, 3), HOST)
     assert mixed_layout([LATENT] * 2).block_bytes == 2 * 16 * 576 * 2
     cache.layers[1].k[:] = torch.arange(576)
     assert cache.layers[1].v[1, 3, 0].tolist() == torch.arange(512).bfloat16().tolist()
@@ -133,7 +136,7 @@ def test_groups_that_do_not_grow_come_last() -> None:
 
 @pytest.mark.parametrize("name", MIXED_SPECS)
 def test_copies_take_all_that_a_block_holds(name: str) -> None:
-    cache = CacheTensors(mixed_layout(MIXED_SPECS[name], 4), CacheSize(3, 4, 0, 12, 3), CPU)
+    cache = CacheTensors(mixed_layout(MIXED_SPECS[name], 4), CacheSize(3, 4, 0, 12, 3), HOST)
     for part in cache._stacks:
         part.random_(0, 100)
     before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
@@ -144,7 +147,7 @@ def test_copies_take_all_that_a_block_holds(name: str) -> None:
 
 
 def test_layers_of_one_group_never_share_storage() -> None:
-    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), CPU)
+    cache = CacheTensors(layout_of([8, 8, None, 8, 8, None, 8]), CacheSize(3, 4, 0, 12, 3), HOST)
     for a, first in enumerate(cache.layers):
         for second in cache.layers[a + 1 :]:
             assert first.group != second.group or first.k.data_ptr() != second.k.data_ptr()
@@ -153,15 +156,15 @@ def test_layers_of_one_group_never_share_storage() -> None:
 
 
 def test_blocks_are_copied_in_order() -> None:
-    block = BlockShape((1, 1, 1), (1, 1, 1), torch.float32)
-    cache = CacheTensors(layout_of([None], block), CacheSize(3, 1, 0, 3, 3), CPU)
+    block = BlockShape((1, 1, 1), (1, 1, 1), "float32")
+    cache = CacheTensors(layout_of([None], block), CacheSize(3, 1, 0, 3, 3), HOST)
     cache.layers[0].k[1] = 5.0
     cache.copy_blocks([(1, 2), (2, 3)])
     assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
 
 
 def test_block_bytes() -> None:
-    block = BlockShape((16, 2, 64), (16, 2, 64), torch.bfloat16)
+    block = BlockShape((16, 2, 64), (16, 2, 64), "bfloat16")
     assert layout_of([None] * 3, block).block_bytes == 2 * 3 * 16 * 2 * 64 * 2
 
 

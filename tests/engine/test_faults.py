@@ -18,17 +18,18 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.request import Finish, Request
 from quire.engine import process
-from quire.engine.client import AsyncClient
+from quire.engine.async_client import AsyncClient
 from quire.engine.engine import Engine
 from quire.engine.faults import explain_kernel_errors, explain_out_of_memory, is_out_of_memory
 from quire.engine.messages import AddingRequests, EngineRequest, Refused
 from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
-from quire.kernels import select
+from quire.kernels import select_torch
+from quire.kernels.torch_arrays import TorchArrays
 from tests.tools.tiny import TinyEngine
 
 pytestmark = pytest.mark.cpu
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA = "cpu", "cuda"
 GIB = 1 << 30
 LOST = "CUDA error: an illegal memory access was encountered"
 
@@ -92,7 +93,7 @@ def test_kernels_that_cannot_be_built_are_told_with_the_way_out(gpu, monkeypatch
     triton = ModuleType("triton")
     triton.TritonError = TritonError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
-    ops = replace(select(CPU), device=CUDA, fused=lambda: None)
+    ops = replace(select_torch(CPU), arrays=TorchArrays(CUDA), fused=lambda: None)
     expected = r"cannot run this model on this GPU: out of shared memory\. Set kernels to 'torch', .* another dtype"
     with pytest.raises(UnsupportedModel, match=expected), explain_kernel_errors(ops):
         raise kind("at 3:4:\nout of shared memory")

@@ -12,15 +12,14 @@ import torch
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.logits_processors import banned_words
-from quire.engine.sampler import sort_keys
 from quire.engine.sampling_state import settings_of, signed
-from quire.kernels import select
-from quire.kernels.sampling import gumbel, sampling_mask, top_p_mask
+from quire.kernels import select_torch
+from quire.kernels.reference_sampling import gumbel, sampling_mask, sort_keys, top_p_mask
 from tests.tools.sampling import changed, make_sampler, sample, samples_of
 
 pytestmark = pytest.mark.cpu
 
-OPS = select("cpu")
+OPS = select_torch("cpu")
 LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, 2.9, -5.0, 0.5])
 
 
@@ -264,7 +263,7 @@ def test_when_no_token_is_left_it_says_so(logits: torch.Tensor, temperature: flo
 def test_hardly_any_temperature_takes_the_likeliest(temperature):
     logits = torch.tensor([[3.0, 80.0, -torch.inf, 79.99]])
     request = Request("r", [1], SamplingParams(temperature=temperature), seed=3)
-    tokens, _ = sample(logits, [request], select("cpu"))
+    tokens, _ = sample(logits, [request], select_torch("cpu"))
     assert tokens == [1]
 
 

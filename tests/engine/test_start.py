@@ -25,16 +25,17 @@ from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, MemoryBudget, check_weights, find_memory_budget
 from quire.engine.profile_run import ProfileRun, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
-from quire.kernels import select
+from quire.kernels import select_torch
+from quire.kernels.torch_arrays import TorchArrays
 from quire.layers.attention import Attention
 from quire.models.registry import MODELS
 from quire.weights.loader import count_weights
-from quire.weights.random_weights import RandomWeights
+from quire.weights.random_tensors import RandomTensors
 from tests.tools.tiny import FAMILIES, LLAMA, tiny_model
 
 pytestmark = pytest.mark.cpu
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA = "cpu", "cuda"
 GIB = 1 << 30
 
 
@@ -62,8 +63,8 @@ def test_a_batch_is_as_large_as_the_requests_that_run() -> None:
 
 
 def test_tokens_of_a_step_are_chosen_by_ops() -> None:
-    plain, own = (replace(select(CPU), device=CUDA, fused=store) for store in (None, lambda: None))
-    assert choose_step_tokens(None, 64, select(CPU)) == 192
+    plain, own = (replace(select_torch(CPU), arrays=TorchArrays(CUDA), fused=store) for store in (None, lambda: None))
+    assert choose_step_tokens(None, 64, select_torch(CPU)) == 192
     assert choose_step_tokens(None, 512, own) == 8192
     assert choose_step_tokens(None, 512, plain) == 1024
     assert choose_step_tokens(None, 9000, own) == 9000
@@ -78,19 +79,19 @@ def test_a_config_checks_requests_only_where_they_are_given() -> None:
         EngineConfig(max_requests=0)
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16")])
 def test_the_dtype_is_one_that_the_gpu_multiplies(monkeypatch, capability, expected) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert choose_dtype("auto", CUDA) == expected
-    assert choose_dtype("float32", CUDA) == torch.float32
-    assert choose_dtype("auto", CPU) == torch.float32
+    assert choose_dtype("float32", CUDA) == "float32"
+    assert choose_dtype("auto", CPU) == "float32"
 
 
 # ── what the GPU's kernels cannot serve ───────────────────────────────────────────────────────────────────────────
 
 
 def ops_for(head_dim: int = 64, **options: Any) -> Any:
-    return choose_ops(EngineConfig(**options), replace(LLAMA, head_dim=head_dim), torch.bfloat16, CUDA)
+    return choose_ops(EngineConfig(**options), replace(LLAMA, head_dim=head_dim), "bfloat16", CUDA)
 
 
 @pytest.mark.parametrize("head_dim", [8, 257, 512])
@@ -152,9 +153,9 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(gpu) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_counted_without_being_made(family) -> None:
-    source, config = RandomWeights(0, torch.float32, CPU), FAMILIES[family]
-    MODELS[family](config, source, select(CPU))
-    assert count_weights(config, select(CPU)) * torch.float32.itemsize == source.nbytes
+    source, config = RandomTensors(0, torch.float32, CPU), FAMILIES[family]
+    MODELS[family](config, source, select_torch(CPU))
+    assert count_weights(config, select_torch(CPU)) * torch.float32.itemsize == source.nbytes
 
 
 # ── the step that is tried ────────────────────────────────────────────────────────────────────────────────────────
@@ -179,7 +180,7 @@ def test_the_largest_step_has_all_rows_and_all_tokens(max_tokens, max_requests, 
 
 def layout_of(config: Any) -> CacheLayout:
     specs = tiny_model(config).cache_specs()
-    return lay_out(specs, shape_blocks(specs, select(CPU), "float32", 4))
+    return lay_out(specs, shape_blocks(specs, select_torch(CPU), "float32", 4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,8 +191,8 @@ def test_every_family_can_be_tried(family, monkeypatch) -> None:
     model, shown = tiny_model(config), []
     head = model.head
     monkeypatch.setattr(model, "head", lambda hidden: shown.append(hidden.shape) or head(hidden))
-    buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, config.vocab_size, CPU))
-    cache = CacheTensors(layout, CacheSize(1, 4, layout.block_bytes, config.max_len, 1), CPU)
+    buffers = BatchBuffers(BufferShape(70, 9, config.max_len, layout.windows, 4, config.vocab_size, TorchArrays(CPU)))
+    cache = CacheTensors(layout, CacheSize(1, 4, layout.block_bytes, config.max_len, 1), TorchArrays(CPU))
     run_step(model, buffers.fill(largest_plan(70, 9, config.max_len, 4, len(layout.windows))), cache)
     assert shown == [(9, config.hidden_size)]
 
@@ -199,12 +200,12 @@ def test_every_family_can_be_tried(family, monkeypatch) -> None:
 def test_what_a_step_takes_is_its_peak_above_what_was_there(gpu, monkeypatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1700)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    profile_run = ProfileRun(tiny_model(LLAMA), select(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
-    assert profile_run.measure(read_libraries(CPU, torch.float32)) == 700
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1700)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    profile_run = ProfileRun(tiny_model(LLAMA), select_torch(CPU), layout_of(LLAMA), 40, 8, LLAMA.max_len, 4)
+    assert profile_run.measure(read_libraries(CPU, "float32")) == 700
     assert calls[-4:] == ["empty", "reset", "wait", "empty"]
     assert calls.count("wait") == 3  # the libraries, the small step and the large one
 
@@ -216,9 +217,9 @@ def test_kernels_are_tried_on_a_token_before_the_largest_step(gpu, monkeypatch) 
         Attention, "__call__", lambda *given: seen.append((given[0].window, len(given[1]))) or attend(*given)
     )
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    profile_run = ProfileRun(tiny_model(config), select(CPU), layout_of(config), 40, 8, config.max_len, 4)
-    profile_run.measure(read_libraries(CPU, torch.float32))
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    profile_run = ProfileRun(tiny_model(config), select_torch(CPU), layout_of(config), 40, 8, config.max_len, 4)
+    profile_run.measure(read_libraries(CPU, "float32"))
     assert seen == [(9, 1), (9, 1), (None, 1), (9, 40), (9, 40), (None, 40)]
 
 
@@ -227,6 +228,6 @@ def test_libraries_that_cannot_be_used_are_not_told_of_twice(monkeypatch) -> Non
         raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
 
     monkeypatch.setattr(torch, "mm", fail)
-    thread = read_libraries(CPU, torch.bfloat16)
+    thread = read_libraries(CPU, "bfloat16")
     thread.join()
     assert not thread.is_alive()

@@ -17,7 +17,7 @@ from quire.core.request import Finish, Request
 from quire.engine.engine import Engine
 from quire.engine.logits_processors import join_masks
 from quire.engine.messages import EngineRequest, Submit, decode_for_engine, encode
-from quire.kernels import reference, select
+from quire.kernels import reference, select_torch
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
@@ -187,7 +187,7 @@ def test_a_request_that_nothing_is_left_for_ends_alone_with_the_reason(temperatu
 def test_masks_leave_only_tokens_whose_bit_is_set() -> None:
     masks = {0: bytes([0b1000_0001, 0b10]), 2: b"", 3: bytes([0xFF] * 9), 5: bytes([0, 0, 0b100])}
     rows, bits = torch.tensor(list(masks)), torch.from_numpy(join_masks(list(masks.values()), 20))
-    for apply in (select("cpu").apply_token_bitmask, reference.apply_token_bitmask):
+    for apply in (select_torch("cpu").apply_token_bitmask, reference.apply_token_bitmask):
         logits = torch.zeros(6, 20)
         apply(logits, rows, bits)
         assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 7, 9]

@@ -26,17 +26,20 @@ from quire.engine.costs import StepCosts, time_copies
 from quire.engine.engine import Engine
 from quire.engine.memory import GIB, CacheSize, size_swap
 from quire.errors import InvalidParams, NotEnoughMemory
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
+from quire.kernels.torch_arrays import TorchArrays
 from tests.tools.mixed_specs import MIXED_SPECS
 from tests.tools.tiny import CPU, TinyEngine
 
 pytestmark = pytest.mark.cpu
 
+HOST = TorchArrays("cpu")
+
 SHAPES = {
-    "float32": BlockShape((4, 2, 8), (4, 2, 8), torch.float32),
-    "k and v apart": BlockShape((3, 5), (2, 4), torch.bfloat16),
-    "odd bytes": BlockShape((3,), (7,), torch.int8),
+    "float32": BlockShape((4, 2, 8), (4, 2, 8), "float32"),
+    "k and v apart": BlockShape((3, 5), (2, 4), "bfloat16"),
+    "odd bytes": BlockShape((3,), (7,), "int8"),
 }
 
 
@@ -45,7 +48,7 @@ def layout_of(block: BlockShape, windows: Sequence[int | None] = (None,)) -> Cac
 
 
 LAYOUTS = {name: layout_of(block, [8, 8, None, 8]) for name, block in SHAPES.items()} | {
-    name: lay_out(specs, shape_blocks(specs, select(CPU), "bfloat16", 4)) for name, specs in MIXED_SPECS.items()
+    name: lay_out(specs, shape_blocks(specs, select_torch(CPU), "bfloat16", 4)) for name, specs in MIXED_SPECS.items()
 }
 
 
@@ -61,7 +64,7 @@ def fill(cache: CacheTensors) -> list[torch.Tensor]:
 def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, rng = LAYOUTS[name], random.Random(2)
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * layout.block_bytes)
-    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), CPU, num_host_blocks=20)
+    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), HOST, num_host_blocks=20)
     assert cache.host.blocks_per_piece == min(piece_blocks, 20)
     before = fill(cache)
     blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
@@ -76,7 +79,7 @@ def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch:
 
 
 def test_what_goes_out_leaves_before_something_comes_in() -> None:
-    cache = CacheTensors(layout_of(BlockShape((1,), (1,), torch.float32)), CacheSize(2, 1, 0, 2, 2), CPU, 2)
+    cache = CacheTensors(layout_of(BlockShape((1,), (1,), "float32")), CacheSize(2, 1, 0, 2, 2), HOST, 2)
     cache.layers[0].k[1], cache.layers[0].k[2] = 5.0, 6.0
     cache.swap_blocks([(1, 0)], [])
     cache.swap_blocks([(2, 1)], [(0, 2), (1, 1)])
@@ -85,7 +88,7 @@ def test_what_goes_out_leaves_before_something_comes_in() -> None:
 
 def test_memory_is_taken_as_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", 4 * 8)
-    cache = CacheTensors(layout_of(BlockShape((1,), (1,), torch.float32)), CacheSize(9, 1, 0, 9, 9), CPU, 10)
+    cache = CacheTensors(layout_of(BlockShape((1,), (1,), "float32")), CacheSize(9, 1, 0, 9, 9), HOST, 10)
     assert cache.host._pieces == []
     cache.swap_blocks([(1, 5)], [])
     assert [len(piece) for piece in cache.host._pieces] == [4, 4]
@@ -94,9 +97,9 @@ def test_memory_is_taken_as_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_trial_copy_is_timed_and_leaves_the_cache_as_it_was() -> None:
-    cache = CacheTensors(layout_of(SHAPES["float32"]), CacheSize(9, 4, 0, 9, 9), CPU, 5)
+    cache = CacheTensors(layout_of(SHAPES["float32"]), CacheSize(9, 4, 0, 9, 9), HOST, 5)
     before = fill(cache)
-    assert time_copies(cache, CPU) > 0
+    assert time_copies(cache, HOST) > 0
     for part, kept in zip(cache._stacks, before, strict=True):
         assert torch.equal(part.view(torch.uint8), kept.view(torch.uint8))
 
@@ -156,7 +159,7 @@ def test_what_a_step_will_take_is_told_by_others_of_its_size() -> None:
 
 def test_how_much_the_host_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 20 * GIB)
-    cuda = torch.device("cuda")
+    cuda = "cuda"
     assert size_swap(None, GIB, cuda) == 5
     assert size_swap(0.0, GIB, cuda) == size_swap(None, GIB, CPU) == 0
     assert size_swap(2.5, GIB, cuda) == size_swap(2.5, GIB, CPU) == 2

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from quire.kernels import Fused, reference, select
+from quire.kernels import Fused, reference, select_torch
 from quire.kernels.cuda.activation import activate
 from quire.kernels.cuda.attention.decode import decode_attention
 from quire.kernels.cuda.attention.dispatch import Work, attention, find_splits
@@ -77,7 +77,7 @@ def check_activations() -> None:
 def check_alibi_model() -> None:
     """A BLOOM on the GPU's ops: a prompt, and a token after it."""
     kernels = {"store_kv": store_kv, "attention": attention, "layer_norm": layer_norm, "activate": activate}
-    ops = replace(select("cpu"), **kernels, fused=Fused(None, None, None))  # type: ignore[arg-type]
+    ops = replace(select_torch("cpu"), **kernels, fused=Fused(None, None, None))  # type: ignore[arg-type]
     unrotated.STEPS = [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
     theirs = unrotated.theirs("bloom", "gelu_tanh")
     with TemporaryDirectory() as folder, torch.no_grad():

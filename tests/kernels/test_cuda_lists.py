@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -20,6 +19,7 @@ from quire.engine.buffers import DirectUploader
 from quire.engine.gpu_batch import AttentionShape, GpuBuffers
 from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.split_kv import PADDING_ROW, UNIT, max_partials, max_splits, split_contexts
+from quire.kernels.torch_arrays import TorchArrays
 
 pytestmark = pytest.mark.cpu
 
@@ -68,8 +68,8 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
 
 
 def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
-    monkeypatch.setattr(gpu_batch, "Upload", lambda most: DirectUploader())
-    shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, torch.device("cpu"))
+    monkeypatch.setattr(gpu_batch, "Upload", lambda most: DirectUploader(TorchArrays("cpu")))
+    shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, TorchArrays("cpu"))
     return GpuBuffers(shape, AttentionShape(4, kv_heads, None, uses_items=True, exact=exact))
 
 

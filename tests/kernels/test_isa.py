@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import struct
 import subprocess
 import sys
 
@@ -104,7 +105,10 @@ class TestReadCPU:
         "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Big Iron\nflags\t\t: fpu avx2 amx_tile amx_int8\n\n"
         "processor\t: 1\nmodel name\t: Other\nflags\t\t: avx512f\n"
     )
-    ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\n"
+
+    @pytest.fixture(autouse=True)
+    def on_x86(self, monkeypatch):
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
     def read(self, tmp_path, text):
         path = tmp_path / "cpuinfo"
@@ -117,11 +121,15 @@ class TestReadCPU:
         assert cpu.flags == {"avx2", "amx_tile", "amx_int8"}
         assert cpu.amx.detail == "amx_int8 amx_tile avx2"
 
-    def test_other_architecture_has_no_amx(self, tmp_path):
+    @pytest.mark.parametrize("machine", isa.ARM)
+    def test_other_architecture_has_no_amx(self, tmp_path, monkeypatch, machine):
+        """Its flags are its own, even where an emulator shows an x86 host's cpuinfo."""
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(isa, "arm_flags", lambda: {"asimd", "asimddp"})
         path = tmp_path / "cpuinfo"
-        path.write_text(self.ARM)
+        path.write_text(self.X86)
         cpu = isa.read_cpu(path)
-        assert cpu.flags == frozenset()
+        assert cpu.flags == {"asimd", "asimddp"}
         assert cpu.model
         assert cpu.amx.status is AMX.ABSENT
 
@@ -129,6 +137,41 @@ class TestReadCPU:
         cpu = isa.read_cpu(tmp_path / "missing")
         assert cpu.cores >= 1
         assert cpu.amx.status is AMX.ABSENT
+
+
+class TestArmFlags:
+    def read(self, tmp_path, *entries):
+        path = tmp_path / "auxv"
+        path.write_bytes(b"".join(struct.pack("NN", *entry) for entry in (*entries, (0, 0))))
+        return isa.arm_flags(path)
+
+    @pytest.mark.parametrize(
+        ("hwcap", "hwcap2", "flags"),
+        [
+            (0x119FFF & ~(1 << 20), 0, {"asimd"}),
+            (0x119FFF, 0, {"asimd", "asimddp"}),
+            (0x119FFF, 1 << 13, {"asimd", "asimddp", "i8mm"}),
+            (0, 0, set()),
+        ],
+    )
+    def test_linux_states_them_in_the_auxiliary_vector(self, tmp_path, monkeypatch, hwcap, hwcap2, flags):
+        monkeypatch.setattr(sys, "platform", "linux")
+        assert self.read(tmp_path, (6, 4096), (16, hwcap), (26, hwcap2)) == flags
+        assert isa.arm_flags(tmp_path / "missing") == set()
+
+    @pytest.mark.parametrize(("answer", "i8mm"), [("1\n", True), ("0\n", False), ("", False)])
+    def test_macos_is_asked_for_i8mm_only(self, monkeypatch, answer, i8mm):
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, answer))
+        assert isa.arm_flags() == {"asimd", "asimddp"} | ({"i8mm"} if i8mm else set())
+
+    def test_a_system_that_cannot_be_asked_has_no_i8mm(self, monkeypatch):
+        def fail(*_, **__):
+            raise FileNotFoundError("no sysctl")
+
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(subprocess, "run", fail)
+        assert isa.arm_flags() == {"asimd", "asimddp"}
 
 
 class TestCores:

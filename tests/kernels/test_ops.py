@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import Kernels, reference, select
+from quire.kernels import Kernels, reference, select_torch
 from quire.kernels.cpu import ops as cpu
 from quire.kernels.paging import LayerCache, Paging
 
@@ -183,11 +183,11 @@ def test_activations(ops, dtype, tokens: int, size: int, seed: int) -> None:
 
 
 def test_select_takes_the_backend_first_and_the_reference_for_the_rest() -> None:
-    ops = select("cpu")
+    ops = select_torch("cpu")
     assert ops.attention is cpu.attention
     assert ops.sample is reference.sample
-    assert ops.device == torch.device("cpu")
-    assert select(torch.device("meta")).attention is reference.attention
+    assert ops.device == "cpu"
+    assert select_torch("meta").attention is reference.attention
 
 
 def test_kernels_are_the_ops_of_the_reference() -> None:

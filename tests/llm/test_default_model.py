@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.weights.loader import load_model
 from tests.tools.paged import PagedCache
 from tests.tools.transformers_gguf import load_llama
@@ -31,8 +31,7 @@ def theirs(default_model: Path):
 
 def test_logits_and_perplexity_agree_with_transformers(llm: LLM, theirs, default_model: Path) -> None:
     tokens = llm.get_tokenizer().encode(TEXT * 2)
-    cpu = torch.device("cpu")
-    loaded = load_model(default_model, dtype=torch.float32, device=cpu, ops=select(cpu), max_len=512)
+    loaded = load_model(default_model, dtype="float32", ops=select_torch("cpu"), max_len=512)
     config = loaded.config
     groups = [0] * config.num_layers
     cache = PagedCache(kv_heads=config.num_kv_heads, head_dim=config.head_dim, groups=groups, num_blocks=128)
@@ -50,12 +49,15 @@ def test_logits_and_perplexity_agree_with_transformers(llm: LLM, theirs, default
 
 def test_greedy_answers_are_transformers_too(llm: LLM, theirs) -> None:
     tokens = llm.get_tokenizer().encode("The three laws of thermodynamics say that")
-    (out,) = llm.generate({"prompt_token_ids": tokens}, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-    for _ in range(24):
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([tokens])).logits[0, -1]
-        tokens = [*tokens, int(logits.argmax())]
-    assert out.outputs[0].token_ids == tokens[-24:]
+    (out,) = llm.generate({"prompt_token_ids": tokens}, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    answer = torch.tensor(out.outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[*tokens, *answer]])).logits[0, len(tokens) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    # Activations in int8 move log probabilities by about 0.1, which decides between tokens that are almost equal.
+    behind = logprobs.max(-1).values - logprobs.gather(1, answer[:, None])[:, 0]
+    assert behind.max() < 0.3
+    assert (behind == 0).float().mean() > 0.85
 
 
 def questions(llm: LLM) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:

@@ -96,9 +96,10 @@ def test_every_id_of_a_padded_vocabulary_can_be_reported(tiny_llm: LLM) -> None:
 
 
 def test_a_beam_may_hold_padded_ids(tiny_llm: LLM) -> None:
-    (made,) = tiny_llm.beam_search(["hello"], BeamSearchParams(beam_width=64, max_tokens=3, ignore_eos=True))
     padded = tiny_llm.get_tokenizer().vocab_size
-    assert any(token >= padded for beam in made.sequences for token in beam.tokens)
+    params = BeamSearchParams(beam_width=64, max_tokens=3, ignore_eos=True)
+    found = tiny_llm.beam_search(["hello", "a b c", "xyz", "The end.", "1 2 3", "Q"], params)
+    assert any(token >= padded for made in found for beam in made.sequences for token in beam.tokens)
 
 
 def test_a_chat_template_is_compiled_once(tiny_llm: LLM, monkeypatch) -> None:

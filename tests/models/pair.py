@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS
 from quire.weights.config import config_from_json
@@ -54,7 +54,7 @@ class Pair:
             parameter.data.normal_(float(one), 0.2)
         self.source = StateDictSource(self.theirs.state_dict())
         self.config = config_from_json(config.to_dict() | {"architectures": [case.model]})
-        self.ours = MODELS[self.config.family](self.config, self.source, select("cpu"))
+        self.ours = MODELS[self.config.family](self.config, self.source, select_torch("cpu"))
 
     def expected(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.theirs(tokens[None], use_cache=False).logits[0].float()

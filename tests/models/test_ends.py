@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels.paging import Ends, Paging
 from tests.tools.paged import PagedCache
 from tests.tools.tiny import FAMILIES, tiny_model
 
@@ -23,13 +24,23 @@ def test_ends_are_rows_of_the_whole(family: str) -> None:
         hidden = []
         for cache, only_ends in zip(caches, (False, True), strict=True):
             paging, positions = cache.step(rows), cache.positions(rows)
-            ends = paging.ends() if only_ends else None
+            ends = ends_of(paging) if only_ends else None
             hidden.append(model(tokens, positions, paging, cache.layers, ends))
         last = torch.tensor(paging.host_query_starts[1:]) - 1
         torch.testing.assert_close(hidden[1], hidden[0][last], rtol=1e-5, atol=1e-6)
     for whole, ended in zip(*(cache.layers for cache in caches), strict=True):
         torch.testing.assert_close(ended.k, whole.k, equal_nan=True)
         torch.testing.assert_close(ended.v, whole.v, equal_nan=True)
+
+
+def ends_of(paging: Paging) -> Ends:
+    """The same rows, each with its last token only."""
+    num_rows = len(paging.host_seq_lens)
+    starts, tokens = torch.arange(num_rows + 1, dtype=torch.int32), paging.query_starts[1:].long() - 1
+    tables, lengths = paging.block_tables, paging.host_seq_lens
+    return Ends(
+        tokens, Paging(starts, paging.seq_lens, tables, [], paging.block_size, list(range(num_rows + 1)), lengths)
+    )
 
 
 def layers_of(config) -> PagedCache:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels import select
+from quire.kernels import select_torch
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS
 from quire.models.rope import frequencies
@@ -25,7 +25,7 @@ def logits_of(
     config: ModelConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     with torch.inference_mode():
-        model = MODELS[config.family](config, StateDictSource(tensors, dtype), select("cpu"))
+        model = MODELS[config.family](config, StateDictSource(tensors, dtype), select_torch("cpu"))
         return run(model, config, {0: TOKENS}, STEPS, dtype)[0]
 
 

@@ -10,21 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.kernels import Fused, Kernels, select
+from quire.kernels import Fused, Kernels, select_torch
 from quire.kernels.paging import Ends, LayerCache, Paging
+from quire.kernels.torch_arrays import TorchArrays
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.source import Part, Source, fused_parts
-from quire.weights.checkpoint import CheckpointSource
+from quire.weights.loader import open_source
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
-from tests.tools.native import CPU, NativePagedCache, kernels_of, ops_of
+from tests.tools.native import (
+    NativePagedCache,
+    RecordedOnTensors,
+    TensorSource,
+    kernels_of,
+    ops_of,
+    tensor_kernels_of,
+)
 from tests.tools.paged import PagedCache
 
 pytestmark = pytest.mark.cpu
@@ -52,7 +61,7 @@ class Layer:
             slopes, groups = None, 1
             names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         else:
-            slopes, groups = 2.0 ** -torch.arange(2.0, 9.0, 2.0), HEADS
+            slopes, groups = ops.arrays.put(2.0 ** -np.arange(2.0, 9.0, 2.0), "float32"), HEADS
             names = (
                 "input_layernorm", "self_attention.query_key_value", "self_attention.dense",
                 "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
@@ -140,8 +149,9 @@ def build(folder: Path, reference: Any, ops: Kernels, family: str, activation: s
     tensors = {name: each for name, each in reference.state_dict().items() if name != "lm_head.weight"}
     save_file({name: each.clone() for name, each in tensors.items()}, folder / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(SafetensorsFiles(folder))
-    with CheckpointSource(checkpoint, torch.float32, CPU, native=ops.native) as source:
-        model = Model(source, ops, family, activation)
+    with open_source(checkpoint, "float32", ops) as source:
+        on_tensors = ops.native is not None and isinstance(ops.arrays, TorchArrays)
+        model = Model(TensorSource(source) if on_tensors else source, ops, family, activation)
     assert source.used == set(checkpoint.shapes)
     return model
 
@@ -178,7 +188,7 @@ def paged(groups: int = LAYERS) -> PagedCache:
 @CASES
 def test_torch_agrees_with_transformers(tmp_path, family: str, activation: str) -> None:
     reference = theirs(family, activation)
-    model = build(tmp_path, reference, select("cpu"), family, activation)
+    model = build(tmp_path, reference, select_torch("cpu"), family, activation)
     with torch.inference_mode():
         assert_agrees(reference, model, run(model, paged()))
 
@@ -191,7 +201,7 @@ def test_ops_that_rotate_are_not_called(tmp_path, family: str) -> None:
         raise AssertionError
 
     reference = theirs(family, "gelu_tanh")
-    model = build(tmp_path, reference, replace(select("cpu"), fused=Fused(fail, fail, fail)), family, "gelu_tanh")
+    model = build(tmp_path, reference, replace(select_torch("cpu"), fused=Fused(fail, fail, fail)), family, "gelu_tanh")
     with torch.inference_mode():
         assert_agrees(reference, model, run(model, paged()))
 
@@ -206,15 +216,16 @@ def test_our_own_kernels_agree_and_a_recorded_model_gives_the_same_bits(tmp_path
         )
         for _ in range(2)
     ]
-    found = run(ops.record(model, caches[0].layers, 32), caches[0])
-    assert_agrees(reference, model, found)
-    for recorded, at_once in zip(found, run(model, caches[1]), strict=True):
+    found = run(RecordedOnTensors(ops, model, caches[0], 32), caches[0])
+    on_tensors = build(tmp_path, reference, tensor_kernels_of(), family, activation)
+    assert_agrees(reference, on_tensors, found)
+    for recorded, at_once in zip(found, run(on_tensors, caches[1]), strict=True):
         assert torch.equal(recorded, at_once)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom"])
 def test_a_last_layer_for_some_tokens_only(tmp_path, family: str) -> None:
-    model = build(tmp_path, theirs(family, "gelu_tanh"), select("cpu"), family, "gelu_tanh")
+    model = build(tmp_path, theirs(family, "gelu_tanh"), select_torch("cpu"), family, "gelu_tanh")
     with torch.inference_mode():
         cache = paged()
         whole = model(TOKENS[0, :7], torch.arange(7), cache.step([(0, 7)]), cache.layers)

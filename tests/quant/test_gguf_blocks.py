@@ -77,8 +77,8 @@ def test_matmul_is_that_of_the_dense_matrix(kind: GGMLType, monkeypatch: pytest.
 def test_rows_are_those_of_the_dense_matrix(kind: GGMLType) -> None:
     weight, index = finite_blocks(kind, rows=30, cols=256), torch.tensor([7, 0, 29, 7])
     assert torch.equal(weight.rows(index), weight.dense()[index])
-    half = GGUFBlocks(kind, weight.data, 256, torch.bfloat16)
-    assert torch.equal(half.rows(index), weight.dense(torch.bfloat16)[index])
+    half = GGUFBlocks(kind, weight.blocks, 256, torch.bfloat16)
+    assert torch.equal(half.rows(index), weight.dense().bfloat16()[index])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

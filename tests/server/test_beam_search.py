@@ -141,9 +141,16 @@ def test_a_search_outlives_its_engine(model: str) -> None:
     with Running("--max-len", "128", "--num-blocks", "256", model=model) as running, running.client() as http:
         expected = complete(http, **long)["choices"]
         made: list[Any] = []
-        thread = threading.Thread(target=lambda: made.append(complete(http, **long)["choices"]))
-        thread.start()
-        time.sleep(0.1)
+        for delay in (0.04, 0.02, 0.01, 0.0):  # until the engine is stopped before the search ends
+            made.clear()
+            thread = threading.Thread(target=lambda: made.append(complete(http, **long)["choices"]))
+            thread.start()
+            time.sleep(delay)
+            os.kill(running.engine_pid(), signal.SIGSTOP)
+            thread.join(0.5)
+            if thread.is_alive():
+                break
+            os.kill(running.engine_pid(), signal.SIGCONT)
         os.kill(running.engine_pid(), signal.SIGKILL)
         thread.join(60)
         assert made == [expected]

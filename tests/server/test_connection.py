@@ -235,7 +235,7 @@ def test_refusals_are_counted_between_two_lines_of_the_log(caplog):
 def test_the_limit_on_open_files_is_raised():
     code = (
         "import resource\n"
-        "from quire.server.connection import raise_file_limit\n"
+        "from quire.file_limit import raise_file_limit\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))\n"
         "assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"

@@ -11,7 +11,8 @@ from huggingface_hub import errors
 
 from quire.errors import DiskFull, ModelNotFound, PullError
 from quire.store import ModelFiles, pull, resolve
-from quire.store.hub import find_in_hub_cache, reporting_bars, split_name
+from quire.store import hub as hub_module
+from quire.store.hub import cache_folder, find_in_hub_cache, reporting_bars, split_name
 
 pytestmark = pytest.mark.cpu
 
@@ -26,6 +27,7 @@ def hub(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub_module, "cache_folder", lambda repository: tmp_path)
     return calls
 
 
@@ -162,9 +164,17 @@ class TestHubCache:
         assert find_in_hub_cache("org/name") == tmp_path
         assert hub[0][1]["local_files_only"] is True
 
-    def test_repository_that_is_not_there(self, monkeypatch):
+    def test_repository_that_is_not_there(self, hub, monkeypatch, tmp_path):
         fail_with(monkeypatch, errors.LocalEntryNotFoundError("not here"))
         assert find_in_hub_cache("org/name") is None
+        monkeypatch.setattr(hub_module, "cache_folder", lambda repository: tmp_path / "absent")
+        fail_with(monkeypatch, AssertionError("the hub's library is not needed"))
+        assert find_in_hub_cache("org/name") is None
+
+    def test_the_folder_is_where_the_hub_s_library_puts_it(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        name = huggingface_hub.file_download.repo_folder_name(repo_id="org/some-name", repo_type="model")
+        assert cache_folder("org/some-name") == tmp_path / name
 
     def test_interrupted_download_lacks_a_shard(self, hub, tmp_path):
         fill(tmp_path, "config.json", "1.safetensors")

@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import Kernels, isa, select
+from quire.kernels import Kernels, isa, select_native
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native import Missing, Native, load, usable
 from quire.kernels.cpu.native_ops import NativeOps
-from quire.kernels.paging import LayerCache
+from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.torch_arrays import TorchArrays
 from quire.layers.source import Part
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
+from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
 from quire.quant.panels import PanelWeight, join
-from quire.quant.weight import Dense, Weight
-from quire.weights.random_weights import RandomWeights
+from quire.quant.weight import Weight
+from quire.weights.random_tensors import RandomTensors
 from tests.tools.paged import PagedCache
 from tests.tools.tiny import FAMILIES
 
@@ -37,7 +40,7 @@ if not ISAS:
         "this CPU runs none of the instruction sets that the C++ kernels are built for", allow_module_level=True
     )
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 THREADS = (1, 2, 5)
 CACHE_TYPES = ("float32", "bfloat16", "int8")
 
@@ -50,12 +53,70 @@ def native_of(name: str = ISAS[0], threads: int = 2) -> Native:
     return Native(MODULE, name, threads)
 
 
-def ops_of(name: str = ISAS[0], threads: int = 2) -> NativeOps:
-    return NativeOps(native_of(name, threads))
+def as_arrays(x: Any) -> Any:
+    """Tensors, also those of caches and of paging, as numpy arrays over the same memory."""
+    if isinstance(x, Tensor):
+        return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    if isinstance(x, LayerCache):
+        return replace(x, k=as_arrays(x.k), v=as_arrays(x.v))
+    if isinstance(x, Paging):
+        names = ("query_starts", "seq_lens", "block_tables", "slot_mapping", "ancestors", "encoder_lens")
+        return replace(x, **{name: as_arrays(getattr(x, name)) for name in names})
+    return type(x)(map(as_arrays, x)) if type(x) in (list, tuple) else x
+
+
+def as_tensors(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x)
+    return tuple(map(as_tensors, x)) if type(x) is tuple else x
+
+
+class OnTensors:
+    """An object whose methods take and return tensors in place of numpy arrays."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self.inner, name)
+        if not callable(member):
+            return member
+        return lambda *arguments, **options: as_tensors(
+            member(*map(as_arrays, arguments), **{key: as_arrays(value) for key, value in options.items()})
+        )
+
+
+def ops_of(name: str = ISAS[0], threads: int = 2) -> Any:
+    """NativeOps on tensors, as the reference's are."""
+    return OnTensors(NativeOps(native_of(name, threads)))
+
+
+def weight_of(panels: Sequence[Any], native: Native) -> Any:
+    """A PanelWeight on tensors, as Dense is."""
+    return OnTensors(PanelWeight(panels, native))
 
 
 def kernels_of(name: str = ISAS[0], threads: int = 2) -> Kernels:
-    return select(CPU, native_of(name, threads))
+    return select_native(native_of(name, threads))
+
+
+def tensor_kernels_of(name: str = ISAS[0], threads: int = 2) -> Kernels:
+    """The same on tensors. A model on them runs op by op."""
+    kernels, ops = kernels_of(name, threads), ops_of(name, threads)
+    names = [field.name for field in fields(Kernels) if callable(getattr(kernels, field.name))]
+    wrapped = {each: getattr(ops, each) for each in names if each != "record"}
+    return replace(kernels, arrays=TorchArrays("cpu"), **wrapped)
+
+
+class RecordedOnTensors:
+    """A model recorded on a tape over a cache of tensors, called with tensors."""
+
+    def __init__(self, ops: Kernels, model: Any, cache: PagedCache, max_tokens: int) -> None:
+        self.layers = [as_arrays(layer) for layer in cache.layers]
+        self.recorded = ops.record(model, self.layers, max_tokens)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Any) -> Tensor:
+        return as_tensors(self.recorded(*map(as_arrays, (tokens, positions, paging)), self.layers))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -96,7 +157,7 @@ class NativePagedCache(PagedCache):
 
     def __init__(
         self,
-        ops: NativeOps,
+        ops: Any,
         kind: str = "float32",
         *,
         kv_heads: int,
@@ -108,9 +169,9 @@ class NativePagedCache(PagedCache):
         super().__init__(kv_heads=kv_heads, head_dim=head_dim, num_blocks=num_blocks, block_size=block_size, **options)
         k, v, dtype = ops.cache_shapes(KVCacheSpec(kv_heads, head_dim), kind, block_size)
         assert v is not None
-        self.poison = -1 if dtype == torch.int8 else float("nan")
+        self.poison = -1 if dtype == "int8" else float("nan")
         self.layers = [
-            LayerCache(*side_by_side(num_blocks, (k, v), dtype, self.poison), layer.group, block_size)
+            LayerCache(*side_by_side(num_blocks, (k, v), getattr(torch, dtype), self.poison), layer.group, block_size)
             for layer in self.layers
         ]
 
@@ -177,16 +238,20 @@ class PanelSource:
         self.native = native
         self.formats = formats
         self.dense = dense
-        self.plain = RandomWeights(seed, torch.float32, CPU)
+        self.plain = RandomTensors(seed, torch.float32, CPU)
 
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
         joined = join([part.rows for part in parts], [self.formats(part.name) for part in parts])
         panels = [self._panels(kind, [parts[index] for index in own], cols) for kind, own in joined]
         weight = PanelWeight(panels, self.native)
-        return Dense(weight.dense()) if self.dense else weight
+        return Dense(torch.from_numpy(weight.dense())) if self.dense else weight
 
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self.plain.vector(parts)
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Any:
+        values = self.plain.vector(parts, plus_one=plus_one)
+        return values if self.dense else values.numpy()
+
+    def scalar(self, value: float) -> Any:
+        return self.plain.scalar(value) if self.dense else value
 
     def _panels(self, kind: str, parts: Sequence[Part], cols: int) -> Any:
         panels = MODULE.Panels(kind, sum(part.rows for part in parts), cols)
@@ -196,6 +261,22 @@ class PanelSource:
             panels.pack_dense("f32", values.data_ptr(), cols, first, part.rows)
             first += part.rows
         return panels
+
+
+class TensorSource:
+    """A source of panels and arrays, for models that run op by op on tensors."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def matrix(self, parts: Sequence[Part], cols: int) -> Any:
+        return OnTensors(self.inner.matrix(parts, cols))
+
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Tensor:
+        return torch.from_numpy(self.inner.vector(parts, plus_one=plus_one))
+
+    def scalar(self, value: float) -> Any:
+        return self.inner.scalar(value)
 
 
 def fitting(config: ModelConfig, head_dim: int = 16) -> ModelConfig:
@@ -222,4 +303,5 @@ FITTING = {family: fitting(config) for family, config in FAMILIES.items()} | {
 
 def native_model(config: ModelConfig, ops: Kernels, formats: Formats = mixed, seed: int = 0) -> Decoder:
     assert ops.native is not None
-    return MODELS[config.family](config, PanelSource(ops.native, formats, seed=seed), ops)
+    source: Any = PanelSource(ops.native, formats, seed=seed)
+    return MODELS[config.family](config, TensorSource(source) if isinstance(ops.arrays, TorchArrays) else source, ops)

@@ -35,7 +35,7 @@ class NoHead:
 
 def make_sampler(vocab_size: int, max_rows: int, ops: Kernels) -> Sampler:
     head: Any = NoHead()
-    return Sampler(head, SamplingState(max_rows, vocab_size, ops.device, DirectUploader()), ops)
+    return Sampler(head, SamplingState(max_rows, vocab_size, ops.arrays, DirectUploader(ops.arrays)), ops)
 
 
 def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ class Scores:
 
     found: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def keep(self, logits: Tensor, samples: Samples) -> None:
-        for row, request, length in zip(logits, samples.requests, samples.lengths, strict=True):
+    def keep(self, logits: Any, samples: Samples) -> None:
+        for row, request, length in zip(torch.as_tensor(logits), samples.requests, samples.lengths, strict=True):
             place = request.id, length
             assert torch.equal(self.found.setdefault(place, row.clone()), row), place
 

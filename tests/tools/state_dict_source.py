@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.source import Part
-from quire.quant.weight import Dense, Weight
+from quire.quant.dense import Dense
+from quire.quant.weight import Weight
 
 
 class StateDictSource:
@@ -24,8 +25,12 @@ class StateDictSource:
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
         return Dense(torch.cat([self._take(part, cols) for part in parts]))
 
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return torch.cat([self._take(part, None) for part in parts])
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Tensor:
+        values = torch.cat([self._take(part, None) for part in parts])
+        return 1.0 + values.float() if plus_one else values
+
+    def scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self.dtype)
 
     def _take(self, part: Part, cols: int | None) -> Tensor:
         tensor, shape = self.tensors[part.name], part.stored_shape(cols)

@@ -16,14 +16,15 @@ from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
-from quire.kernels import Kernels, select
+from quire.engine.torch_runner import TorchRunner
+from quire.kernels import Kernels, select_torch
 from quire.kernels.cache_spec import CacheSpec
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.weights.random_weights import RandomWeights
+from quire.weights.random_tensors import RandomTensors
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 LLAMA = ModelConfig(
     family="llama",
     vocab_size=97,
@@ -50,7 +51,7 @@ FAMILIES = {
 
 
 def tiny_model(config: ModelConfig, seed: int = 0) -> Decoder:
-    return MODELS[config.family](config, RandomWeights(seed, torch.float32, CPU), select(CPU))
+    return MODELS[config.family](config, RandomTensors(seed, torch.float32, CPU), select_torch(CPU))
 
 
 class TinyEngine:
@@ -76,7 +77,7 @@ class TinyEngine:
 
         `more_specs` are kept in the same blocks, for a draft model that is not there.
         """
-        ops, model = ops or select(CPU), model or tiny_model(config)
+        ops, model = ops or select_torch(CPU), model or tiny_model(config)
         specs = [*model.cache_specs(), *more_specs]
         layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, block_size))
         self.scheduler = Scheduler(
@@ -93,16 +94,16 @@ class TinyEngine:
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, CPU, num_host_blocks)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks)
         vocab_size = config.vocab_size
         shape = BufferShape(
-            max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, CPU,
+            max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
         del cache.layers[len(model.layers) :]
         buffers = BatchBuffers(shape)
         recorded = ops.record(model, cache.layers, max_tokens)
-        self.runner = ModelRunner(recorded, cache, buffers, ops)
+        self.runner = (ModelRunner if ops.native else TorchRunner)(recorded, cache, buffers, ops)
 
     def step(self) -> None:
         if plan := self.scheduler.schedule():

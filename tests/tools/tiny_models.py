@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from quire.kernels import Kernels, select
+from quire.kernels import Kernels, select_torch
 from quire.models.registry import MODELS
+from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
-from quire.quant.weight import Dense
 from quire.weights.json_config import config_from_json
-from quire.weights.random_weights import RandomWeights
+from quire.weights.random_tensors import RandomTensors
 from quire.weights.survey import Survey
 from tests.text.vocabularies import byte_level
 from tests.tools.gguf_writer import tensor, write_gguf
@@ -64,7 +64,7 @@ def tiny_weights(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the model by its canonical name."""
     config, survey = config_from_json(tiny_config(family)), Survey()
     MODELS[config.family](config, survey, cpu_ops())
-    source = RandomWeights(seed, torch.float32, torch.device("cpu"))
+    source = RandomTensors(seed, torch.float32, "cpu")
     weights = {}
     for part, cols in survey.declared:
         if cols is None:
@@ -77,7 +77,7 @@ def tiny_weights(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def cpu_ops() -> Kernels:
-    return select("cpu")
+    return select_torch("cpu")
 
 
 def write_directory(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], shards: int = 1) -> Path:

@@ -1,6 +1,7 @@
 """Configurations of real models, as they are published, and what must be read from them."""
 
 import contextlib
+from array import array
 
 import numpy as np
 import pytest
@@ -299,7 +300,7 @@ def test_gemma3_gguf():
 def test_gemma3_gguf_patterns():
     key = "gemma3.attention.sliding_window_pattern"
     assert config_from_gguf(GEMMA3_GGUF | {key: 3}, GEMMA3_SHAPES).windows == (512, 512, None) * 6
-    flags = np.array([True, False] * 9)
+    flags = [True, False] * 9
     assert config_from_gguf(GEMMA3_GGUF | {key: flags}, GEMMA3_SHAPES).windows == (512, None) * 9
     with pytest.raises(BadModelFile, match="4 entries for 18 layers"):
         config_from_gguf(GEMMA3_GGUF | {key: flags[:4]}, GEMMA3_SHAPES)
@@ -392,7 +393,7 @@ def test_json_that_quire_cannot_honour(change, words):
     [
         ({"split.count": 3}, "3 files"),
         ({"llama.expert_count": 8}, "8 experts"),
-        ({"llama.attention.head_count_kv": np.array([3, 1])}, "layer to layer"),
+        ({"llama.attention.head_count_kv": array("i", [3, 1])}, "layer to layer"),
         ({"llama.attention.value_length": 32}, "values"),
     ],
 )
@@ -455,7 +456,7 @@ def test_json_that_cannot_be_right(change, words):
 
 
 WEIRD = [None, "", "x", -1, 0, 3, 2**70, 10**400, 1.5, float("inf"), True, [], [1], {}, {"a": 1}, {"a": {"b": 1}}]
-ARRAYS = [np.array([], "<f4"), np.array([1, 2], "<i4"), np.array([True, False]), ["a", "b"], [np.array([1])]]
+ARRAYS = [array("f"), array("i", [1, 2]), [True, False], ["a", "b"], [array("q", [1])]]
 
 
 @pytest.mark.parametrize("original", [LLAMA_3_1_8B, MISTRAL_7B_V01, QWEN2_5_05B, QWEN3_06B, GEMMA_3_1B])

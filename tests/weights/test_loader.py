@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound, UnsupportedModel, WeightMismatch
 from quire.kernels.paging import LayerCache, Paging
 from quire.layers.source import Part
+from quire.quant.dense import Dense, Stacked
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
-from quire.quant.weight import Dense, Stacked
 from quire.weights import gguf_checkpoint, safetensors_checkpoint
 from quire.weights.config import read_config
 from quire.weights.loader import load_model
@@ -32,12 +32,12 @@ from tests.tools.tiny_models import (
 
 pytestmark = pytest.mark.cpu
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 TOKENS = torch.arange(12) * 7 % 96
 
 
 def load(path, **options):
-    return load_model(path, **{"dtype": torch.float32, "device": CPU, "ops": cpu_ops()} | options).model
+    return load_model(path, **{"dtype": "float32", "ops": cpu_ops()} | options).model
 
 
 def logits(model, config, tokens=TOKENS):
@@ -89,7 +89,7 @@ class HostCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous):
-            self.host = max(self.host, result.nbytes if result.device == CPU else 0)
+            self.host = max(self.host, result.nbytes if result.device.type == CPU else 0)
             self.device = max(self.device, result.nbytes if result.is_meta else 0)
         return result
 
@@ -106,7 +106,7 @@ def fill(source, name, out):
 def test_plain_tensors_go_to_a_device_in_pieces_and_are_cast_there(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_checkpoint, "COPY_BYTES", 1024)
     source, name = stored(tiny_directory(tmp_path)), "model.embed_tokens.weight"
-    whole = source.files.read(name)
+    whole = torch.from_numpy(source.files.read(name))
     with HostCopies() as copies:
         fill(source, name, torch.empty(whole.shape, dtype=torch.bfloat16, device="meta"))
     assert copies.host == 0
@@ -152,7 +152,7 @@ def test_tied_embeddings_are_held_once(tmp_path):
 
 @pytest.mark.parametrize("kind", [GGMLType.F32, GGMLType.Q8_0])
 def test_weights_come_in_the_dtype_asked_for(tmp_path, kind):
-    model = load(tiny_gguf(tmp_path / "model.gguf", kind=kind), dtype=torch.bfloat16)
+    model = load(tiny_gguf(tmp_path / "model.gguf", kind=kind), dtype="bfloat16")
     exact = load(tmp_path / "model.gguf")
     assert torch.equal(model.embedding.weight.dense(), exact.embedding.weight.dense().bfloat16().float())
     assert model.embedding.weight.data.dtype == torch.bfloat16
@@ -179,7 +179,7 @@ def test_slices_on_many_threads_make_the_same_weights(tmp_path, monkeypatch, pac
 
 def test_bytes_of_weights_are_counted(tmp_path):
     path = tiny_gguf(tmp_path / "model.gguf")
-    loaded = load_model(path, dtype=torch.float32, device=CPU, ops=cpu_ops())
+    loaded = load_model(path, dtype="float32", ops=cpu_ops())
     assert loaded.weight_bytes == 4 * sum(weight.numel() for weight in tiny_weights("llama").values())
     assert loaded.config == read_config(path)
 

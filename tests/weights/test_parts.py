@@ -14,18 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import UnsupportedModel, WeightMismatch
+from quire.kernels import select_native
 from quire.kernels.cpu.native import Native
 from quire.layers.source import Part, ShardedSource, Source, fused_parts
 from quire.models.registry import MODELS
+from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
-from quire.quant.weight import Dense, Weight
-from quire.weights.checkpoint import Checkpoint, CheckpointSource, StoredPart, Work
+from quire.quant.weight import Weight
+from quire.weights.checkpoint import Checkpoint, StoredPart, Work
 from quire.weights.config import read_config
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
-from quire.weights.loader import count_weights, load_model, opened, survey, weight_bytes
-from quire.weights.random_weights import RandomWeights
+from quire.weights.loader import count_weights, load_model, open_source, opened, survey, weight_bytes
+from quire.weights.random_tensors import RandomTensors
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.tools.gguf_writer import tensor, write_gguf
@@ -34,7 +36,7 @@ from tests.tools.tiny_models import cpu_ops, tiny_config, tiny_directory, tiny_g
 
 pytestmark = pytest.mark.cpu
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 COLS, HEAD_DIM = 64, 16
 both_stores = pytest.mark.parametrize("native", [None, native_of()], ids=["dense", "panels"])
 
@@ -68,20 +70,29 @@ def matrix(
     native: Native | None = None,
     packed: bool = False,
 ) -> Weight:
-    with CheckpointSource(checkpoint, torch.float32, CPU, packed=packed, native=native) as source:
+    with source_of(checkpoint, native, packed=packed) as source:
         return ShardedSource(source, rank, size).matrix(parts, cols)
 
 
 def vector(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int = 1) -> Tensor:
-    with CheckpointSource(checkpoint, torch.float32, CPU) as source:
+    with source_of(checkpoint) as source:
         return ShardedSource(source, rank, size).vector(parts)
+
+
+def source_of(checkpoint: Checkpoint, native: Native | None = None, *, packed: bool = False) -> Any:
+    return open_source(checkpoint, "float32", select_native(native) if native else cpu_ops(), packed)
+
+
+def dense(weight: Weight) -> Tensor:
+    """All values of a weight, of panels too."""
+    return torch.as_tensor(weight.dense())
 
 
 @both_stores
 def test_several_tensors_are_fused(tmp_path, native) -> None:
     a, b = draw(32, COLS), draw(8, COLS, seed=1)
     weight = matrix(safetensors(tmp_path, a=a, b=b), [Part("a", 32), Part("b", 8)], native=native)
-    assert torch.equal(weight.dense(), torch.cat((a, b)))
+    assert torch.equal(dense(weight), torch.cat((a, b)))
 
 
 @both_stores
@@ -90,8 +101,8 @@ def test_one_tensor_is_split(tmp_path, native) -> None:
     checkpoint = safetensors(tmp_path, qkv=stored)
     q, k, v = fused_parts(Part("qkv", 0), [32, 16, 16])
     for parts, rows in ([q], stored[:32]), ([k], stored[32:48]), ([v, q], torch.cat((stored[48:], stored[:32]))):
-        assert torch.equal(matrix(checkpoint, parts, native=native).dense(), rows)
-    assert torch.equal(matrix(checkpoint, [q, k, v], native=native).dense(), stored)
+        assert torch.equal(dense(matrix(checkpoint, parts, native=native)), rows)
+    assert torch.equal(dense(matrix(checkpoint, [q, k, v], native=native)), stored)
 
 
 def interleaved(groups: int, queries: int) -> tuple[Tensor, list[Tensor]]:
@@ -111,7 +122,7 @@ def interleaved_parts(groups: int, queries: int) -> list[Part]:
 def test_heads_that_are_stored_by_groups(tmp_path, native, groups: int, queries: int) -> None:
     stored, expected = interleaved(groups, queries)
     weight = matrix(safetensors(tmp_path, qkv=stored), interleaved_parts(groups, queries), native=native)
-    assert torch.equal(weight.dense(), torch.cat(expected))
+    assert torch.equal(dense(weight), torch.cat(expected))
 
 
 @both_stores
@@ -120,8 +131,8 @@ def test_transposed_tensors(tmp_path, native) -> None:
     checkpoint = safetensors(tmp_path, c_attn_at_weight=stored, c_attn_at_bias=bias)
     parts = fused_parts(Part("c_attn", 0, transposed=True), [32, 32, 32])
     weights = [part.tensor("weight") for part in parts]
-    assert torch.equal(matrix(checkpoint, weights, native=native).dense(), stored.T)
-    assert torch.equal(matrix(checkpoint, weights[1:2], native=native).dense(), stored.T[32:64])
+    assert torch.equal(dense(matrix(checkpoint, weights, native=native)), stored.T)
+    assert torch.equal(dense(matrix(checkpoint, weights[1:2], native=native)), stored.T[32:64])
     assert torch.equal(
         vector(checkpoint, [part.tensor("bias") for part in reversed(parts)]), bias.view(3, 32).flip(0).flatten()
     )
@@ -140,8 +151,8 @@ def test_a_gguf_file_stores_parts_one_below_the_other_whatever_order_others_have
     plain, bias = torch.cat((q, k, v)), torch.arange(2.0 * 5 * HEAD_DIM)
     parts = interleaved_parts(2, 3)
     with gguf(tmp_path, qkv=plain, bias=bias) as checkpoint:
-        assert torch.equal(matrix(checkpoint, parts).dense(), plain)
-        assert torch.equal(matrix(checkpoint, parts[1:2], rank=1, size=2).dense(), k[HEAD_DIM:])
+        assert torch.equal(dense(matrix(checkpoint, parts)), plain)
+        assert torch.equal(dense(matrix(checkpoint, parts[1:2], rank=1, size=2)), k[HEAD_DIM:])
         biases = fused_parts(Part("bias", 0, split="rows"), [6 * HEAD_DIM, 4 * HEAD_DIM])
         assert torch.equal(vector(checkpoint, biases[1:]), bias[6 * HEAD_DIM :])
 
@@ -172,7 +183,7 @@ def test_a_rank_reads_its_heads_and_those_they_read(tmp_path, native, size: int)
     checkpoint = safetensors(tmp_path, q=q, k=k, v=v)
     for rank in range(size):
         weight = matrix(checkpoint, separate_parts(2, 8), rank=rank, size=size, native=native)
-        assert torch.equal(weight.dense(), own_heads(q, k, v, rank, size))
+        assert torch.equal(dense(weight), own_heads(q, k, v, rank, size))
 
 
 @both_stores
@@ -183,7 +194,7 @@ def test_a_rank_reads_its_heads_out_of_groups(tmp_path, native, size: int, group
     checkpoint = safetensors(tmp_path, qkv=stored)
     for rank in range(size):
         weight = matrix(checkpoint, interleaved_parts(groups, queries), rank=rank, size=size, native=native)
-        assert torch.equal(weight.dense(), own_heads(*expected, rank, size))
+        assert torch.equal(dense(weight), own_heads(*expected, rank, size))
 
 
 def test_a_rank_reads_its_heads_out_of_a_fused_transposed_tensor(tmp_path) -> None:
@@ -193,7 +204,7 @@ def test_a_rank_reads_its_heads_out_of_a_fused_transposed_tensor(tmp_path) -> No
     weights, biases = ([part.tensor(kind) for part in parts] for kind in ("weight", "bias"))
     for rank in range(2):
         rows = own_heads(*stored.T.split(4 * HEAD_DIM), rank, 2)
-        assert torch.equal(matrix(checkpoint, weights, rank=rank, size=2).dense(), rows)
+        assert torch.equal(dense(matrix(checkpoint, weights, rank=rank, size=2)), rows)
         halves = [part.chunk(2)[rank] for part in bias.chunk(3)]
         assert torch.equal(vector(checkpoint, biases, rank, 2), torch.cat(halves))
 
@@ -207,9 +218,9 @@ def test_a_rank_s_gate_and_up_belong_together(tmp_path, native, size: int) -> No
     for rank in range(size):
         rows = slice(rank * 64 // size, (rank + 1) * 64 // size)
         weight = matrix(checkpoint, gate_up, rank=rank, size=size, native=native)
-        assert torch.equal(weight.dense(), torch.cat((gate[rows], up[rows])))
+        assert torch.equal(dense(weight), torch.cat((gate[rows], up[rows])))
         weight = matrix(checkpoint, [Part("down", COLS, split="columns")], 64, rank=rank, size=size, native=native)
-        assert torch.equal(weight.dense(), down[:, rows])
+        assert torch.equal(dense(weight), down[:, rows])
 
 
 def test_a_model_s_layers_say_how_they_are_split(tmp_path) -> None:
@@ -220,7 +231,7 @@ def test_a_model_s_layers_say_how_they_are_split(tmp_path) -> None:
         return stored[f"model.layers.0.{name}"].chunk(2, dim)[rank]
 
     for rank in range(2):
-        with CheckpointSource(SafetensorsCheckpoint(SafetensorsFiles(tmp_path)), torch.float32, CPU) as source:
+        with source_of(SafetensorsCheckpoint(SafetensorsFiles(tmp_path))) as source:
             model = MODELS["qwen2"](config, ShardedSource(source, rank, 2), cpu_ops())
         layer = model.layers[0]
         for kind in ("weight", "bias"):
@@ -242,7 +253,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path) -> None:
 
 
 def test_random_shards_put_together_are_the_whole() -> None:
-    source = RandomWeights(0, torch.float32, CPU)
+    source = RandomTensors(0, torch.float32, CPU)
     shards: list[Source] = [ShardedSource(source, rank, 2) for rank in range(2)]
     rows, columns = Part("a.weight", 8, split="rows"), Part("a.weight", 8, split="columns")
     whole = source.matrix([rows], 32).dense()
@@ -265,21 +276,21 @@ def test_blocks_stay_in_one_piece_and_are_sharded(tmp_path) -> None:
         whole = matrix(checkpoint, parts, 128, packed=True)
         assert isinstance(whole, GGUFBlocks)
         dense_q, dense_k = matrix(checkpoint, parts, 128).dense().split([64, 32])
-        assert torch.equal(whole.dense(), torch.cat((dense_q, dense_k)))
+        assert torch.equal(dense(whole), torch.cat((dense_q, dense_k)))
         for rank in range(2):
             expected = torch.cat((dense_q.chunk(2)[rank], dense_k.chunk(2)[rank]))
             for packed in (False, True):
-                assert torch.equal(matrix(checkpoint, parts, 128, rank=rank, size=2, packed=packed).dense(), expected)
+                assert torch.equal(dense(matrix(checkpoint, parts, 128, rank=rank, size=2, packed=packed)), expected)
                 own = matrix(checkpoint, columns, 128, rank=rank, size=2, packed=packed)
                 assert isinstance(own, GGUFBlocks if packed else Dense)
-                assert torch.equal(own.dense(), dense_q.chunk(2, 1)[rank])
+                assert torch.equal(dense(own), dense_q.chunk(2, 1)[rank])
 
 
 def test_blocks_are_not_cut(tmp_path) -> None:
     columns = [Part("q", 64, split="columns")]
     with gguf(tmp_path, GGMLType.Q8_0, q=draw(64, 128)) as checkpoint:
         expected = matrix(checkpoint, columns, 128).dense().chunk(8, 1)[1]
-        assert torch.equal(matrix(checkpoint, columns, 128, rank=1, size=8).dense(), expected)
+        assert torch.equal(dense(matrix(checkpoint, columns, 128, rank=1, size=8)), expected)
         with pytest.raises(
             UnsupportedModel, match=r"q is stored in Q8_0 blocks of 32 columns, .* at columns 16 and 32"
         ):
@@ -292,7 +303,7 @@ def test_panels_of_a_rank_hold_the_file_s_own_blocks(tmp_path) -> None:
         for parts in [q, k], [Part("q", 64, split="columns")]:
             for rank in range(2):
                 own = matrix(checkpoint, parts, 128, rank=rank, size=2, native=native_of())
-                assert torch.equal(own.dense(), matrix(checkpoint, parts, 128, rank=rank, size=2).dense())
+                assert torch.equal(dense(own), matrix(checkpoint, parts, 128, rank=rank, size=2).dense())
 
 
 @dataclass(frozen=True)
@@ -319,14 +330,14 @@ class Int8Part:
         return sum(self.files.tensors[name].nbytes for name in self.tensors)
 
     def values(self) -> Tensor:
-        codes, scales = (self.files.read(name) for name in self.tensors)
+        codes, scales = (torch.from_numpy(self.files.read(name)) for name in self.tensors)
         index = [row for run in self.part.stored_runs(0, self.part.rows) for row in run]
         return codes[index].float() * scales[index, None]
 
     def fill(self, out: Tensor) -> list[Work]:
         return [lambda: out.copy_(self.values())]
 
-    def pack(self, panels: Any, first: int) -> list[Work]:
+    def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
         values = self.values()
         return [lambda: panels.pack_dense("f32", values.data_ptr(), self.cols, first, self.part.rows)]
 
@@ -344,7 +355,7 @@ class Int8Checkpoint(SafetensorsCheckpoint):
             else Int8Part(self.files, part, cols)
         )
 
-    def weight(self, parts: Sequence[Part], cols: int, device: torch.device, dtype: torch.dtype) -> Weight | None:
+    def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         found = [self.find(part, cols) for part in parts]
         own = [stored for stored in found if isinstance(stored, Int8Part)]
         return Int8Weight(torch.cat([stored.values() for stored in own])) if len(own) == len(found) else None
@@ -358,23 +369,23 @@ def test_a_scheme_stores_a_part_in_several_tensors(tmp_path, native) -> None:
     checkpoint = Int8Checkpoint(SafetensorsFiles(tmp_path))
     parts = fused_parts(Part("a", 0, split="rows"), [32, 16])
     expected = codes.float() * scales[:, None]
-    with CheckpointSource(checkpoint, torch.float32, CPU, native=native, packed=True) as source:
+    with source_of(checkpoint, native, packed=True) as source:
         weight = source.matrix([part.tensor("weight") for part in parts], COLS)
         second = ShardedSource(source, 1, 2).matrix([parts[0].tensor("weight")], COLS)
         mixed = source.matrix([parts[1].tensor("weight"), Part("b.weight", 16)], COLS)
-    assert torch.equal(weight.dense(), expected)
+    assert torch.equal(dense(weight), expected)
     assert isinstance(weight, Int8Weight) == (native is None)
-    assert torch.equal(second.dense(), expected[16:32])
-    assert torch.equal(mixed.dense(), torch.cat((expected[32:], other)))
+    assert torch.equal(dense(second), expected[16:32])
+    assert torch.equal(dense(mixed), torch.cat((expected[32:], other)))
     assert source.used == set(checkpoint.shapes)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_quantized_weights_are_counted_as_they_will_be_held(tmp_path, packed: bool) -> None:
     path = tiny_gguf(tmp_path / "model.gguf", kind=GGMLType.Q4_0)
-    loaded = load_model(path, dtype=torch.bfloat16, device=CPU, ops=cpu_ops(), packed=packed)
+    loaded = load_model(path, dtype="bfloat16", ops=cpu_ops(), packed=packed)
     with opened(path) as (config, checkpoint):
-        num_bytes = weight_bytes(survey(config, checkpoint, cpu_ops()), torch.bfloat16, packed=packed)
+        num_bytes = weight_bytes(survey(config, checkpoint, cpu_ops()), "bfloat16", packed=packed)
     assert num_bytes == loaded.weight_bytes
     dense = 2 * count_weights(config, cpu_ops())
     assert num_bytes < 0.3 * dense if packed else num_bytes == dense
@@ -385,7 +396,7 @@ def test_quantized_weights_are_counted_as_they_will_be_held(tmp_path, packed: bo
 
 def test_a_source_says_which_tensors_it_used(tmp_path) -> None:
     checkpoint = safetensors(tmp_path, qkv=draw(48, COLS), norm=draw(8), other=draw(4, 4))
-    with CheckpointSource(checkpoint, torch.float32, CPU) as source:
+    with source_of(checkpoint) as source:
         source.matrix(fused_parts(Part("qkv", 0), [16, 32])[:1], COLS)
         source.vector([Part("norm", 8)])
     assert source.used == {"qkv", "norm"}
@@ -396,8 +407,7 @@ def test_unused_tensors_are_listed_or_refused(tmp_path) -> None:
     weights = tiny_weights("llama") | {"lm_head.weight": torch.zeros(96, 64), "a.rotary_emb.inv_freq": torch.ones(8)}
     loaded = load_model(
         write_directory(tmp_path / "tied", tiny_config("llama"), weights),
-        dtype=torch.float32,
-        device=CPU,
+        dtype="float32",
         ops=cpu_ops(),
     )
     assert sorted(loaded.unused) == ["a.rotary_emb.inv_freq", "lm_head.weight"]
@@ -406,4 +416,4 @@ def test_unused_tensors_are_listed_or_refused(tmp_path) -> None:
     assert loaded.weight_bytes == 4 * sum(each.numel() for each in tiny_weights("llama").values())
     folder = write_directory(tmp_path / "more", tiny_config("llama"), weights | {"more": torch.ones(8)})
     with pytest.raises(WeightMismatch, match=r"1 unexpected \(more \[8\]\)"):
-        load_model(folder, dtype=torch.float32, device=CPU, ops=cpu_ops())
+        load_model(folder, dtype="float32", ops=cpu_ops())

@@ -7,9 +7,7 @@ the modules: `settings` -> requests (`workload`) -> times (`arrivals`) -> respon
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -19,6 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire import event_loop
 from quire.bench.serve.arrivals import closed_loop, open_loop, prefetch, random_times
 from quire.bench.serve.client import BenchClient, PreparedRequest, RequestTemplate, find_model
 from quire.bench.serve.http_client import ConnectionPool, Target
@@ -28,6 +27,7 @@ from quire.bench.serve.settings import CONCURRENCY, NUM_REQUESTS, Settings
 from quire.bench.serve.traces import TraceSlice
 from quire.bench.serve.workload import load_trace, make_requests, warmup
 from quire.config import DEFAULT_MODEL
+from quire.file_limit import raise_file_limit
 
 Report = Callable[[int, int | None], None]
 
@@ -46,8 +46,7 @@ def run(settings: Settings, report: Report, *, with_requests: bool = False) -> d
     """Measure a server, and return the document that `--json` prints. After Ctrl-C it has the requests that ended."""
     replayed = load_trace(settings)  # a bad trace is refused before a server is started
     raise_file_limit()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(measure(settings, replayed, report, with_requests))
+    return event_loop.run(measure(settings, replayed, report, with_requests))
 
 
 async def measure(
@@ -167,26 +166,12 @@ def describe_client(measured: Measurement) -> dict[str, Any]:
     """The cost of the client itself, which shares the machine with a local server."""
     num_chunks = sum(record.num_chunks for record in measured.records)
     return {
-        "loop": "uvloop" if importlib.util.find_spec("uvloop") else "asyncio",
+        "loop": event_loop.loop_name(),
         "cpu_s": measured.cpu_s,
         "cpu_share": measured.cpu_s / measured.wall_s if measured.wall_s else None,
         "num_chunks": num_chunks,
         "cpu_us_per_chunk": 1e6 * measured.cpu_s / num_chunks if num_chunks else None,
     }
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    if not importlib.util.find_spec("uvloop"):
-        return asyncio.new_event_loop
-    import uvloop
-
-    return uvloop.new_event_loop
-
-
-def raise_file_limit() -> None:
-    """Raise the limit on open files to its maximum: every request in flight is a socket."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def lower_priority() -> None:

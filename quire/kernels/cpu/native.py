@@ -1,7 +1,7 @@
 """The C++ kernels: whether the extension is built, which of its instruction sets the CPU runs, and the thread count.
 
-`find` is called once an engine. Without an extension (no compiler when quire was installed), or on a CPU without AVX2,
-it returns the reason, and the torch ops are used. `tape.py` and `native_ops.py` call the kernels.
+`find` is called once an engine. Without an extension (no compiler when quire was installed), or on a CPU without AVX2
+or NEON, it returns the reason, and the torch ops are used. `tape.py` and `native_ops.py` call the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ NEEDS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
     "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
-}  # best first
+    "i8mm": {"asimd", "asimddp", "i8mm"},
+    "dotprod": {"asimd", "asimddp"},
+    "neon": {"asimd"},
+}  # best first of each architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
         return module
     isas = usable(cpu, module.built())
     if not isas:
-        return Missing("quire's own CPU kernels need AVX2, which this CPU lacks")
+        least = "NEON" if "neon" in module.built() else "AVX2"
+        return Missing(f"quire's own CPU kernels need {least}, which this CPU does not report")
     return Native(module, isas[0], threads or cpu.cores)
 
 

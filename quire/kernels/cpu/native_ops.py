@@ -1,5 +1,6 @@
-"""The ops of `reference` on the C++ kernels. Called with `Value`s, an op is recorded on their tape. Called with
-tensors, it is recorded on a new tape, which runs once. Tests use this to compare each op with the reference.
+"""The ops of `reference` on the C++ kernels, with numpy arrays in place of tensors. Called with `Value`s, an op is
+recorded on their tape. Called with arrays, it is recorded on a new tape, which runs once. Tests use this to compare
+each op with the reference.
 
 Activations are float32. The cache is float32, bfloat16 or int8, in the layout of `csrc/attention.h`.
 """
@@ -9,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from quire.kernels import reference
+from quire.kernels import cache_spec
+from quire.kernels.arrays import ITEM_BYTES
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
-from quire.kernels.cpu import ops
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
-from quire.kernels.cpu.tape import Tape, Value
-from quire.kernels.cpu.tape_ops import Blocks, Recorded
+from quire.kernels.cpu.tape import Tape, Value, address
+from quire.kernels.cpu.tape_ops import Blocks, Floats, Recorded
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
 PARTIALS = 1 << 18  # floats for partial results of contexts that several threads share: 1 MiB
-CACHE_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+CACHE_TYPES = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # by the numpy type that holds them
+
+Ids = NDArray[np.int64]
 
 
 class NativeOps:
@@ -31,34 +34,30 @@ class NativeOps:
 
     def __init__(self, native: Native) -> None:
         self.native = native
-        self._partials = torch.empty(PARTIALS, dtype=torch.float32)
+        self._partials = np.empty(PARTIALS, np.float32)
 
-    apply_token_bitmask = staticmethod(ops.apply_token_bitmask)
-
-    def rms_norm(self, x: Any, weight: Tensor, eps: float, residual: Any = None) -> Any:
-        if isinstance(x, Tensor):
+    def rms_norm(self, x: Any, weight: Floats, eps: float, residual: Any = None) -> Any:
+        if not isinstance(x, Value):
             inputs = (x,) if residual is None else (x, residual)
             results = self._at_once(lambda *values: self.rms_norm(values[0], weight, eps, *values[1:]), inputs)
             return results[0] if residual is None else results
-        normed, total = x.tape.norm(x, weight.float().contiguous(), eps, residual)
+        normed, total = x.tape.norm(x, floats(weight), eps, residual)
         return normed if residual is None else (normed, total)
 
-    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor | None, eps: float, residual: Any = None) -> Any:
-        if isinstance(x, Tensor):
+    def layer_norm(self, x: Any, weight: Floats, bias: Floats | None, eps: float, residual: Any = None) -> Any:
+        if not isinstance(x, Value):
             inputs = (x,) if residual is None else (x, residual)
             results = self._at_once(lambda *values: self.layer_norm(values[0], weight, bias, eps, *values[1:]), inputs)
             return results[0] if residual is None else results
-        bias = None if bias is None else bias.float().contiguous()
-        normed, total = x.tape.norm(x, weight.float().contiguous(), eps, residual, bias=bias, centered=True)
+        bias = None if bias is None else floats(bias)
+        normed, total = x.tape.norm(x, floats(weight), eps, residual, bias=bias, centered=True)
         return normed if residual is None else (normed, total)
 
     def add(self, x: Any, y: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self._at_once(self.add, (x, y))[0]
-        return x.tape.add(x, y)
+        return x.tape.add(x, y) if isinstance(x, Value) else self._at_once(self.add, (x, y))[0]
 
-    def rope(self, q: Any, k: Any, positions: Any, table: Tensor, interleaved: bool) -> Any:
-        if isinstance(q, Tensor):
+    def rope(self, q: Any, k: Any, positions: Any, table: Floats, interleaved: bool) -> Any:
+        if not isinstance(q, Value):
             return self._at_once(lambda q, k: self.rope(q, k, None, table, interleaved), (q, k), positions=positions)
         spans = [q, k]
         if q.buffer is k.buffer and k.first == q.first + q.width:
@@ -70,7 +69,7 @@ class NativeOps:
         return q, k
 
     def store_kv(self, k: Any, v: Any, cache: LayerCache, slots: Any) -> None:
-        if isinstance(k, Tensor):
+        if not isinstance(k, Value):
             paging = step_of_slots(cache, slots)
             self._at_once(lambda k, v: self.store_kv(k, v, cache, None), (k, v), paging=paging)
             return
@@ -84,11 +83,11 @@ class NativeOps:
         *,
         scale: float,
         window: int | None = None,
-        slopes: Tensor | None = None,
+        slopes: Floats | None = None,
         softcap: float | None = None,
     ) -> Any:
         options: dict[str, Any] = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
-        if isinstance(q, Tensor):
+        if not isinstance(q, Value):
             return self._at_once(lambda value: self.attention(value, cache, None, **options), (q,), paging=paging)[0]
         out = q.tape.new(q.tail)
         arguments = {
@@ -98,7 +97,7 @@ class NativeOps:
             "scale": scale,
             "window": window or 0,
             "softcap": softcap or 0.0,
-            "slopes": 0 if slopes is None else slopes.float().contiguous(),
+            "slopes": 0 if slopes is None else floats(slopes),
             "partials": self._partials,
             "num_partials": PARTIALS,
         }
@@ -106,7 +105,7 @@ class NativeOps:
         return out
 
     def activate(self, x: Any, activation: str) -> Any:
-        if isinstance(x, Tensor):
+        if not isinstance(x, Value):
             return self._at_once(lambda value: self.activate(value, activation), (x,))[0]
         return x.tape.activate(x, activation)
 
@@ -117,63 +116,122 @@ class NativeOps:
         return self._gate(gate_up, "gelu_tanh")
 
     def _gate(self, gate_up: Any, activation: str) -> Any:
-        if isinstance(gate_up, Tensor):
-            flat = gate_up.flatten(0, -2)
+        if not isinstance(gate_up, Value):
+            flat = gate_up.reshape(-1, gate_up.shape[-1])
             out = self._at_once(lambda value: self._gate(value, activation), (flat,))[0]
-            return out.view(*gate_up.shape[:-1], out.shape[-1])
+            return out.reshape(*gate_up.shape[:-1], out.shape[-1])
         return gate_up.tape.gate(gate_up, activation)
 
     def cache_shapes(self, spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
         """The shape of a block. A latent has the shape of the reference, because no C++ kernel reads latents."""
         if spec.is_latent:
-            return reference.cache_shapes(spec, dtype, block_size)
+            return cache_spec.cache_shapes(spec, dtype, block_size)
         assert spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
         dtype, heads = spec.dtype or dtype, spec.num_kv_heads
-        kept = next(kind for kind, name in CACHE_TYPES.items() if name == dtype)
         sizes = self.native.module.cache_bytes(dtype, block_size, heads, spec.head_dim)
-        k, v = ((heads, num_bytes // kept.itemsize) for num_bytes in sizes)
-        return BlockShape(k, v, kept)
+        k, v = ((heads, num_bytes // ITEM_BYTES[dtype]) for num_bytes in sizes)
+        return BlockShape(k, v, dtype)
 
     def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
         return RecordedModel(model, kv, self.native, max_tokens)
 
-    def sample(self, logits: Tensor, settings: Tensor, seeds: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        assert logits.dtype == torch.float32
-        assert settings.dtype == torch.float64
-        assert seeds.dtype == lengths.dtype == torch.int64
+    def logits(self, products: Floats, softcap: float | None) -> Floats:
+        """In place."""
+        if softcap is not None:
+            self.native.module.softcap(
+                self.native.isa, self.native.threads, rows_of(products), *products.shape, softcap
+            )
+        return products
+
+    def sample(self, logits: Floats, settings: NDArray[np.float64], seeds: Ids, lengths: Ids) -> tuple[Ids, Floats]:
+        assert settings.dtype == np.float64
+        assert seeds.dtype == lengths.dtype == np.int64
         rows, size = logits.shape
-        logits, settings, seeds, lengths = (x.contiguous() for x in (logits, settings, seeds, lengths))
+        columns = [np.ascontiguousarray(x) for x in (settings, seeds, lengths)]
         assert settings.shape == (rows, NUM_SETTINGS)
         assert seeds.shape == lengths.shape == (rows,)
-        tokens, largest = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        tokens, largest = np.empty(rows, np.int64), np.empty(rows, np.float32)
         self.native.module.sample(
-            self.native.isa, self.native.threads, (logits.data_ptr(), logits.stride(0)), rows, size,
-            *(x.data_ptr() for x in (settings, seeds, lengths, tokens, largest)),
+            self.native.isa, self.native.threads, rows_of(logits), rows, size,
+            *map(address, (*columns, tokens, largest)),
         )  # fmt: skip
         return tokens, largest
 
-    def penalize(self, logits: Tensor, counts: Tensor, index: Tensor, penalties: Tensor) -> None:
-        assert logits.dtype == penalties.dtype == torch.float32
-        assert counts.dtype == torch.int32
-        assert index.dtype == torch.int64
-        assert logits.stride(1) == counts.stride(1) == 1
+    def logprobs(self, logits: Floats, tokens: Ids, num_top: int) -> tuple[Floats, Ids, Ids, Floats]:
+        rows, size = logits.shape
+        assert tokens.dtype == np.int64
+        assert tokens.shape == (rows,)
+        tokens, num_top = np.ascontiguousarray(tokens), min(num_top, size)
+        own, ranks = np.empty(rows, np.float32), np.empty(rows, np.int64)
+        top, top_logprobs = np.empty((rows, num_top), np.int64), np.empty((rows, num_top), np.float32)
+        self.native.module.logprobs(
+            self.native.isa, self.native.threads, rows_of(logits), rows, size, address(tokens), num_top,
+            *map(address, (own, ranks, top, top_logprobs)),
+        )  # fmt: skip
+        return own, ranks, top, top_logprobs
+
+    def beam_candidates(
+        self, logits: Floats, processed: Floats | None, count: int, num_top: int
+    ) -> tuple[Ids, Floats, Ids, Ids, Floats]:
+        rows, size = logits.shape
+        count, num_top = min(count, size), min(num_top, size)
+        tokens, ranks = np.empty((rows, count), np.int64), np.empty((rows, count), np.int64)
+        values = np.empty((rows, count), np.float32)
+        top, top_logprobs = np.empty((rows, num_top), np.int64), np.empty((rows, num_top), np.float32)
+        self.native.module.beam_candidates(
+            self.native.isa, self.native.threads, rows_of(logits), (0, 0) if processed is None else rows_of(processed),
+            rows, size, count, num_top, *map(address, (tokens, values, ranks, top, top_logprobs)),
+        )  # fmt: skip
+        return tokens, values, ranks, top, top_logprobs
+
+    def apply_token_bitmask(self, logits: Floats, rows: Ids, bits: NDArray[np.uint8]) -> None:
+        assert rows.dtype == np.int64
+        assert bits.dtype == np.uint8
+        assert bits.shape[0] == len(rows)
+        rows, bits = np.ascontiguousarray(rows), np.ascontiguousarray(bits)
+        self.native.module.apply_token_bitmask(
+            self.native.isa,
+            self.native.threads,
+            rows_of(logits),
+            *logits.shape,
+            address(rows),
+            len(rows),
+            (address(bits), bits.shape[1]),
+            bits.shape[1],
+        )
+
+    def count_tokens(self, counts: NDArray[np.int32], rows: Ids, tokens: Ids) -> None:
+        assert counts.dtype == np.int32
+        assert counts.strides[1] == 4
+        assert rows.dtype == tokens.dtype == np.int64
+        assert rows.shape == tokens.shape
+        rows, tokens = np.ascontiguousarray(rows), np.ascontiguousarray(tokens)
+        self.native.module.count_tokens(
+            (address(counts), counts.strides[0] // 4), *counts.shape, address(rows), address(tokens), len(rows)
+        )
+
+    def penalize(self, logits: Floats, counts: NDArray[np.int32], index: Ids, penalties: Floats) -> None:
+        assert penalties.dtype == np.float32
+        assert counts.dtype == np.int32
+        assert counts.strides[1] == 4
+        assert index.dtype == np.int64
         assert logits.shape[1] == counts.shape[1]
-        index, penalties = index.contiguous(), penalties.contiguous()
+        index, penalties = np.ascontiguousarray(index), np.ascontiguousarray(penalties)
         self.native.module.penalize(
-            (logits.data_ptr(), logits.stride(0)), (counts.data_ptr(), counts.stride(0)), logits.shape[1],
-            (index.data_ptr(), index.stride(0)), index.shape[1] - 2, penalties.data_ptr(), len(index), IN_PROMPT,
+            rows_of(logits), (address(counts), counts.strides[0] // 4), logits.shape[1],
+            (address(index), index.strides[0] // 8), index.shape[1] - 2, address(penalties), len(index), IN_PROMPT,
         )  # fmt: skip
 
     def _at_once(
         self,
         record: Callable[..., Any],
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Floats],
         *,
-        positions: Tensor | None = None,
+        positions: Ids | None = None,
         paging: Paging | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Record ops over tensors [tokens, ...], run them once, and return their results."""
-        assert all(x.dtype == torch.float32 for x in inputs)
+    ) -> tuple[Floats, ...]:
+        """Record ops over arrays [tokens, ...], run them once, and return their results."""
+        assert all(x.dtype == np.float32 for x in inputs)
         num_tokens = len(inputs[0])
         tape = Tape(self.native, max(num_tokens, 1))
         values = [tape.new(tuple(x.shape[1:])) for x in inputs]
@@ -185,22 +243,33 @@ class NativeOps:
             result.read()
         tape.finish()
         for value, x in zip(values, inputs, strict=True):
-            tape.result(value, num_tokens).copy_(x.flatten(1))
+            tape.result(value, num_tokens)[...] = x.reshape(num_tokens, value.width)
         if num_tokens:
             tape.run(None, positions, paging, num_tokens)
         return tuple(tape.result(result, num_tokens).reshape(num_tokens, *result.tail) for result in results)
 
 
-def step_of_slots(cache: LayerCache, slots: Tensor) -> Paging:
+def floats(values: Floats) -> Floats:
+    return np.ascontiguousarray(values, np.float32)
+
+
+def rows_of(values: Floats) -> tuple[int, int]:
+    """The address of float32 rows, and the values from one row to the next."""
+    assert values.dtype == np.float32
+    assert values.strides[1] == 4 or values.size <= len(values)
+    return address(values), values.strides[0] // 4
+
+
+def step_of_slots(cache: LayerCache, slots: Any) -> Paging:
     """A Paging that has only the slots of tokens."""
-    empty = torch.zeros(0, 0, dtype=torch.int32)
+    empty = np.zeros((0, 0), np.int32)
     tables = [empty for _ in range(cache.group + 1)]
     return Paging(empty, empty, tables, [slots for _ in tables], cache.block_size, [0], [])
 
 
 def describe_cache(cache: LayerCache, head_dim: int) -> dict[str, Any]:
     return {
-        "type": CACHE_TYPES[cache.k.dtype],
+        "type": CACHE_TYPES[cache.k.dtype.name],
         "block_size": cache.block_size,
         "kv_heads": cache.k.shape[1],
         "head_dim": head_dim,

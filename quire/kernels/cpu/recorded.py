@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import Tape
@@ -44,7 +45,9 @@ class RecordedModel:
         self.tape.finish()
         self._result = self.tape.result(self._hidden, max_tokens)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache]) -> Tensor:
+    def __call__(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], paging: Paging, kv: Sequence[LayerCache]
+    ) -> NDArray[np.float32]:
         assert kv is self._kv
         num_tokens = tokens.shape[0]
         self.tape.run(tokens, positions, paging, num_tokens)

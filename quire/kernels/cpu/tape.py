@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
-from quire.kernels.cpu.tape_ops import Embed, Matmul, Norm, Op, Recorded
+from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Norm, Op, Recorded
 from quire.kernels.paging import Paging
+
+Ids = NDArray[np.int64]
 
 DENSE_FORMATS = ("f32", "bf16", "f16")  # of panels; other formats are multiplied with int8 activations
 
@@ -40,9 +42,6 @@ class Buffer:
 
 class Value:
     """Stands in for a tensor [tokens, *tail] while a model is recorded: columns of a buffer from `first` on."""
-
-    dtype = torch.float32
-    device = torch.device("cpu")
 
     def __init__(self, buffer: Buffer, tail: tuple[int, ...], first: int = 0) -> None:
         self.buffer = buffer
@@ -83,12 +82,12 @@ class Value:
             first += values[-1].width
         return values
 
-    def __add__(self, other: Tensor | Value) -> Value:
+    def __add__(self, other: Floats | Value) -> Value:
         """Add another value of the step, or a bias."""
         return self.tape.add(self, other) if isinstance(other, Value) else self.tape.add_bias(self, other)
 
-    def __mul__(self, factor: Tensor) -> Value:
-        return self.tape.scale(self, float(factor))
+    def __mul__(self, factor: float) -> Value:
+        return self.tape.scale(self, factor)
 
 
 @dataclass(slots=True)
@@ -137,11 +136,11 @@ class Tape:
     def norm(
         self,
         x: Value,
-        weight: Tensor,
+        weight: Floats,
         eps: float,
         residual: Value | None,
         *,
-        bias: Tensor | None = None,
+        bias: Floats | None = None,
         centered: bool = False,
     ) -> tuple[Value, Value]:
         """The norm of x, or of x + residual, and the norm's input."""
@@ -186,7 +185,7 @@ class Tape:
         x.buffer.values.needed = True
         return True
 
-    def add_bias(self, x: Value, bias: Tensor) -> Value:
+    def add_bias(self, x: Value, bias: Floats) -> Value:
         producers = [op for op in self.ops if isinstance(op, Matmul) and op.y is x.buffer.values]
         assert producers
         for op in producers:
@@ -231,35 +230,35 @@ class Tape:
         """Allocate the memory of needed storages and build the program."""
         self._matmul_input = None
         for storage in self._storages:
-            if storage.needed and storage.memory.tensor is None:
+            if storage.needed and storage.memory.data is None:
                 storage.memory.allocate(self.max_tokens)
         self._program = self.native.module.Program(self.native.isa)
         for op in self.ops:
             op.emit(self._program)
 
-    def run(self, tokens: Tensor | None, positions: Tensor | None, paging: Paging | None, num_tokens: int) -> None:
+    def run(self, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int) -> None:
         assert num_tokens <= self.max_tokens, num_tokens
         self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
 
-    def run_timed(self, tokens: Tensor, positions: Tensor, paging: Paging) -> list[tuple[str, int]]:
+    def run_timed(self, tokens: Ids, positions: Ids, paging: Paging) -> list[tuple[str, int]]:
         """As `run`; returns the kind and the nanoseconds of each op."""
         arguments = step_arguments(tokens, positions, paging, len(tokens))
         return list(self._program.run_timed(self.native.threads, *arguments))
 
-    def result(self, value: Value, num_tokens: int) -> Tensor:
-        """The tensor of a value, [num_tokens, width]. The next run overwrites it."""
+    def result(self, value: Value, num_tokens: int) -> Floats:
+        """The array of a value, [num_tokens, width]. The next run overwrites it."""
         memory = value.buffer.values.memory
-        assert memory.tensor is not None
-        rows = memory.tensor.view(torch.float32).view(-1, memory.row_bytes // 4)
+        assert memory.data is not None
+        rows = memory.data.view(np.float32).reshape(-1, memory.row_bytes // 4)
         return rows[:num_tokens, value.first : value.first + value.width]
 
 
-def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Paging | None, num_tokens: int) -> Any:
-    token_address, position_address = (0 if x is None else x.data_ptr() for x in (tokens, positions))
+def step_arguments(tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int) -> Any:
+    token_address, position_address = (0 if x is None else address(x) for x in (tokens, positions))
     if paging is None:
         return (num_tokens, 0, token_address, position_address, 0, 0, [], 0, 0)
     groups = [
-        (table.data_ptr(), table.stride(0), 0 if slots is None else slots.data_ptr())
+        (address(table), table.strides[0] // 4, 0 if slots is None else address(slots))
         for table, slots in zip_longest(paging.block_tables, paging.slot_mapping)  # fixed groups have no slots
     ]
     mask = paging.ancestors
@@ -268,9 +267,15 @@ def step_arguments(tokens: Tensor | None, positions: Tensor | None, paging: Pagi
         len(paging.host_seq_lens),
         token_address,
         position_address,
-        paging.query_starts.data_ptr(),
-        paging.seq_lens.data_ptr(),
+        address(paging.query_starts),
+        address(paging.seq_lens),
         groups,
-        mask.data_ptr() if mask is not None else 0,
-        mask.stride(0) if mask is not None else 0,
+        address(mask) if mask is not None else 0,
+        mask.strides[0] if mask is not None else 0,
     )
+
+
+def address(array: Any) -> int:
+    """The address of a numpy array's first element."""
+    first: int = array.__array_interface__["data"][0]
+    return first

@@ -8,14 +8,15 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 PADDING_ROWS = 16  # after the last row: kernels may read them
 HUGE_PAGE = 1 << 21
 NULL_VIEW = (0, 0)
 
 View = tuple[int, int]
+Bytes = NDArray[np.uint8]
 
 
 class Memory:
@@ -24,15 +25,15 @@ class Memory:
     def __init__(self, width: int, row_bytes: int) -> None:
         self.width = width
         self.row_bytes = row_bytes
-        self.tensor: Tensor | None = None
+        self.data: Bytes | None = None
 
     def allocate(self, rows: int) -> None:
-        self.tensor = huge_pages((rows + PADDING_ROWS) * self.row_bytes)
+        self.data = huge_pages((rows + PADDING_ROWS) * self.row_bytes)
 
     @property
     def address(self) -> int:
-        assert self.tensor is not None
-        return self.tensor.data_ptr()
+        assert self.data is not None
+        return self.data.ctypes.data
 
 
 class Storage:
@@ -67,11 +68,11 @@ def padded(width: int) -> int:
     return -(-width // 16) * 16 + 16
 
 
-def huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int) -> Bytes:
     """Zeroed bytes, aligned to 2 MiB, in huge pages where the system has them. Untouched pages take no memory."""
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE:
         pages.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    skip = -whole.data_ptr() % HUGE_PAGE
+    whole = np.frombuffer(pages, np.uint8)
+    skip = -whole.ctypes.data % HUGE_PAGE
     return whole[skip : skip + num_bytes]

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage
+
+Floats = NDArray[np.float32]
 
 
 class Op(Protocol):
@@ -37,8 +40,8 @@ class Norm:
     x: Columns
     residual: Columns | None
     sum: Columns | None
-    weight: Tensor
-    bias: Tensor | None
+    weight: Floats
+    bias: Floats | None
     centered: bool
     eps: float
     groups: int
@@ -54,8 +57,8 @@ class Norm:
             x=self.x.view(),
             residual=self.residual.view() if self.residual else NULL_VIEW,
             sum=self.sum.view() if self.sum else NULL_VIEW,
-            weight=self.weight.data_ptr(),
-            bias=self.bias.data_ptr() if self.bias is not None else 0,
+            weight=self.weight.ctypes.data,
+            bias=self.bias.ctypes.data if self.bias is not None else 0,
             centered=self.centered,
             eps=self.eps,
             groups=self.groups,
@@ -76,7 +79,7 @@ class Matmul:
     y: Storage
     first: int
     gated: Storage | None = None
-    bias: Tensor | None = None
+    bias: Floats | None = None
     activation: str = ""
 
     @property
@@ -95,7 +98,7 @@ class Matmul:
             quantized=self.quantized.quantized(),
             quantize=self.quantize,
             y=self.y.view(self.first),
-            bias=self.bias.data_ptr() if self.bias is not None else 0,
+            bias=self.bias.ctypes.data if self.bias is not None else 0,
             activation=self.activation,
             gated=self.gated.quantized() if self.gated else NULL_VIEW,
         )
@@ -103,7 +106,7 @@ class Matmul:
 
 @dataclass(slots=True)
 class Recorded:
-    """Any other op: a method of the program and its arguments. `emit` replaces storages and tensors by addresses."""
+    """Any other op: a method of the program and its arguments. `emit` replaces storages and arrays by addresses."""
 
     method: str
     arguments: dict[str, Any]
@@ -116,15 +119,15 @@ class Recorded:
 class Blocks:
     """A layer's keys or values, [blocks, ...]. Between two blocks there may be memory of other layers."""
 
-    items: Tensor
+    items: NDArray[Any]
 
     def view(self) -> tuple[int, int]:
         """The address of block 0, and the block stride in bytes."""
-        assert self.items[0].is_contiguous()
-        return self.items.data_ptr(), self.items.stride(0) * self.items.element_size()
+        assert self.items[0].flags.c_contiguous
+        return self.items.ctypes.data, self.items.strides[0]
 
 
 def resolve_address(value: Any) -> Any:
     if isinstance(value, Columns | Blocks):
         return value.view()
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    return value.ctypes.data if isinstance(value, np.ndarray) else value

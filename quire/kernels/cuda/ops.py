@@ -5,8 +5,6 @@ A block of the cache is [kv_heads, block_size, head_dim]: one head's keys of a b
 
 from __future__ import annotations
 
-import torch
-
 from quire.kernels import Fused
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
@@ -16,7 +14,6 @@ from quire.kernels.cuda.launch import launchers
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
-from quire.kernels.reference import DTYPES
 
 __all__ = [
     "activate", "apply_token_bitmask", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear",
@@ -30,5 +27,4 @@ fused = Fused(rope_store, rope_attention, gated_linear)
 def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
     assert spec.is_latent or spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
     dtype, shape = spec.dtype or dtype, (spec.num_kv_heads, block_size, spec.head_dim)
-    kept = torch.float8_e4m3fn if dtype == "fp8" else DTYPES[dtype]
-    return BlockShape(shape, None if spec.is_latent else shape, kept)
+    return BlockShape(shape, None if spec.is_latent else shape, "float8_e4m3fn" if dtype == "fp8" else dtype)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from quire.core.structured import StructuredOutputs
 from quire.errors import BadGrammar
-from quire.text.grammar.compiler import GrammarCompiler, TokenizerInfo, shorten_reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from quire.text.grammar.compiler import GrammarCompiler
     from quire.text.tokenizers.tokenizer import Tokenizer
 
 MAX_CACHED = 16  # compiled grammars; clients often send the same schema again
@@ -65,6 +65,8 @@ class GrammarConstraint:
 
     def _has_failed(self) -> bool:
         if self._matcher.is_error():
+            from quire.text.grammar.compiler import shorten_reason
+
             self._forced.clear()
             reason = shorten_reason(self._matcher.get_error())
             self.error = f"The schema or grammar could not be followed any further: {reason}; simplify it."
@@ -98,6 +100,8 @@ class GrammarBackend:
 
     def _matcher(self, spec: StructuredOutputs) -> LLMatcher:
         if self._compiler is None:
+            from quire.text.grammar.compiler import GrammarCompiler, TokenizerInfo
+
             tokenizer_info = TokenizerInfo.of(self._tokenizer, self._vocab_size, self._end_token_ids)
             self._compiler = GrammarCompiler(tokenizer_info, partial(self._tokenizer.encode, add_special_tokens=False))
         matcher = self._cache.pop(spec, None) or self._compiler.compile(spec)

@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer as Backend
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadModelFile, ModelNotFound
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -83,6 +84,8 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
 
 
 def _read_backend(path: Path) -> Backend:
+    from tokenizers import Tokenizer as Backend
+
     if not path.is_file():
         raise BadModelFile(f"{path.parent} has no tokenizer.json, so its model cannot read text. Save one beside it.")
     try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from typing import TYPE_CHECKING, Any
 
 from quire.text.tokenizers.pieces import SPACE_MARK, byte_alphabet
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 NFC_RATIO = 4  # composing characters makes UTF-8 at most 3.5 times shorter
 KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"})
@@ -33,6 +33,8 @@ class LengthBound:
 
 def find_length_bound(backend: Backend) -> LengthBound | None:
     """The bound of a tokenizer; None if a token can stand for any amount of text."""
+    from tokenizers import models
+
     ratio = _normalizer_ratio(backend)
     if ratio is None or not _pre_tokenizer_keeps_all(backend) or not isinstance(backend.model, models.BPE):
         return None

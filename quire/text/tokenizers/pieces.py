@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-from tokenizers import Tokenizer as Backend
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 SPACE_MARK = "▁"
 

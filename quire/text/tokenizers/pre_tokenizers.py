@@ -1,16 +1,18 @@
 """Pre-tokenizers of byte-level BPE vocabularies, by their name in GGUF (`tokenizer.ggml.pre`).
 
 A wrong pre-tokenizer gives plausible but wrong tokens, so an unknown name is refused.
+The `tokenizers` library is loaded when the first pre-tokenizer is made.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-
-from tokenizers import Regex, normalizers, pre_tokenizers
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tokenizers import normalizers, pre_tokenizers
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,8 +56,7 @@ _DEEPSEEK_V3 = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PreTokenizerSpec:
+class PreTokenizerSpec(NamedTuple):
     """How text is split into words before BPE.
 
     patterns        regular expressions that are applied one after another
@@ -75,6 +76,8 @@ class PreTokenizerSpec:
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """The pre-tokenizer, with the byte-level alphabet as its last step."""
+        from tokenizers import Regex, pre_tokenizers
+
         steps: list[pre_tokenizers.PreTokenizer] = []
         if self.punctuation:
             steps = [pre_tokenizers.Punctuation("contiguous"), _byte_level(True)]
@@ -85,10 +88,14 @@ class PreTokenizerSpec:
 
     def normalizer(self) -> normalizers.Normalizer | None:
         """The normalizer, if there is one."""
+        from tokenizers import normalizers
+
         return normalizers.NFC() if self.nfc else None
 
 
 def _byte_level(use_regex: bool) -> pre_tokenizers.ByteLevel:
+    from tokenizers import pre_tokenizers
+
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 

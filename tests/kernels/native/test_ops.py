@@ -15,7 +15,6 @@ from quire.core.params import SamplingParams
 from quire.engine.sampling_state import settings_of
 from quire.kernels import reference
 from quire.kernels.cache_spec import KVCacheSpec
-from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.paging import LayerCache
 from quire.kernels.sampling import IN_PROMPT
 from tests.tools.native import THREADS, draw, each_cache_type, each_isa, kept, ops_of
@@ -198,12 +197,15 @@ def test_gates_of_what_is_not_a_number(name: str) -> None:
 class Layout:
     """The caches as `csrc/attention.h` describes them, read back in plain torch."""
 
-    def __init__(self, ops: NativeOps, kind: str, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, ops: Any, kind: str, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> None:
         k, v, dtype = ops.cache_shapes(KVCacheSpec(kv_heads, head_dim), kind, block_size)
         assert v is not None
         self.lanes, self.head_dim = -(-block_size // 16) * 16, head_dim
         self.cache = LayerCache(
-            torch.zeros(blocks, *k, dtype=dtype), torch.zeros(blocks, *v, dtype=dtype), 0, block_size
+            torch.zeros(blocks, *k, dtype=getattr(torch, dtype)),
+            torch.zeros(blocks, *v, dtype=getattr(torch, dtype)),
+            0,
+            block_size,
         )
 
     def keys(self) -> Tensor:

@@ -11,29 +11,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import Kernels, select
+from quire.kernels import Kernels, select_torch
+from quire.kernels.torch_arrays import TorchArrays
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS
 from tests.tools.native import (
     CACHE_TYPES,
-    CPU,
     FITTING,
     THREADS,
     NativePagedCache,
     PanelSource,
+    RecordedOnTensors,
     all_of,
+    as_arrays,
     each_isa,
     kernels_of,
     mixed,
     native_model,
     native_of,
     ops_of,
+    tensor_kernels_of,
 )
 from tests.tools.paged import PagedCache
 
 pytestmark = pytest.mark.cpu
 
-REFERENCE = replace(select("meta"), device=CPU)
+REFERENCE = replace(select_torch("meta"), arrays=TorchArrays("cpu"))
 MAX_TOKENS = 40
 each_family = pytest.mark.parametrize("family", FITTING)
 
@@ -62,7 +65,7 @@ def run_steps(model: Any, cache: PagedCache, steps: Steps = STEPS) -> list[Tenso
 
 def run_recorded(config: ModelConfig, ops: Kernels, model: Any, kind: str = "float32") -> list[Tensor]:
     cache = native_cache(config, kind)
-    return run_steps(ops.record(model, cache.layers, MAX_TOKENS), cache)
+    return run_steps(RecordedOnTensors(ops, model, cache, MAX_TOKENS), cache)
 
 
 def native_cache(config: ModelConfig, kind: str, block_size: int = 4) -> NativePagedCache:
@@ -84,7 +87,8 @@ def test_plain_formats_compute_what_the_reference_does(name: str, family: str, f
     plain, expected = run_reference(config, all_of(format))
     for out, hidden in zip(run_recorded(config, ops, model), expected, strict=True):
         torch.testing.assert_close(out, hidden, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(model.head(out), plain.head(hidden), atol=2e-5, rtol=2e-5)
+        logits = torch.from_numpy(model.head(out.numpy()))
+        torch.testing.assert_close(logits, plain.head(hidden), atol=2e-5, rtol=2e-5)
 
 
 @each_isa
@@ -106,7 +110,8 @@ def test_recorded_is_bit_for_bit_op_by_op(name: str, family: str, kind: str, thr
     config, ops = FITTING[family], kernels_of(name, threads)
     model = native_model(config, ops, mixed)
     recorded = run_recorded(config, ops, model, kind)
-    for out, hidden in zip(recorded, run_steps(model, native_cache(config, kind)), strict=True):
+    on_tensors = native_model(config, tensor_kernels_of(name, threads), mixed)
+    for out, hidden in zip(recorded, run_steps(on_tensors, native_cache(config, kind)), strict=True):
         assert torch.equal(out, hidden)
 
 
@@ -116,14 +121,14 @@ def test_blocks_of_any_size_give_the_same(family: str) -> None:
     model = native_model(config, ops)
     expected = run_recorded(config, ops, model)
     cache = native_cache(config, "float32", block_size=16)
-    for out, hidden in zip(run_steps(ops.record(model, cache.layers, MAX_TOKENS), cache), expected, strict=True):
+    for out, hidden in zip(run_steps(RecordedOnTensors(ops, model, cache, MAX_TOKENS), cache), expected, strict=True):
         assert torch.equal(out, hidden)
 
 
 def num_buffers(config: ModelConfig) -> int:
     ops = kernels_of()
-    recorded = ops.record(native_model(config, ops), native_cache(config, "float32").layers, MAX_TOKENS)
-    return len({id(storage.memory) for storage in recorded.tape._storages if storage.needed})
+    recorded = RecordedOnTensors(ops, native_model(config, ops), native_cache(config, "float32"), MAX_TOKENS)
+    return len({id(storage.memory) for storage in recorded.recorded.tape._storages if storage.needed})
 
 
 @each_family
@@ -140,7 +145,9 @@ def test_two_models_take_turns() -> None:
     models = [(config, native_model(config, ops)) for config in (first, second)]
     expected = [run_recorded(config, ops, model) for config, model in models]
     caches = [native_cache(config, "float32") for config, _ in models]
-    recorded = [ops.record(model, cache.layers, MAX_TOKENS) for (_, model), cache in zip(models, caches, strict=True)]
+    recorded = [
+        RecordedOnTensors(ops, model, cache, MAX_TOKENS) for (_, model), cache in zip(models, caches, strict=True)
+    ]
     for index, step in enumerate(STEPS):
         for own, cache, hidden in zip(recorded, caches, expected, strict=True):
             assert torch.equal(run_steps(own, cache, [step])[0], hidden[index])
@@ -149,14 +156,15 @@ def test_two_models_take_turns() -> None:
 def test_more_tokens_than_it_was_recorded_for_are_refused() -> None:
     config, ops = FITTING["llama"], kernels_of()
     cache = native_cache(config, "float32")
-    recorded = ops.record(native_model(config, ops), cache.layers, 4)
-    with pytest.raises(AssertionError):
+    recorded = RecordedOnTensors(ops, native_model(config, ops), cache, 4)
+    with pytest.raises(AssertionError, match="5"):
         run_steps(recorded, cache, [[(0, 5)]])
 
 
 def test_other_caches_than_it_was_recorded_for_are_refused() -> None:
     config, ops = FITTING["llama"], kernels_of()
-    recorded = ops.record(native_model(config, ops), native_cache(config, "float32").layers, 8)
+    recorded = RecordedOnTensors(ops, native_model(config, ops), native_cache(config, "float32"), 8)
+    recorded.layers = list(recorded.layers)
     with pytest.raises(AssertionError):
         run_steps(recorded, native_cache(config, "float32"), [[(0, 5)]])
 
@@ -164,10 +172,10 @@ def test_other_caches_than_it_was_recorded_for_are_refused() -> None:
 def test_a_timed_run_names_every_op_and_computes_the_same() -> None:
     config, ops = FITTING["llama"], kernels_of()
     cache = native_cache(config, "float32")
-    recorded = ops.record(native_model(config, ops), cache.layers, 8)
-    paging, positions = cache.step([(0, 5)]), torch.arange(5)
-    expected = recorded(TOKENS[0, :5], positions, paging, cache.layers).clone()
-    times = recorded.tape.run_timed(TOKENS[0, :5], positions, paging)
+    own = RecordedOnTensors(ops, native_model(config, ops), cache, 8)
+    paging, positions, recorded = cache.step([(0, 5)]), torch.arange(5), own.recorded
+    expected = own(TOKENS[0, :5], positions, paging, cache.layers).clone()
+    times = recorded.tape.run_timed(*map(as_arrays, (TOKENS[0, :5], positions, paging)))
     assert len(times) == len(recorded.tape.ops)
     assert all(duration >= 0 for _, duration in times)
-    assert torch.equal(recorded.tape.result(recorded._hidden, 5), expected)
+    assert torch.equal(torch.from_numpy(recorded.tape.result(recorded._hidden, 5)), expected)

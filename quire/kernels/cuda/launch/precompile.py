@@ -102,7 +102,7 @@ class KernelCalls:
         model = self.model
         spec = KVCacheSpec(model.num_kv_heads, model.head_dim)
         shape, _, cache_dtype = self.ops.cache_shapes(spec, model.kv_dtype, model.block_size)
-        cache_tensor: Any = torch_stub.empty(2, *shape, dtype=cache_dtype)
+        cache_tensor: Any = torch_stub.empty(2, *shape, dtype=torch_stub.DTYPES[cache_dtype])
         cache = LayerCache(cache_tensor, cache_tensor, 0, model.block_size)
         tables, slots = [numbers(rows, 16)], [longs(tokens)]
         return cache, Paging(numbers(rows + 1), numbers(rows), tables, slots, model.block_size, [], [], work=work)

@@ -36,15 +36,13 @@ def compile_upload(copies: Tensor) -> None:
 
 
 class Upload:
-    """A list of copies: source, target, rows, words a row, and row stride.
-
-    Call `clear` only after all copies have been made: it allows entries to be overwritten.
-    """
+    """A list of copies: source, target, rows, words a row, and row stride. `clear` waits until they have been made."""
 
     def __init__(self, most: int) -> None:
         self._copies = torch.zeros(most, FIELDS.value, dtype=torch.int64, pin_memory=True)
         self._rows = self._copies.numpy()
         self._sent = self._count = self._most_words = 0
+        self._done: torch.cuda.Event | None = None  # of the last launch
 
     def add(self, source: Tensor, target: Tensor, first: int, last: int, width: int | None = None) -> None:
         """Add a copy of source[first:last] to target[first:last]; with `width`, only of the first `width` columns."""
@@ -60,7 +58,11 @@ class Upload:
         if self._most_words:
             num_copies, chunks = self._count - self._sent, triton.cdiv(self._most_words, CHUNK)
             _upload[(num_copies, chunks)](self._copies, self._sent, CHUNK=CHUNK, num_warps=4)
+            self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
         self._sent, self._most_words = self._count, 0
 
     def clear(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
         self._sent = self._count = 0

@@ -1,0 +1,2 @@
+#define QUIRE_ISA_NAME "dotprod"
+#include "kernel_table.inl"

@@ -1,0 +1,2 @@
+#define QUIRE_ISA_NAME "i8mm"
+#include "kernel_table.inl"

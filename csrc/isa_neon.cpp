@@ -1,0 +1,2 @@
+#define QUIRE_ISA_NAME "neon"
+#include "kernel_table.inl"

@@ -1,0 +1,58 @@
+"""PanelSource: weights of a checkpoint for quire's own CPU kernels. Matrices are packed into panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.kernels.cpu.native import Native
+from quire.layers.source import Part
+from quire.quant.panels import PanelWeight, join, rounded_format
+from quire.weights.checkpoint import Checkpoint, CheckpointSource
+
+
+class PanelSource(CheckpointSource):
+    """Panels keep the stored format. Plain matrices are quantized first if `quantize` is "int8" or "int4"."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        native: Native,
+        *,
+        quantize: str | None = None,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(checkpoint, native.threads, on_read)
+        self._native = native
+        self._quantize = quantize
+
+    def matrix(self, parts: Sequence[Part], cols: int) -> PanelWeight:
+        found, width = [self._find(part, cols) for part in parts], parts[0].width(cols)
+        formats = [
+            rounded_format(stored.panel_format, part.name, width, self._quantize)
+            for part, stored in zip(parts, found, strict=True)
+        ]
+        joined = join([part.rows for part in parts], formats)
+        make_panels = self._native.module.Panels
+        panels = [make_panels(kind, sum(parts[i].rows for i in indices), width) for kind, indices in joined]
+        for (_, indices), target in zip(joined, panels, strict=True):
+            first = 0
+            for i in indices:
+                self._submit(found[i], found[i].pack(target, first, self._native))
+                first += parts[i].rows
+        weight = PanelWeight(panels, self._native)
+        self.nbytes += weight.nbytes
+        return weight
+
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Any:
+        found = [self._find(part, None) for part in parts]
+        values = np.concatenate([stored.unpack(self._native) for stored in found])
+        for stored in found:
+            self._report(stored)
+        self.nbytes += values.nbytes
+        return values + np.float32(1.0) if plus_one else values
+
+    def scalar(self, value: float) -> float:
+        return float(np.float32(value))

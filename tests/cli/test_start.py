@@ -1,0 +1,66 @@
+"""What commands load before they do anything: the time until `quire --help` or the first token depends on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from quire.cli.main import COMMANDS, make_parser
+
+pytestmark = pytest.mark.cpu
+
+HEAVY = ("torch", "numpy", "tokenizers", "jinja2", "rich", "fastapi", "llguidance", "asyncio", "safetensors")
+SCRIPT = """
+import sys
+from quire.cli.main import main
+heavy, sys.argv[1:] = sys.argv[1].split(), sys.argv[2:]
+try:
+    main()
+except SystemExit as exit:
+    assert exit.code in (None, 0), exit.code
+print("loaded:", *(name for name in heavy if name in sys.modules), file=sys.stderr)
+"""
+
+
+def run(*arguments: str, heavy: tuple[str, ...] = HEAVY) -> str:
+    command = [sys.executable, "-c", SCRIPT, " ".join(heavy), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["models"], ["info"], ["generate", "--help"]])
+def test_commands_without_a_model_load_nothing_heavy(arguments):
+    assert run(*arguments) == "loaded:\n"
+
+
+def test_the_check_sees_what_is_loaded():
+    assert run("models", heavy=("torch", "argparse", "json")) == "loaded: argparse json\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_parses_and_describes_itself(name, capsys):
+    assert import_module(f"quire.cli.{name}").run.__doc__ == COMMANDS[name]
+    with pytest.raises(SystemExit, match="0"):
+        make_parser([name]).parse_args([name, "--help"])
+    assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("variables", [{}, {"OPENBLAS_NUM_THREADS": "2"}])
+def test_numpy_starts_no_threads_and_the_variable_is_as_before(variables):
+    script = """
+import os
+from quire.cli.imports import import_numpy
+before = dict(os.environ)
+import_numpy()
+assert os.environ == before
+import numpy
+print(len(os.listdir("/proc/self/task")))
+"""
+    without = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=without | variables)
+    most = min(int(variables.get("OPENBLAS_NUM_THREADS", 1)), os.cpu_count() or 1)
+    assert int(done.stdout) == most
