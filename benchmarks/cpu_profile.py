@@ -3,8 +3,8 @@
     python benchmarks/cpu_profile.py [--model smollm2:135m] [--batch 1,8,32] [--context 128] [--steps 64]
 
 Each batch decodes `--steps` tokens at a context of about `--context` tokens. Every op is timed. The title of a table
-has the time of the whole step as the engine runs it. The line `around it` is the rest: scheduling, batching and
-sampling.
+has the time of the whole step as the engine runs it. The line `around it` is the rest: scheduling, batching, sampling
+and threads that wait for each other.
 """
 
 from __future__ import annotations
@@ -71,18 +71,21 @@ def add(client: InProcess, batch: int, prompt: int, answer: int) -> list[Request
     return requests
 
 
-def measure(client: InProcess, batch: int, prompt: int, answer: int, timed: Timed) -> None:
+def measure(client: InProcess, batch: int, prompt: int, steps: int, timed: Timed) -> None:
+    """Measure steps in which all requests decode. The first ones have begun earlier, and their contexts are longer."""
     runner: Any = client.engine.runner
-    requests = add(client, batch, prompt, answer)
+    requests = add(client, batch, prompt, steps + batch * prompt)
     while any(len(request.tokens) == prompt for request in requests):
         client.step()
-    begin, steps = time.perf_counter(), 0
+    first, last = min(len(request.tokens) for request in requests), max(len(request.tokens) for request in requests)
+    begin = time.perf_counter()
     with timed.used_by(runner):
-        while client.engine.has_work:
+        for _ in range(steps):
             client.step()
-            steps += 1
     whole_ms = 1e3 * (time.perf_counter() - begin) / steps
-    show(f"decode, batch {batch}, context {prompt} to {prompt + answer}", timed, steps, whole_ms, batch)
+    for request in requests:
+        client.abort(request.id)
+    show(f"decode, batch {batch}, context {first} to {last + steps}", timed, steps, whole_ms, batch)
 
 
 def show(title: str, timed: Timed, steps: int, whole_ms: float, tokens: int) -> None:

@@ -20,6 +20,7 @@ namespace quire {
 struct Activations {
   uint8_t* data;
   int64_t cols;
+  bool by_rows;  // with many rows, each worker writes and reads only its own rows
 
   static constexpr int64_t row_bytes(int64_t cols) { return cols / kBlock * 52; }
 };

@@ -13,7 +13,7 @@ namespace QUIRE_ISA {
 constexpr int kChunkVectors = 16;
 constexpr int kChunkKeys = kChunkVectors * kLanes;
 constexpr int kMaxRows = 6;
-constexpr int kAhead = 4;  // prefetch distance in vectors
+constexpr int kAhead = 8;  // prefetch distance in vectors
 
 // The number of vectors that are multiplied with `rows` rows at once. The number of registers limits it.
 constexpr int vectors_at_once(int rows) {

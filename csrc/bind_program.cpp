@@ -17,6 +17,7 @@
 #include "bindings.h"
 #include "panel_store.h"
 #include "program.h"
+#include "tune.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -27,7 +28,9 @@ namespace {
 using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 
-Activations rows_of(const Quantized& rows) { return {reinterpret_cast<uint8_t*>(rows.first), rows.second}; }
+Activations rows_of(const Quantized& rows, bool by_rows = true) {
+  return {reinterpret_cast<uint8_t*>(rows.first), rows.second, by_rows};
+}
 
 Activation parse_activation(const std::string& name) {
   if (name == "silu") return Activation::SILU;
@@ -85,7 +88,8 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               parse_activation(activation),
               rows_of(gated),
               nullptr,
-              nullptr};
+              nullptr,
+              program.few_rows()};
   op->quantize = quantize;
   program.add_product(std::move(op));
 }
@@ -213,20 +217,21 @@ void multiply_on_team(void* argument, Worker worker) {
 
 using Choice = std::pair<std::vector<int64_t>, std::vector<float>>;  // indices and values of the largest
 
-Choice multiply(const std::string& isa, int threads, const PanelStore& weight, const std::vector<int64_t>& rows, View x,
+Choice multiply(const std::string& isa, int threads, int64_t few_rows, const PanelStore& weight, const std::vector<int64_t>& rows, View x,
                 View gathered, Quantized quantized, View y) {
   std::vector<Best> best(y.first ? 0 : static_cast<size_t>(threads) * rows.size());
   Product product{kernels_named(isa),
                   {weight.view,
-                   {floats(gathered), gathered.second, rows_of(quantized)},
+                   {floats(gathered), gathered.second, rows_of(quantized, false)},
                    static_cast<int64_t>(rows.size()),
                    floats(y),
                    y.second,
                    nullptr,
                    Activation::NONE,
-                   {nullptr, 0},
+                   {nullptr, 0, false},
                    y.first ? nullptr : best.data(),
-                   nullptr},
+                   nullptr,
+                   few_rows},
                   floats(x),
                   x.second,
                   rows.data()};
@@ -261,7 +266,10 @@ const KernelTable& kernels_named(const std::string& isa) {
 void bind_program(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def("__init__",
-           [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
+           [](Program* self, const std::string& isa, int64_t few_rows) {
+             new (self) Program(kernels_named(isa), few_rows);
+           },
+           "isa"_a, "few_rows"_a)
       .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
            "out"_a)
       .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
@@ -280,8 +288,10 @@ void bind_program(nb::module_& module) {
            "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
            "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
-  module.def("multiply", multiply, "isa"_a, "threads"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a, "quantized"_a,
-             "y"_a);
+  module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
+             "quantized"_a, "y"_a);
+  module.def(
+      "measure_few_rows", [](const std::string& isa) { return measure_few_rows(kernels_named(isa)); }, "isa"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

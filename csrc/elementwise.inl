@@ -110,19 +110,12 @@ QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t firs
   }
 }
 
-// Records interleave the rows of a tile, so threads that share a tile divide it by blocks. Each thread computes the
-// moments of all rows again. That is cheaper than writing to the same cache lines.
+// Workers that share a tile each compute the moments of all its rows. That is cheaper than writing to the same cache
+// lines.
 static void norm(const NormCall& call, Worker& worker) {
   if (!call.quantized.data) return norm_plain(call, worker);
-  const Tiling tiling = cut_activations(call.rows);
-  const int64_t blocks = call.size / kBlock;
-  if (tiling.count() < worker.count()) {
-    const Span span = share(worker, blocks);
-    for (int64_t tile = 0; tile < tiling.count(); tile++) norm_tile(call, tiling.tile(tile), span.first, span.last);
-    return;
-  }
-  const Span tiles = share(worker, tiling.count());
-  for (int64_t tile = tiles.first; tile < tiles.last; tile++) norm_tile(call, tiling.tile(tile), 0, blocks);
+  over_records(call.quantized, call.rows, worker,
+               [&](const Tile& tile, Span blocks) { norm_tile(call, tile, blocks.first, blocks.last); });
 }
 
 // Expands the cosines and sines of one position to the lanes of a head: y = x * cosines + partner(x) * sines.

@@ -42,6 +42,7 @@ struct MatmulCall {
   Activations gated;  // not written if data is null
   Best* best;         // or null: the largest of each row, [workers][rows]; the result is that of worker 0
   const MatmulCall* following;  // the next product, whose weights may be prefetched; or null
+  int64_t few_rows;  // up to this many rows codes are unpacked in registers, for each tile again (tune.h)
 };
 
 // Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight, or with `centered` (LayerNorm)

@@ -16,7 +16,7 @@ namespace QUIRE_ISA {
 
 constexpr int64_t kUnit = 2 * kLanes;        // outputs that form one block of the next product
 constexpr int64_t kPassBytes = 640 * 1024;   // of activations in one pass over a group of panels: they stay in L2
-constexpr int kPrefetchBlocks = 8;
+constexpr int kPrefetchBlocks = 32;          // prefetch distance, for all panels that are read at once together
 
 template <int value>
 struct Number {
@@ -121,7 +121,8 @@ struct PackedPanel {
   static PackedPanel of(const Panels& weight, int64_t panel, Ahead ahead) {
     const uint8_t *codes_at = weight.codes(panel), *scales_at = weight.scales(panel);
     const int64_t blocks = weight.blocks();
-    return {codes_at, scales_at, blocks, ahead.codes - codes_at - blocks * step, ahead.scales - scales_at - blocks * scale_step};
+    return {codes_at, scales_at, blocks, ahead.codes - codes_at - blocks * step,
+            ahead.scales - scales_at - blocks * scale_step};
   }
   template <int j>
   i32 quad_of(int64_t at) const {
@@ -129,8 +130,9 @@ struct PackedPanel {
   }
   f32 scale(int64_t block, int part) const { return read_scale<scales>(scales_at, block, part); }
   f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
+  template <int num_panels>
   void prefetch(int64_t block) const {
-    const int64_t wanted = block + kPrefetchBlocks;
+    const int64_t wanted = block + kPrefetchBlocks / num_panels;
     const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : codes_to_next);
     unroll<step / 64>([&](auto line) { prefetch_line(ahead + 64 * line.v); });
     if constexpr (scales == Scales::D || scales == Scales::DM) {
@@ -177,13 +179,14 @@ struct UnpackedPanel {
   }
   f32 scale(int64_t block, int part) const { return load(scales_at + (block * kParts<scales> + part) * 16); }
   f32 minimum(int64_t block) const { return load(minima_at + block * 16); }
+  template <int num_panels>
   void prefetch(int64_t) const {}
 
   void fill(const Panels& weight, int64_t panel, Ahead ahead) const {
     auto packed = PackedPanel<codes, scales>::of(weight, panel, ahead);
     for (int64_t block = 0; block < weight.blocks(); block++) {
       const int64_t from = block * packed.step;
-      packed.prefetch(block);
+      packed.template prefetch<4>(block);
 #ifdef __ARM_FEATURE_MATMUL_INT8
       unroll<4>([&](auto pair) {
         store_pair<pair.v>(codes_at + block * 512, kept<codes, scales>(packed.template quad_of<2 * pair.v>(from)),
@@ -215,7 +218,7 @@ static void multiply(const Panel* given, int64_t blocks, const uint8_t* x, float
   unroll<R>([&](auto r) { unroll<P>([&](auto p) { total[r.v][p.v] = zero(); }); });
   for (int64_t block = 0; block < blocks; block++, x += Own::bytes) {
     const int64_t at = block * Panel::step;
-    unroll<P>([&](auto p) { panels[p.v].prefetch(block); });
+    unroll<P>([&](auto p) { panels[p.v].template prefetch<P>(block); });
     unroll<parts>([&](auto part) {
       i32 sum[R][P];
       unroll<R>([&](auto r) {
@@ -458,7 +461,7 @@ static void finish_best(const MatmulCall& call, const Tile& tile, const float* p
       numbers &= same(value, value);
       most = max(most, value);
     }
-    if (best.value != best.value || (numbers == 0xffff && !(largest(most) > best.value))) continue;
+    if (best.value != best.value || (numbers == 0xffff && less(set1(best.value), most) == 0)) continue;
     for (int64_t i = 0; i < width; i++) {
       if (best.value != best.value || row[i] <= best.value) continue;
       best = {row[i], output + i};
@@ -486,26 +489,29 @@ QUIRE_INLINE f32 activate(f32 x, Activation activation) {
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 
-// Columns 0 to 31 of the tile are the gate, columns 32 to 63 are what it multiplies.
-static void finish_gated(const MatmulCall& call, const Tile& tile, const float* products, int64_t stride,
-                         int64_t output) {
+// Columns 0 to 31 of the tile are the gate, columns 32 to 63 are what it multiplies. All rows are gated before any is
+// quantized: both have a long latency, which the other rows hide.
+static void finish_gated(const MatmulCall& call, const Tile& tile, float* products, int64_t stride, int64_t output) {
   const int64_t half = call.weight.rows / 2;
-  uint8_t* record = call.gated.data ? record_of(call.gated, tile, output / kBlock) : nullptr;
-  for (int64_t r = 0; r < tile.rows; r++, products += stride) {
-    f32 value[2];
+  for (int64_t r = 0; r < tile.rows; r++) {
+    float* row = products + r * stride;
     for (int64_t part = 0; part < 2; part++) {
       const int64_t at = output + part * kLanes;
-      f32 gate = load(products + part * kLanes), up = load(products + kUnit + part * kLanes);
+      f32 gate = load(row + part * kLanes), up = load(row + kUnit + part * kLanes);
       if (call.bias) {
         gate = gate + load(call.bias + at);
         up = up + load(call.bias + half + at);
       }
-      value[part] = activate(gate, call.activation) * up;
-      if (call.y) store(call.y + (tile.first + r) * call.y_stride + at, value[part]);
+      const f32 value = activate(gate, call.activation) * up;
+      if (call.y) store(call.y + (tile.first + r) * call.y_stride + at, value);
+      store(row + part * kLanes, value);
     }
-    if (record) quantize_block(value[0], value[1], record, tile.size, r);
   }
-  for (int64_t r = tile.rows; r < tile.size && record; r++) clear_row(record, tile.size, r);
+  if (!call.gated.data) return;
+  uint8_t* record = record_of(call.gated, tile, output / kBlock);
+  for (int64_t r = 0; r < tile.rows; r++)
+    quantize_block(load(products + r * stride), load(products + r * stride + kLanes), record, tile.size, r);
+  for (int64_t r = tile.rows; r < tile.size; r++) clear_row(record, tile.size, r);
 }
 
 // Prefetches the cache lines that a tile's products will be written to.
@@ -516,17 +522,19 @@ QUIRE_INLINE void expect_writes(const MatmulCall& call, const Tile& tile, int64_
   }
 }
 
-// Outputs are divided among workers in units of 32, which is a block of the next product. A worker computes two units
-// at once if its share has two left. In gated products it computes one unit of each half.
+// Outputs are computed in units of 32, which is a block of the next product. A worker computes all units of its own
+// rows, or a part of the units of all rows. It computes two units at once if it has two left, and in gated products one
+// unit of each half.
 struct Units {
   const MatmulCall& call;
   bool gated;
   Span own;
 
-  static Units of(const MatmulCall& call, const Worker& worker) {
+  static Units of(const MatmulCall& call, const Activations& x, int64_t rows, const Worker& worker) {
     const bool gated = call.activation != Activation::NONE;
     const int64_t outputs = gated ? call.weight.rows / 2 : call.weight.rows;
-    return {call, gated, share(worker, (outputs + kUnit - 1) / kUnit)};
+    const int64_t count = (outputs + kUnit - 1) / kUnit;
+    return {call, gated, has_own_rows(x, rows, worker) ? Span{0, count} : share(worker, count)};
   }
   int64_t outputs() const { return gated ? call.weight.rows / 2 : call.weight.rows; }
   int64_t taken_at(int64_t unit) const { return gated || own.last - unit < 2 ? 1 : 2; }
@@ -608,12 +616,23 @@ static void merge_best(const MatmulCall& call, int workers) {
   }
 }
 
+QUIRE_INLINE bool stores_unpacked(const MatmulCall& call) {
+  if (!call.weight.format.quantized()) return false;
+#ifdef QUIRE_TILES
+  return call.rows >= kTileRows;
+#else
+  return call.rows > call.few_rows;
+#endif
+}
+
 static void matmul(const MatmulCall& call, Worker& worker) {
   const bool quantized = call.weight.format.quantized();
-  const Tiling tiling = quantized ? cut_activations(call.rows) : cut_into_tiles(call.rows, kMaxDenseTile);
-  Product product{call, Units::of(call, worker), Units::of(call.following ? *call.following : call, worker),
-                  find_multiplier(call.weight.format), tiling, quantized && call.rows > kFewRows, worker.index, nullptr,
-                  nullptr};
+  const Activations& x = call.x.quantized;
+  const Tiling tiling = quantized ? cut_activations(x, call.rows, worker)
+                                  : cut_into_tiles(worker_rows(x, call.rows, worker), kMaxDenseTile);
+  Product product{call, Units::of(call, x, call.rows, worker),
+                  Units::of(call.following ? *call.following : call, x, call.rows, worker),
+                  find_multiplier(call.weight.format), tiling, stores_unpacked(call), worker.index, nullptr, nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
   uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);

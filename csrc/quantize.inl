@@ -8,11 +8,11 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Up to this many rows, unpacking codes again for each tile is faster than storing unpacked codes.
+// Instructions for whole tiles read codes that have been unpacked. They are used from this many rows on, whatever
+// `few_rows` is: the layout of activations depends on it.
 #if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int64_t kFewRows = 12;
-#else
-constexpr int64_t kFewRows = 32;
+#define QUIRE_TILES
+constexpr int64_t kTileRows = 13;
 #endif
 
 constexpr float kSmallestExtreme = 1e-36f;  // 127 / kSmallestExtreme is finite; blocks with smaller values become zero
@@ -22,37 +22,60 @@ struct Tile {
   int64_t first, size, rows;
 };
 
-// How the rows of a step are divided into tiles: `large` ones of size `largest`, then up to two smaller ones.
+// How rows [first, last) are divided into tiles: `large` ones of size `largest`, then up to two smaller ones.
 struct Tiling {
-  int64_t rows, largest, large, tail[2];
+  Span rows;
+  int64_t largest, large, tail[2];
 
   int64_t count() const { return large + (tail[0] > 0) + (tail[1] > 0); }
   Tile tile(int64_t index) const {
-    if (index < large) return {index * largest, largest, largest};
-    const int64_t first = large * largest + (index > large ? tail[0] : 0), size = tail[index - large];
-    return {first, size, rows - first < size ? rows - first : size};
+    if (index < large) return {rows.first + index * largest, largest, largest};
+    const int64_t first = rows.first + large * largest + (index > large ? tail[0] : 0), size = tail[index - large];
+    return {first, size, rows.last - first < size ? rows.last - first : size};
   }
 };
+
+// With many rows, a worker computes its own rows in every op of a program, so that they stay in its core's cache. All
+// workers then read all weights. Otherwise workers divide the outputs of a product, and one of them reads each weight.
+constexpr int64_t kOwnRows = 16;  // for each worker, at least
+#ifdef __AMX_INT8__
+constexpr int64_t kRowGrain = 16;
+#else
+constexpr int64_t kRowGrain = 2;  // a multiple of it is divided into tiles without padding
+#endif
+QUIRE_INLINE bool has_own_rows(const Activations& x, int64_t rows, const Worker& worker) {
+  return x.by_rows && rows >= kOwnRows * worker.count();
+}
 
 // The smallest tile for up to 6 rows. There is no tile of 5.
 QUIRE_INLINE int64_t fill_up(int64_t rows) { return rows == 5 ? 6 : rows; }
 
-static Tiling cut_into_tiles(int64_t rows, int64_t largest) {
-  const int64_t large = rows / largest, rest = rows % largest;
+static Tiling cut_into_tiles(Span rows, int64_t largest) {
+  const int64_t large = (rows.last - rows.first) / largest, rest = (rows.last - rows.first) % largest;
   if (largest == 6 && large > 0 && (rest == 1 || rest == 2)) return {rows, largest, large - 1, {4, rest + 2}};
   if (rest > 6) return {rows, largest, large, {6, fill_up(rest - 6)}};
   return {rows, largest, large, {fill_up(rest), 0}};
 }
 
-// Tiles of activations for quantized panels.
-static Tiling cut_activations(int64_t rows) {
+// The rows that a worker computes: its own, or all of them.
+QUIRE_INLINE Span worker_rows(const Activations& x, int64_t rows, const Worker& worker) {
+  return has_own_rows(x, rows, worker) ? share(worker, rows, kRowGrain) : Span{0, rows};
+}
+
+// Tiles of activations for quantized panels, for the rows that a worker computes. All workers together have the same
+// tiles in every op of a step.
+static Tiling cut_activations(const Activations& x, int64_t rows, const Worker& worker) {
+  const Span own = worker_rows(x, rows, worker);
+#ifdef QUIRE_TILES
+  const int64_t size = own.last - own.first;
+#endif
 #ifdef __AMX_INT8__
-  if (rows > kFewRows) return {rows, 16, rows / 16, {rows % 16 ? 16 : 0, 0}};
+  if (rows >= kTileRows) return {own, 16, size / 16, {size % 16 ? 16 : 0, 0}};
 #endif
 #ifdef __ARM_FEATURE_MATMUL_INT8
-  if (rows > kFewRows) return {rows, 4, rows / 4, {(rows % 4 + 1) / 2 * 2, 0}};  // tiles of 4 and of 2 rows
+  if (rows >= kTileRows) return {own, 4, size / 4, {(size % 4 + 1) / 2 * 2, 0}};  // tiles of 4 and of 2 rows
 #endif
-  return cut_into_tiles(rows, kMaxTile);
+  return cut_into_tiles(own, kMaxTile);
 }
 
 // The record of one block of one tile.
@@ -91,19 +114,30 @@ QUIRE_INLINE void quantize_block(f32 low, f32 high, uint8_t* record, int64_t siz
 
 QUIRE_INLINE void clear_row(uint8_t* record, int64_t size, int64_t r) { quantize_block(zero(), zero(), record, size, r); }
 
-static void quantize(const float* x, int64_t x_stride, int64_t rows, const Activations& out, Worker& worker) {
-  const Tiling tiling = cut_activations(rows);
-  const int64_t blocks = out.cols / kBlock;
-  const Span records = share(worker, tiling.count() * blocks);
-  for (int64_t at = records.first; at < records.last; at++) {
-    const Tile tile = tiling.tile(at / blocks);
-    const int64_t block = at % blocks;
-    uint8_t* record = record_of(out, tile, block);
-    const float* from = x + tile.first * x_stride + block * kBlock;
-    for (int64_t r = 0; r < tile.rows; r++, from += x_stride)
-      quantize_block(load(from), load(from + kLanes), record, tile.size, r);
-    for (int64_t r = tile.rows; r < tile.size; r++) clear_row(record, tile.size, r);
+// A worker's part of the records of a step, in the order of tiles: all records of its own rows, or a part of all.
+// Records interleave the rows of a tile, so workers do not divide a tile by rows.
+template <class F>
+QUIRE_INLINE void over_records(const Activations& x, int64_t rows, const Worker& worker, F f) {
+  const Tiling tiling = cut_activations(x, rows, worker);
+  const int64_t blocks = x.cols / kBlock, count = tiling.count() * blocks;
+  const Span own = has_own_rows(x, rows, worker) ? Span{0, count} : share(worker, count);
+  for (int64_t at = own.first, last; at < own.last; at = last) {
+    const int64_t tile = at / blocks, end = (tile + 1) * blocks;
+    last = end < own.last ? end : own.last;
+    f(tiling.tile(tile), Span{at - tile * blocks, last - tile * blocks});
   }
+}
+
+static void quantize(const float* x, int64_t x_stride, int64_t rows, const Activations& out, Worker& worker) {
+  over_records(out, rows, worker, [&](const Tile& tile, Span blocks) {
+    for (int64_t block = blocks.first; block < blocks.last; block++) {
+      uint8_t* record = record_of(out, tile, block);
+      const float* from = x + tile.first * x_stride + block * kBlock;
+      for (int64_t r = 0; r < tile.rows; r++, from += x_stride)
+        quantize_block(load(from), load(from + kLanes), record, tile.size, r);
+      for (int64_t r = tile.rows; r < tile.size; r++) clear_row(record, tile.size, r);
+    }
+  });
 }
 
 }  // namespace QUIRE_ISA

@@ -31,10 +31,8 @@ static int64_t collect_from(const float* x, int64_t size, float least, int64_t l
   int64_t count = 0;
   for (int64_t at = 0; at < size && count <= limit; at += kLanes) {
     const int lanes = size - at < kLanes ? static_cast<int>(size - at) : kLanes;
-    for (uint32_t bits = lanes_from(x + at, lanes, set1(least)); bits; bits &= bits - 1) {
-      const int64_t id = at + __builtin_ctz(bits);
-      out[count++] = {x[id], static_cast<int32_t>(id)};
-    }
+    const uint32_t bits = lanes_from(x + at, lanes, set1(least));
+    if (bits) count += store_pairs(out + count, bits, load_lanes(x + at, lanes), iota_i32(static_cast<int32_t>(at)));
   }
   return count;
 }

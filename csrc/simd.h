@@ -35,6 +35,22 @@ QUIRE_INLINE i32 broadcast_quad(const uint8_t* p) {
   return set1_i32(quad);
 }
 
+#ifndef __AVX512F__
+QUIRE_INLINE int store_pairs(void* to, uint32_t bits, f32 values, i32 numbers) {
+  alignas(64) float value[16];
+  alignas(64) uint32_t number[16];
+  store(value, values);
+  store_bytes(reinterpret_cast<uint8_t*>(number), numbers);
+  char* pair = static_cast<char*>(to);
+  const int count = __builtin_popcount(bits);
+  for (; bits; bits &= bits - 1, pair += 8) {
+    std::memcpy(pair, value + __builtin_ctz(bits), 4);
+    std::memcpy(pair + 4, number + __builtin_ctz(bits), 4);
+  }
+  return count;
+}
+#endif
+
 QUIRE_INLINE void prefetch_line(const void* p) { __builtin_prefetch(p); }
 
 // e^x / 2^n = 1 + r + r^2 * p for n = round(x / ln 2), to about one unit in the last place.

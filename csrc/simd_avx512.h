@@ -123,6 +123,21 @@ constexpr bool kSignedBytes = false;
 QUIRE_INLINE i32 dot(i32 sum, i32 codes, i32 quad) { return {_mm512_dpbusd_epi32(sum.v, codes.v, quad.v)}; }
 QUIRE_INLINE i32 dot_wide(i32 sum, i32 codes, i32 quad) { return dot(sum, codes, quad); }
 
+// Writes (value, number) of the lanes whose bit is set, in order, and returns how many these are. Overwrites memory of
+// up to 16 pairs.
+QUIRE_INLINE int store_pairs(void* to, uint32_t bits, f32 values, i32 numbers) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512i v = _mm512_castps_si512(values.v);
+  const int first = __builtin_popcount(bits & 0xff), last = __builtin_popcount(bits >> 8);
+  char* pairs = static_cast<char*>(to);
+  _mm512_storeu_si512(pairs, _mm512_maskz_compress_epi64(static_cast<__mmask8>(bits),
+                                                         _mm512_permutex2var_epi32(v, low, numbers.v)));
+  _mm512_storeu_si512(pairs + 8 * first, _mm512_maskz_compress_epi64(static_cast<__mmask8>(bits >> 8),
+                                                                     _mm512_permutex2var_epi32(v, high, numbers.v)));
+  return first + last;
+}
+
 constexpr int kMaxTile = 6;        // rows whose sums over two panels fit into registers
 // The number of panels that are multiplied with a tile at once. Two, because loads are the bottleneck. One row is
 // limited by memory, whose bandwidth is higher with more streams.

@@ -71,9 +71,9 @@ def test_async_streaming():
 def test_fastapi_app():
     app = runpy.run_path(str(EXAMPLES / "fastapi_app.py"))["app"]
     with TestClient(app) as client:
-        growing = client.get("/continue", params={"text": "Once upon a", "max_tokens": 8}).text
+        growing = client.get("/continue", params={"text": "Once upon a", "max_tokens": 64}).text
     lines = growing.splitlines()
-    assert len(lines) > 4
+    assert len(lines) > 4  # updates that arrive while a line is sent are sent together
     assert all(after.startswith(before) for before, after in pairwise(lines))
 
 

@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "progress": set(),
     "event_loop": set(),
+    "file_limit": set(),
     "beam_search": {"core", "errors"},
     "llm": {"engine.client", "text", "core", "store", "beam_search", "progress", "config", "errors"},
     "async_llm": {"llm", "engine.client", "engine.async_client", "text", "core", "store", "config", "errors"},
@@ -65,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "bench": {
         "event_loop",
+        "file_limit",
         "llm",
         "async_llm",
         "engine.client",

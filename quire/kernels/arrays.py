@@ -90,7 +90,9 @@ class NumpyArrays:
         target[...] = source
 
     def map_bytes(self, shape: Shape) -> Array:
-        return np.frombuffer(mmap.mmap(-1, math.prod(shape)), np.uint8).reshape(shape)
+        memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.uint8).reshape(shape)
 
     def view_as(self, data: Array, dtype: str) -> Array:
         return data.view(numpy_type(dtype))

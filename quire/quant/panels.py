@@ -95,6 +95,7 @@ class PanelWeight:
         argmax: tuple[list[int], list[float]] = module.multiply(
             self.native.isa,
             self.native.threads,
+            self.native.few_rows,
             panels,
             rows,
             (address(x), x.strides[0] // 4),

@@ -49,8 +49,8 @@ each_thread_count = pytest.mark.parametrize("threads", THREADS)
 each_cache_type = pytest.mark.parametrize("kind", CACHE_TYPES)
 
 
-def native_of(name: str = ISAS[0], threads: int = 2) -> Native:
-    return Native(MODULE, name, threads)
+def native_of(name: str = ISAS[0], threads: int = 2, few_rows: int = 32) -> Native:
+    return Native(MODULE, name, threads, few_rows)
 
 
 def as_arrays(x: Any) -> Any:

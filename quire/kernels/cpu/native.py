@@ -26,11 +26,15 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The extension, one of its instruction sets, and the number of threads."""
+    """The extension, one of its instruction sets, and the number of threads.
+
+    Products of up to `few_rows` rows unpack codes in registers. Products of more rows store unpacked codes.
+    """
 
     module: ModuleType
     isa: str
     threads: int
+    few_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
     if not isas:
         least = "NEON" if "neon" in module.built() else "AVX2"
         return Missing(f"quire's own CPU kernels need {least}, which this CPU does not report")
-    return Native(module, isas[0], threads or cpu.cores)
+    return Native(module, isas[0], threads or cpu.cores, module.measure_few_rows(isas[0]))
 
 
 def load() -> ModuleType | Missing:

@@ -232,7 +232,7 @@ class Tape:
         for storage in self._storages:
             if storage.needed and storage.memory.data is None:
                 storage.memory.allocate(self.max_tokens)
-        self._program = self.native.module.Program(self.native.isa)
+        self._program = self.native.module.Program(self.native.isa, self.native.few_rows)
         for op in self.ops:
             op.emit(self._program)
 

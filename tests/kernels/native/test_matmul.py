@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.layers.mlp import GatedMLP
 from tests.tools.native import (
     DENSE,
+    MODULE,
     QUANTIZED,
     THREADS,
     PanelSource,
@@ -65,6 +66,19 @@ def test_shapes(name: str, format: str, outputs: int) -> None:
         for rows in (1, 2, 13, 40):
             x = draw(rows, cols, seed=rows)
             close(weight.matmul(x), x, dense, format)
+
+
+@each_isa
+@each_format
+def test_where_codes_are_unpacked_changes_no_bit(name: str, format: str) -> None:
+    panels, x = random_panels(format, 100, 256), draw(70, 256)
+    always, never = (weight_of([panels], native_of(name, few_rows=few_rows)) for few_rows in (70, 0))
+    assert torch.equal(always.matmul(x), never.matmul(x))
+
+
+@each_isa
+def test_where_codes_are_unpacked_is_measured(name: str) -> None:
+    assert MODULE.measure_few_rows(name) in (31, 63, 127, 255, 2**63 - 1)
 
 
 @each_isa
