@@ -11,6 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL_TOOLS := $(PIP) install -qq -c constraints.txt scikit-build-core nanobind cmake ninja
 INSTALL := $(INSTALL_TOOLS) && $(PIP) install -qq -c constraints.txt --no-build-isolation
 LIST_REQUIREMENTS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')
+WHY_NO_KERNELS := from quire.kernels import isa; from quire.kernels.cpu import native; \
+	print(getattr(native.find(isa.prepare()), 'reason', ''))
 # pip does not compile an editable package to bytecode. Without bytecode every start takes 0.2 s longer.
 COMPILE := $(BIN)/python -m compileall -q quire
 # The compiler of the GPU kernels. Tests compile them on machines without a GPU too. It is not in constraints.txt, because
@@ -26,7 +28,7 @@ NATIVE = build/native$(if $(NINJA),,-make)
 SANITIZED := build/sanitized
 SANITIZED_TESTS ?= tests/kernels/native
 ARM := build/arm
-ARM_TESTS ?= $(addprefix tests/kernels/native/test_,bits.py matmul.py pool.py)
+ARM_TESTS ?= $(addprefix tests/kernels/native/test_,bits.py logits.py logprobs.py matmul.py pool.py sample.py)
 PORTABLE := build/portable
 CMAKE = $(or $(wildcard $(BIN)/cmake),cmake)
 NINJA = $(or $(wildcard $(BIN)/ninja),$(shell command -v ninja))
@@ -140,7 +142,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 		status=$$?; wait; exit $$status
 	@$(INSTALL) --no-deps -e .
 	@$(COMPILE)
-	@if [ -f $(MISSING) ]; then echo "quire's own CPU kernels are missing: $$(cat $(MISSING))" \
+	@reason=$$($(BIN)/python -c "$(WHY_NO_KERNELS)"); if [ -n "$$reason" ]; then echo "$$reason." \
 		"Installing torch instead, which is large and several times slower."; $(INSTALL) -e '.[torch]'; fi
 	@touch $@
 

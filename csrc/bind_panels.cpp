@@ -9,6 +9,7 @@
 #include "dequantize.h"
 #include "pack.h"
 #include "panel_store.h"
+#include "tune.h"
 
 namespace nb = nanobind;
 
@@ -161,6 +162,12 @@ void dequantize(int ggml_type, Address address, int64_t rows, int64_t cols, Addr
 }  // namespace
 
 void bind_panels(nb::module_& module) {
+  module.def(
+      "time_product",
+      [](const std::string& isa, const std::string& format, int64_t rows, bool in_registers) {
+        return time_product(kernels_named(isa), parse_format(format), rows, in_registers);
+      },
+      nb::arg("isa"), nb::arg("format"), nb::arg("rows"), nb::arg("in_registers"));
   using Released = nb::call_guard<ReleasedGil>;
   nb::class_<PanelStore>(module, "Panels")
       .def("__init__", construct, nb::arg("format"), nb::arg("rows"), nb::arg("cols"))

@@ -17,7 +17,6 @@
 #include "bindings.h"
 #include "panel_store.h"
 #include "program.h"
-#include "tune.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -77,7 +76,7 @@ void add_norm(Program& program, View x, View residual, View sum, Address weight,
 }
 
 void add_matmul(Program& program, const PanelStore& weight, View x, Quantized quantized, bool quantize, View y,
-                Address bias, const std::string& activation, Quantized gated) {
+                Address bias, const std::string& activation, Quantized gated, int64_t few_rows) {
   auto op = std::make_unique<MatmulOp>();
   op->call = {weight.view,
               {floats(x), x.second, rows_of(quantized)},
@@ -89,7 +88,7 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               rows_of(gated),
               nullptr,
               nullptr,
-              program.few_rows()};
+              few_rows};
   op->quantize = quantize;
   program.add_product(std::move(op));
 }
@@ -266,16 +265,13 @@ const KernelTable& kernels_named(const std::string& isa) {
 void bind_program(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def("__init__",
-           [](Program* self, const std::string& isa, int64_t few_rows) {
-             new (self) Program(kernels_named(isa), few_rows);
-           },
-           "isa"_a, "few_rows"_a)
+           [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
       .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
            "out"_a)
       .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
            "groups"_a, "size"_a, "y"_a, "quantized"_a)
       .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
-           "y"_a, "bias"_a, "activation"_a, "gated"_a)
+           "y"_a, "bias"_a, "activation"_a, "gated"_a, "few_rows"_a)
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
@@ -290,8 +286,6 @@ void bind_program(nb::module_& module) {
            "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
              "quantized"_a, "y"_a);
-  module.def(
-      "measure_few_rows", [](const std::string& isa) { return measure_few_rows(kernels_named(isa)); }, "isa"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

@@ -83,8 +83,16 @@ void sample(const std::string& isa, int threads, View logits, int64_t rows, int6
   over_rows(threads, rows, [&](int64_t row) { sample_row(call, row); });
 }
 
-void penalize(View logits, View counts, int64_t size, View index, int64_t num_more, Address penalties, int64_t count,
-              int32_t in_prompt) {
+void penalize(View logits, int64_t num_rows, View counts, int64_t num_counts, int64_t size, View index,
+              int64_t num_more, Address penalties, int64_t count, int32_t in_prompt) {
+  for (int64_t nth = 0; nth < count; nth++) {
+    const int64_t* line = ids(index.first) + nth * index.second;
+    check_ids(line, 1, num_rows, "row");
+    check_ids(line + 1, 1, num_counts, "row of counts");
+    for (int64_t more = 0; more < num_more; more++) {
+      if (line[2 + more] >= 0) check_ids(line + 2 + more, 1, size, "token");
+    }
+  }
   ReleasedGil released;
   for (int64_t nth = 0; nth < count; nth++) {
     const auto* line = reinterpret_cast<const int64_t*>(index.first) + nth * index.second;
@@ -154,8 +162,8 @@ void beam_candidates(const std::string& isa, int threads, View logits, View bann
 void bind_sampling(nb::module_& module) {
   module.def("sample", sample, "isa"_a, "threads"_a, "logits"_a, "rows"_a, "size"_a, "settings"_a, "seeds"_a,
              "positions"_a, "tokens"_a, "largest"_a);
-  module.def("penalize", penalize, "logits"_a, "counts"_a, "size"_a, "index"_a, "num_more"_a, "penalties"_a, "count"_a,
-             "in_prompt"_a);
+  module.def("penalize", penalize, "logits"_a, "num_rows"_a, "counts"_a, "num_counts"_a, "size"_a, "index"_a,
+             "num_more"_a, "penalties"_a, "count"_a, "in_prompt"_a);
   module.def("count_tokens", count_tokens, "counts"_a, "num_rows"_a, "size"_a, "rows"_a, "tokens"_a, "count"_a);
   module.def("apply_token_bitmask", apply_token_bitmask, "isa"_a, "threads"_a, "logits"_a, "num_rows"_a, "size"_a,
              "rows"_a, "count"_a, "bits"_a, "num_bytes"_a);

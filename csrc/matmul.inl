@@ -616,12 +616,13 @@ static void merge_best(const MatmulCall& call, int workers) {
   }
 }
 
-QUIRE_INLINE bool stores_unpacked(const MatmulCall& call) {
+// `rows` share what a worker unpacks.
+QUIRE_INLINE bool stores_unpacked(const MatmulCall& call, [[maybe_unused]] Span rows) {
   if (!call.weight.format.quantized()) return false;
 #ifdef QUIRE_TILES
   return call.rows >= kTileRows;
 #else
-  return call.rows > call.few_rows;
+  return rows.last - rows.first > call.few_rows;
 #endif
 }
 
@@ -632,7 +633,7 @@ static void matmul(const MatmulCall& call, Worker& worker) {
                                   : cut_into_tiles(worker_rows(x, call.rows, worker), kMaxDenseTile);
   Product product{call, Units::of(call, x, call.rows, worker),
                   Units::of(call.following ? *call.following : call, x, call.rows, worker),
-                  find_multiplier(call.weight.format), tiling, stores_unpacked(call), worker.index, nullptr, nullptr};
+                  find_multiplier(call.weight.format), tiling, stores_unpacked(call, tiling.rows), worker.index, nullptr, nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
   uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);

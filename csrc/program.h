@@ -68,7 +68,7 @@ struct MatmulOp;
 
 class Program {
  public:
-  Program(const KernelTable& kernels, int64_t few_rows) : kernels_(kernels), few_rows_(few_rows) {}
+  explicit Program(const KernelTable& kernels) : kernels_(kernels) {}
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
@@ -79,7 +79,6 @@ class Program {
   // As `run`. Adds the nanoseconds of each op to `times`, which has one entry for each op.
   void run_timed(int threads, const Step& step, std::vector<int64_t>& times) const;
   const std::vector<std::unique_ptr<Op>>& ops() const { return ops_; }
-  int64_t few_rows() const { return few_rows_; }  // of its products
 
  private:
   struct Place {
@@ -90,7 +89,6 @@ class Program {
   static void walk(void* run, Worker worker);
 
   const KernelTable& kernels_;
-  int64_t few_rows_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Place> places_;  // one for each phase
   mutable Walk walk_;

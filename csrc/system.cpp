@@ -4,15 +4,10 @@
 #include <new>
 #include <thread>
 
-#ifdef _WIN32
-#define WIN32_LEAN_AND_MEAN
-#include <windows.h>
-#else
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#endif
 
 #ifdef QUIRE_LINUX
 #include <linux/futex.h>
@@ -59,32 +54,6 @@ void name_this_thread([[maybe_unused]] const char* name) {
 #endif
 }
 
-#ifdef _WIN32
-
-void call_after_fork(void (*)()) {}
-
-BlockedSignals::BlockedSignals() {}
-
-BlockedSignals::~BlockedSignals() {}
-
-uint8_t* map_memory(size_t bytes) {
-  void* base = VirtualAlloc(nullptr, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
-  if (base == nullptr) throw std::bad_alloc();
-  return static_cast<uint8_t*>(base);
-}
-
-void unmap_memory(uint8_t* base, size_t) { VirtualFree(base, 0, MEM_RELEASE); }
-
-static size_t page_bytes() {
-  SYSTEM_INFO info;
-  GetSystemInfo(&info);
-  return info.dwPageSize;
-}
-
-static void free_whole_pages(void* first, size_t bytes) { VirtualFree(first, bytes, MEM_DECOMMIT); }
-
-#else
-
 void call_after_fork(void (*f)()) { pthread_atfork(nullptr, nullptr, f); }
 
 static_assert(sizeof(sigset_t) <= 128, "BlockedSignals has space for a signal mask");
@@ -129,8 +98,6 @@ static void free_whole_pages(void* first, size_t bytes) {
   madvise(first, bytes, MADV_DONTNEED);
 #endif
 }
-
-#endif
 
 void free_pages(uint8_t* data, size_t bytes) {
   const size_t page = page_bytes(), at = reinterpret_cast<uintptr_t>(data);

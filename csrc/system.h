@@ -35,7 +35,7 @@ int count_cores();
 // At most 15 characters.
 void name_this_thread(const char* name);
 
-// Calls f in the child after each fork. Does nothing on systems without fork.
+// Calls f in the child after each fork.
 void call_after_fork(void (*f)());
 
 // Blocks all signals of the calling thread until it is destroyed. New threads inherit the signal mask.

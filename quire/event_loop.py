@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
 def loop_name() -> str:
-    return "uvloop" if find_spec("uvloop") else "asyncio"
+    try:
+        import uvloop  # noqa: F401
+    except ImportError:
+        return "asyncio"
+    return "uvloop"
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

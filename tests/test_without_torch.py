@@ -47,7 +47,9 @@ with LLM(max_len=512, kv_memory=0.5, swap_memory=0.1) as llm:
 
 @pytest.fixture
 def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    """uvloop is an extra too."""
+    for name in ("torch", "uvloop"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
@@ -100,17 +102,14 @@ def test_a_server(no_torch, default_model: Path) -> None:
         assert isinstance(json.loads(answer.json()["choices"][0]["message"]["content"])["n"], int)
 
 
-@pytest.mark.cpu
+@pytest.mark.model
 @pytest.mark.parametrize("option", ['kernels="torch"', 'device="cuda"'])
-def test_what_needs_torch_says_so(tmp_path, monkeypatch, option: str) -> None:
-    """Here it is as if torch were not installed at all."""
+def test_what_needs_torch_says_so(no_torch, default_model: Path, option: str) -> None:
+    """torch is there and cannot be imported. The error says how to install it, and the log why it was not used."""
     script = f"""
-import importlib.util, sys
-from quire.engine import backend
-find_spec = backend.find_spec
-backend.find_spec = lambda name: None if name == "torch" else find_spec(name)
-sys.modules.pop("torch", None)
+import logging
 from quire import LLM
+logging.basicConfig()
 try:
     LLM({option})
 except Exception as error:
@@ -118,3 +117,4 @@ except Exception as error:
 """
     done = run("-c", script)
     assert "is not installed. Install it with: pip install 'quire[torch]'" in done.stdout, done.stderr
+    assert "torch is there, but it cannot be imported: No module named 'torch'" in done.stderr

@@ -51,7 +51,7 @@ def describe_kernels(cpu: isa.CPU) -> str:
     """quire's own kernels with their instruction set, or torch's with the reason."""
     found = native.find(cpu)
     if isinstance(found, native.Missing):
-        return f"torch's: {found.reason}"
+        return f"torch's, if it is installed: {found.reason}"
     return f"own, {found.isa} on {found.threads} threads"
 
 

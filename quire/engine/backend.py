@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, isa, select_native, select_torch
-from quire.kernels.cpu.native import Missing, Native, find
-from quire.kernels.cpu.tape import DENSE_FORMATS
+from quire.kernels.cpu.native import DENSE_FORMATS, Missing, Native, find
 from quire.kernels.cuda_driver import find_capability
 from quire.models.config import ModelConfig
 from quire.weights.checkpoint import StoredPart
@@ -51,7 +51,17 @@ def choose_device(device: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    return package in sys.modules or find_spec(package) is not None
+    """Whether it can be imported. A package that is there and broken is not installed; the log has its error."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    if find_spec(package) is None:
+        return False
+    try:
+        import_module(package)
+    except (ImportError, OSError) as error:
+        log.warning("%s is there, but it cannot be imported: %s", package, error)
+        return False
+    return True
 
 
 def choose_dtype(dtype: str, device: str) -> str:

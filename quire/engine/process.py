@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.config import one_blas_thread
 from quire.core.constraint import Constraint, StopMatcher
 from quire.core.plan import Plan, Update
 from quire.engine.client import no_garbage_collection, start_engine
@@ -198,7 +199,7 @@ def load(connection: Connection) -> EngineLoop | None:
         return None
     assert isinstance(start, Start)
     try:
-        with no_garbage_collection():
+        with no_garbage_collection(), one_blas_thread():
             engine = start_engine(start.config, Path(start.path))
     except QuireError as error:
         connection.send(LoadFailed(type(error).__name__, str(error)))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 Array = Any  # a numpy array or a torch tensor, by backend
 Shape = tuple[int, ...]
@@ -20,6 +22,7 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
     "float8_e4m3fn": 1,
 }  # fmt: skip
+HUGE_PAGE = 1 << 21
 
 
 class Arrays(Protocol):
@@ -90,9 +93,7 @@ class NumpyArrays:
         target[...] = source
 
     def map_bytes(self, shape: Shape) -> Array:
-        memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, np.uint8).reshape(shape)
+        return map_pages(math.prod(shape)).reshape(shape)
 
     def view_as(self, data: Array, dtype: str) -> Array:
         return data.view(numpy_type(dtype))
@@ -108,3 +109,17 @@ class NumpyArrays:
 
 def numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "uint8"}.get(name, name))
+
+
+def map_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed bytes, aligned to 2 MiB. A page takes memory when it is first written.
+
+    Huge pages are used where the system has them. With small pages a step would miss the TLB at every block of a cache.
+    """
+    pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_PAGE:
+        with suppress(AttributeError, OSError):  # macOS has no such advice, and some kernels refuse it
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(pages, np.uint8)
+    first = -whole.ctypes.data % HUGE_PAGE
+    return whole[first : first + num_bytes]

@@ -17,6 +17,8 @@ from quire.kernels.arrays import Array, Arrays
 
 Floats = NDArray[np.float32]
 
+SLICE = 1024  # positions whose angles are computed at once
+
 
 class RotaryTable:
     """`table` [max_len, dim] float32: dim / 2 cosines, then dim / 2 sines, for each position, times `magnitude`."""
@@ -24,8 +26,13 @@ class RotaryTable:
     def __init__(
         self, frequencies: Floats, *, max_len: int, interleaved: bool, arrays: Arrays, magnitude: float = 1.0
     ) -> None:
-        angles = np.outer(np.arange(max_len, dtype=np.float32), frequencies).astype(np.float64)
-        table = np.concatenate((np.cos(angles), np.sin(angles)), axis=-1, dtype=np.float32) * np.float32(magnitude)
+        half = len(frequencies)
+        table = np.empty((max_len, 2 * half), np.float32)
+        for first in range(0, max_len, SLICE):  # in float64 a whole table would take four times its memory
+            part = table[first : first + SLICE]
+            angles = np.outer(np.arange(first, first + len(part), dtype=np.float32), frequencies).astype(np.float64)
+            part[:, :half], part[:, half:] = np.cos(angles), np.sin(angles)
+        table *= np.float32(magnitude)
         self.table: Array = arrays.put(table, "float32")
         self.interleaved = interleaved
 

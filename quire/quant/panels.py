@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.native import DENSE_FORMATS, Native
 from quire.kernels.cpu.recorded import StepTokens
-from quire.kernels.cpu.tape import DENSE_FORMATS, Value, address
+from quire.kernels.cpu.tape import Value, address
 from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
 
 Floats = NDArray[np.float32]
@@ -95,7 +95,7 @@ class PanelWeight:
         argmax: tuple[list[int], list[float]] = module.multiply(
             self.native.isa,
             self.native.threads,
-            self.native.few_rows,
+            self.native.few_rows(panels.format),
             panels,
             rows,
             (address(x), x.strides[0] // 4),

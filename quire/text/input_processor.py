@@ -117,7 +117,7 @@ class InputProcessor:
         return OutputProcessor(request_id, requests, text, self.tokenizer, keep_special_ids)
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Encode the prompts that are strings, on all cores. The token ids are added, four bytes each."""
+        """Encode the prompts that are strings. The token ids are added, four bytes each."""
         encoded = list(prompts)
         texts = [(index, text) for index, prompt in enumerate(encoded) if (text := get_text(prompt)) is not None]
         for first in range(0, len(texts), ENCODE_BATCH_SIZE):

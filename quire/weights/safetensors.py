@@ -76,9 +76,10 @@ class SafetensorsFiles:
             return np.empty(stored.shape, NUMPY_TYPES[stored.dtype])
         try:
             # Copy on write: torch warns about arrays that it could not write to.
-            return np.memmap(stored.file, NUMPY_TYPES[stored.dtype], "c", stored.offset, stored.shape)
+            mapped = np.memmap(stored.file, NUMPY_TYPES[stored.dtype], "c", stored.offset, stored.shape)
         except (OSError, ValueError) as error:
             raise unusable(stored.file, error) from None
+        return mapped if mapped.flags.aligned else mapped.copy()  # a header of odd length displaces all tensors
 
 
 def find_files(directory: Path) -> dict[Path, set[str]]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from quire.config import EngineConfig
 from quire.core.pace import Pace
@@ -27,6 +29,7 @@ from quire.engine.engine import Engine
 from quire.engine.memory import GIB, CacheSize, size_swap
 from quire.errors import InvalidParams, NotEnoughMemory
 from quire.kernels import select_torch
+from quire.kernels.arrays import Arrays, NumpyArrays
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.torch_arrays import TorchArrays
 from tests.tools.mixed_specs import MIXED_SPECS
@@ -52,30 +55,39 @@ LAYOUTS = {name: layout_of(block, [8, 8, None, 8]) for name, block in SHAPES.ite
 }
 
 
-def fill(cache: CacheTensors) -> list[torch.Tensor]:
+def fill(cache: CacheTensors) -> list[NDArray[np.uint8]]:
     """Random bytes everywhere, and copies of them."""
-    for part in cache._stacks:
-        part.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
-    return [part.clone() for part in cache._stacks]
+    for part in bytes_of(cache):
+        part[...] = np.random.default_rng(1).integers(0, 256, part.shape, np.uint8)
+    return [part.copy() for part in bytes_of(cache)]
 
 
+def bytes_of(cache: CacheTensors) -> list[NDArray[np.uint8]]:
+    """Views of the stacks, which are tensors or numpy arrays."""
+    return [part.view(torch.uint8).numpy() if isinstance(part, torch.Tensor) else part.view(np.uint8)
+            for part in cache._stacks]  # fmt: skip
+
+
+@pytest.mark.parametrize("arrays", [HOST, NumpyArrays()], ids=["torch", "numpy"])
 @pytest.mark.parametrize("piece_blocks", [1, 3, 100])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_blocks_come_back_bit_for_bit(name: str, piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_come_back_bit_for_bit(
+    name: str, piece_blocks: int, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout, rng = LAYOUTS[name], random.Random(2)
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", piece_blocks * layout.block_bytes)
-    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), HOST, num_host_blocks=20)
+    cache = CacheTensors(layout, CacheSize(30, 4, 0, 12, 3), arrays, num_host_blocks=20)
     assert cache.host.blocks_per_piece == min(piece_blocks, 20)
     before = fill(cache)
     blocks, slots, targets = rng.sample(range(31), 12), rng.sample(range(20), 12), rng.sample(range(31), 12)
     cache.swap_blocks(list(zip(blocks, slots, strict=True)), [])
-    for part in cache._stacks:
-        part.zero_()
+    for part in bytes_of(cache):
+        part[...] = 0
     cache.swap_blocks([], list(zip(slots, targets, strict=True)))
-    for part, kept in zip(cache._stacks, before, strict=True):
-        expected = torch.zeros_like(kept)
+    for part, kept in zip(bytes_of(cache), before, strict=True):
+        expected = np.zeros_like(kept)
         expected[:, targets] = kept[:, blocks]
-        assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+        assert np.array_equal(part, expected)
 
 
 def test_what_goes_out_leaves_before_something_comes_in() -> None:
@@ -100,8 +112,8 @@ def test_a_trial_copy_is_timed_and_leaves_the_cache_as_it_was() -> None:
     cache = CacheTensors(layout_of(SHAPES["float32"]), CacheSize(9, 4, 0, 9, 9), HOST, 5)
     before = fill(cache)
     assert time_copies(cache, HOST) > 0
-    for part, kept in zip(cache._stacks, before, strict=True):
-        assert torch.equal(part.view(torch.uint8), kept.view(torch.uint8))
+    for part, kept in zip(bytes_of(cache), before, strict=True):
+        assert np.array_equal(part, kept)
 
 
 def plan_of(*counts: int) -> Plan:

@@ -50,7 +50,7 @@ each_cache_type = pytest.mark.parametrize("kind", CACHE_TYPES)
 
 
 def native_of(name: str = ISAS[0], threads: int = 2, few_rows: int = 32) -> Native:
-    return Native(MODULE, name, threads, few_rows)
+    return Native(MODULE, name, threads, dict.fromkeys(QUANTIZED, few_rows))
 
 
 def as_arrays(x: Any) -> Any:

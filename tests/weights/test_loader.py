@@ -284,6 +284,23 @@ def test_broken_config_json(tmp_path, text):
         read_config(tmp_path)
 
 
+def test_a_header_of_odd_length(tmp_path):
+    """The format does not ask for padding, so a tensor may begin at any byte."""
+    file = tiny_directory(tmp_path) / "model.safetensors"
+    expected = {name: SafetensorsFiles(tmp_path).read(name).copy() for name in SafetensorsFiles(tmp_path).tensors}
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].rstrip()
+    for num_spaces in range(1, 5):
+        padded = header + b" " * num_spaces
+        file.write_bytes(len(padded).to_bytes(8, "little") + padded + data[8 + size :])
+        files = SafetensorsFiles(tmp_path)
+        for name, values in expected.items():
+            read = files.read(name)
+            assert read.flags.aligned
+            assert np.array_equal(read, values)
+
+
 def test_truncated_safetensors(tmp_path):
     file = tiny_directory(tmp_path) / "model.safetensors"
     for size in (0, 4, 100, file.stat().st_size - 1):

@@ -1,12 +1,15 @@
 """The C++ kernels: whether the extension is built, which of its instruction sets the CPU runs, and the thread count.
 
 `find` is called once an engine. Without an extension (no compiler when quire was installed), or on a CPU without AVX2
-or NEON, it returns the reason, and the torch ops are used. `tape.py` and `native_ops.py` call the kernels.
+or NEON, it returns the reason, and torch is needed. `tape.py` and `native_ops.py` call the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,19 +25,44 @@ NEEDS = {
     "dotprod": {"asimd", "asimddp"},
     "neon": {"asimd"},
 }  # best first of each architecture
+TILES = ("amx", "i8mm")  # have instructions that need unpacked codes
+DENSE_FORMATS = ("f32", "bf16", "f16")  # formats of panels without codes
+
+ROW_COUNTS = (8, 16, 32, 64, 128, 256)
+MIN_GAIN = 0.03
+ANY_ROWS = 1 << 31
+
+log = logging.getLogger("quire.kernels")
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The extension, one of its instruction sets, and the number of threads.
-
-    Products of up to `few_rows` rows unpack codes in registers. Products of more rows store unpacked codes.
-    """
+    """The extension, one of its instruction sets, and the number of threads."""
 
     module: ModuleType
     isa: str
     threads: int
-    few_rows: int
+    _few_rows: dict[str, int] = field(default_factory=dict)  # by format of panels
+
+    def few_rows(self, format: str) -> int:
+        """Up to this many rows that share a panel, codes are unpacked in registers. For more, they are stored unpacked.
+
+        Measured when a format is first used.
+        """
+        if format in DENSE_FORMATS or self.isa in TILES:
+            return 0
+        if format not in self._few_rows:
+            self._few_rows[format] = choose_few_rows(partial(self.module.time_product, self.isa, format))
+            log.info("%s: codes are unpacked in registers for up to %d rows", format, self._few_rows[format])
+        return self._few_rows[format]
+
+
+def choose_few_rows(time_product: Callable[[int, bool], int]) -> int:
+    """`time_product(rows, in_registers)` measures. The more rows share stored codes, the more it pays to store them."""
+    for num_rows in ROW_COUNTS:
+        if time_product(num_rows, False) < (1 - MIN_GAIN) * time_product(num_rows, True):
+            return num_rows - 1
+    return ANY_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +81,7 @@ def find(cpu: CPU, threads: int | None = None) -> Native | Missing:
     if not isas:
         least = "NEON" if "neon" in module.built() else "AVX2"
         return Missing(f"quire's own CPU kernels need {least}, which this CPU does not report")
-    return Native(module, isas[0], threads or cpu.cores, module.measure_few_rows(isas[0]))
+    return Native(module, isas[0], threads or cpu.cores)
 
 
 def load() -> ModuleType | Missing:

@@ -218,7 +218,7 @@ class NativeOps:
         assert logits.shape[1] == counts.shape[1]
         index, penalties = np.ascontiguousarray(index), np.ascontiguousarray(penalties)
         self.native.module.penalize(
-            rows_of(logits), (address(counts), counts.strides[0] // 4), logits.shape[1],
+            rows_of(logits), len(logits), (address(counts), counts.strides[0] // 4), *counts.shape,
             (address(index), index.strides[0] // 8), index.shape[1] - 2, address(penalties), len(index), IN_PROMPT,
         )  # fmt: skip
 

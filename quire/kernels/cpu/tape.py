@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.native import DENSE_FORMATS, Native
 from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
 from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Norm, Op, Recorded
 from quire.kernels.paging import Paging
 
 Ids = NDArray[np.int64]
-
-DENSE_FORMATS = ("f32", "bf16", "f16")  # of panels; other formats are multiplied with int8 activations
 
 
 class Buffer:
@@ -172,7 +170,8 @@ class Tape:
         else:
             quantize = self._round(x)
         columns = Columns(x.buffer.values, x.first)
-        return Matmul(weight, columns, x.buffer.quantized, quantize, out.buffer.values, first)
+        few_rows = self.native.few_rows(weight.format)
+        return Matmul(weight, columns, x.buffer.quantized, quantize, out.buffer.values, first, few_rows)
 
     def _round(self, x: Value) -> bool:
         """Make x available in int8. True: the product rounds x itself. False: an earlier op does."""
@@ -232,7 +231,7 @@ class Tape:
         for storage in self._storages:
             if storage.needed and storage.memory.data is None:
                 storage.memory.allocate(self.max_tokens)
-        self._program = self.native.module.Program(self.native.isa, self.native.few_rows)
+        self._program = self.native.module.Program(self.native.isa)
         for op in self.ops:
             op.emit(self._program)
 

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.kernels.arrays import map_pages
+
 PADDING_ROWS = 16  # after the last row: kernels may read them
-HUGE_PAGE = 1 << 21
 NULL_VIEW = (0, 0)
 
 View = tuple[int, int]
@@ -28,7 +28,7 @@ class Memory:
         self.data: Bytes | None = None
 
     def allocate(self, rows: int) -> None:
-        self.data = huge_pages((rows + PADDING_ROWS) * self.row_bytes)
+        self.data = map_pages((rows + PADDING_ROWS) * self.row_bytes)
 
     @property
     def address(self) -> int:
@@ -66,13 +66,3 @@ class Columns:
 def padded(width: int) -> int:
     """The row stride in floats: whole cache lines, and one more, so that rows do not share cache sets."""
     return -(-width // 16) * 16 + 16
-
-
-def huge_pages(num_bytes: int) -> Bytes:
-    """Zeroed bytes, aligned to 2 MiB, in huge pages where the system has them. Untouched pages take no memory."""
-    pages = mmap.mmap(-1, num_bytes + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(pages, np.uint8)
-    skip = -whole.ctypes.data % HUGE_PAGE
-    return whole[skip : skip + num_bytes]

@@ -78,6 +78,7 @@ class Matmul:
     quantize: bool
     y: Storage
     first: int
+    few_rows: int
     gated: Storage | None = None
     bias: Floats | None = None
     activation: str = ""
@@ -101,6 +102,7 @@ class Matmul:
             bias=self.bias.ctypes.data if self.bias is not None else 0,
             activation=self.activation,
             gated=self.gated.quantized() if self.gated else NULL_VIEW,
+            few_rows=self.few_rows,
         )
 
 

@@ -125,9 +125,10 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, encoded on all cores.
+        """Token ids of several texts.
 
-        Other threads run meanwhile: the library's batch call releases the GIL, its call for a single text does not.
+        Short texts are encoded by `encoder`, which holds the GIL, until the library's tokenizer is built. That one uses
+        all cores, and its batch call, unlike the one for a single text, releases the GIL.
         """
         for text in texts:
             _check_text(text)

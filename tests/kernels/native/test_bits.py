@@ -160,7 +160,7 @@ def rotary_table(max_len: int, dim: int) -> Tensor:
 
 
 def model_step(name: str, family: str) -> Iterable[Tensor]:
-    """Whole models with matrices in several formats, recorded. They have no soft cap of logits: torch computes that."""
+    """Whole models with matrices in several formats, recorded. A soft cap of logits is not part of a step."""
     config, ops = replace(FITTING[family], max_len=512, logit_softcap=None), kernels_of(name)
     source: Any = PanelSource(native_of(name), mixed)
     source.plain = ExactWeights()

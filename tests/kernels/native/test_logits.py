@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.tools.native import ISAS, MODULE, each_isa, each_thread_count
+from quire.kernels.cpu.native_ops import NativeOps
+from tests.tools.native import ISAS, MODULE, each_isa, each_thread_count, native_of
 
 pytestmark = pytest.mark.cpu
 
@@ -105,3 +106,15 @@ def test_counts_out_of_bounds_change_nothing(row: int, token: int, message: str)
     with pytest.raises(IndexError, match=message):
         MODULE.count_tokens((counts.ctypes.data, 40), 3, 37, rows.ctypes.data, tokens.ctypes.data, 2)
     assert not counts.any()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [([1, 0, 0], "row 1"), ([0, 2, 0], "row of counts 2"), ([-1, 0, 0], "row -1"), ([0, 0, 64], "token 64")],
+)
+def test_penalties_out_of_bounds_change_nothing(index: list[int], message: str) -> None:
+    logits, counts = np.ones((1, 256), np.float32), np.ones((2, 64), np.int32)
+    ops = NativeOps(native_of())
+    with pytest.raises(IndexError, match=message):
+        ops.penalize(logits[:, :64], counts, np.array([index]), np.full((1, 3), 2.0, np.float32))
+    assert (logits == 1).all()

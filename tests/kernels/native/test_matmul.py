@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.native import ANY_ROWS, ROW_COUNTS, TILES, Native, choose_few_rows
+from quire.kernels.cpu.tape import Tape
 from quire.layers.mlp import GatedMLP
 from tests.tools.native import (
     DENSE,
@@ -69,16 +71,55 @@ def test_shapes(name: str, format: str, outputs: int) -> None:
 
 
 @each_isa
-@each_format
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_where_codes_are_unpacked_changes_no_bit(name: str, format: str) -> None:
+    """With AMX and i8mm there is no choice: the same product twice."""
     panels, x = random_panels(format, 100, 256), draw(70, 256)
     always, never = (weight_of([panels], native_of(name, few_rows=few_rows)) for few_rows in (70, 0))
     assert torch.equal(always.matmul(x), never.matmul(x))
 
 
+@pytest.mark.parametrize(("gains_from", "few_rows"), [(8, 7), (64, 63), (256, 255), (512, ANY_ROWS)])
+def test_where_codes_are_unpacked_is_chosen_by_durations(gains_from: int, few_rows: int) -> None:
+    def time_product(rows: int, in_registers: bool) -> int:
+        return 100 * rows if in_registers else 98 * rows if rows < gains_from else 90 * rows
+
+    assert choose_few_rows(time_product) == few_rows
+
+
 @each_isa
-def test_where_codes_are_unpacked_is_measured(name: str) -> None:
-    assert MODULE.measure_few_rows(name) in (31, 63, 127, 255, 2**63 - 1)
+def test_durations_are_measured_once_for_each_format(name: str) -> None:
+    native = Native(MODULE, name, 2)
+    assert all(
+        0 < MODULE.time_product(name, format, 16, stored) < 1e9 for format in QUANTIZED for stored in (False, True)
+    )
+    if name not in TILES:
+        assert native.few_rows("q6_k") in {*(rows - 1 for rows in ROW_COUNTS), ANY_ROWS}
+    assert [native.few_rows("q6_k") for _ in range(20)] == [native.few_rows("q6_k")] * 20
+    assert native.few_rows("bf16") == 0
+
+
+@each_isa
+@pytest.mark.parametrize("format", ["q4_1", "q8_0", "q4_k", "q6_k", "f32"])
+def test_rows_divided_among_threads_bit_for_bit(name: str, format: str) -> None:
+    """In a program, threads with at least 16 rows each compute their own rows. A norm writes what a product reads."""
+    x, scale = draw(101, 256, seed=3), draw(256, seed=4)
+    panels = [random_panels(format, 96, 256, seed) for seed in (1, 2)]
+    expected = None
+    for threads, rows in [(1, 101), (2, 32), (2, 33), (2, 47), (3, 48), (3, 101), (5, 80), (5, 95), (5, 101)]:
+        tape = Tape(native_of(name, threads, few_rows=40), rows)
+        value = tape.new((256,))
+        value.read()
+        normed, _ = tape.norm(value, scale.numpy(), 1e-5, None)
+        gated = tape.gate(tape.matmul(normed, [random_panels(format, 512, 256, 5)]), "silu")
+        out = tape.matmul(gated, panels)
+        out.read()
+        tape.finish()
+        tape.result(value, rows)[...] = x[:rows].numpy()
+        tape.run(None, None, None, rows)
+        result = tape.result(out, rows).copy()
+        expected = result if expected is None else expected
+        assert result.tobytes() == expected[:rows].tobytes(), (threads, rows)
 
 
 @each_isa
