@@ -17,7 +17,7 @@ def bar(what: str, *, unit: str = "bytes", enabled: bool = True) -> Iterator[Rep
         drawn: list[Any] = []
 
         def report(done: int, total: int | None) -> None:
-            if not enabled or not sys.stderr.isatty():
+            if not enabled or sys.stderr is None or not sys.stderr.isatty():
                 return
             if not drawn:
                 drawn.append(until_done.enter_context(make_bar(what, unit)))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, for the person at the terminal."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line on stderr, for the person at the terminal. An answer on stdout does not depend on it."""
+    if sys.stderr is not None:  # it is None where the command was started with a closed stderr
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def discard_output() -> None:
+    """Text that could not be written must not be written again when the interpreter exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager
@@ -22,6 +31,12 @@ def readable_errors() -> Iterator[None]:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout has closed it; the interpreter must print no error on exit
         raise SystemExit(141) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        say(f"error: the output cannot be written: {error.strerror}")
+        discard_output()
+        raise SystemExit(1) from None
     except Exception as error:
         from quire.errors import QuireError
 

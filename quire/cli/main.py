@@ -6,6 +6,7 @@ Only the module of the command that is given is loaded: loading all of them woul
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -41,6 +42,8 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where the terminal's encoding lacks a character
     with readable_errors():
         parser = make_parser(sys.argv[1:])
         if len(sys.argv) == 1:

@@ -106,7 +106,7 @@ class SamplingParams:
         self._number("min_p", 0.0, 1.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, 100.0, open_below=True)
+        self._number("repetition_penalty", 1e-6, 100.0)  # a logit divided by less may overflow
         self._whole("min_tokens", 0, MAX_COUNT)
         for name, least, most in (("max_tokens", 0, MAX_COUNT), ("seed", -(2**63), 2**64 - 1)):
             if getattr(self, name) is not None:

@@ -26,7 +26,7 @@ from quire.core.plan import Candidates, Detail, Plan, Sampled, Update, explain_n
 from quire.core.policy import FairQueue, Policy
 from quire.core.prefix_tree import Match
 from quire.core.request import Finish, Request, State
-from quire.core.swap import Swap, SwapCosts
+from quire.core.swap import Pairs, Swap, SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
 
 _sort_key = attrgetter("sort_key")
@@ -413,7 +413,7 @@ class Scheduler:
                     return preempted  # its plan in flight may free blocks behind its window
                 for victim in victims:
                     self._remove_row(plan, victim)
-                self._preempt(victims[0])
+                self._preempt(victims[0], plan.copies)
                 preempted = True
                 if num_in_flight:
                     return preempted  # its blocks are released when the plan in flight is committed
@@ -703,8 +703,13 @@ class Scheduler:
     def _oldest_wait_s(self, now_s: float) -> float:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
-    def _preempt(self, request: Request) -> None:
-        """Move a running request back to the waiting ones. A beam group is preempted whole, folded into its root."""
+    def _preempt(self, request: Request, copies: Pairs | None = None) -> None:
+        """Move a running request back to the waiting ones. A beam group is preempted whole, folded into its root.
+
+        It has no row in the plan being made, but some of that plan's copies may be for it. Copies to blocks that are
+        released are dropped.
+        """
+        copies = [] if copies is None else copies
         if request.beam is not None:
             group = request.beam.group
             request = group.root
@@ -715,7 +720,8 @@ class Scheduler:
         request.drafts.clear()
         self.running.remove(request)
         request.state = State.PREEMPTED
-        self._release_when_idle(request)
+        self._release_when_idle(request, copies)
+        copies[:] = [(source, target) for source, target in copies if self.kv.pool.refs[target]]
 
     def _finish(self, request: Request) -> None:
         """End a request. Its final update has been made, or the caller makes it."""
@@ -733,20 +739,23 @@ class Scheduler:
         self.swap.drop(request)
         self._release_when_idle(request)
 
-    def _release_when_idle(self, request: Request) -> None:
+    def _release_when_idle(self, request: Request, copies: Sequence[tuple[int, int]] = ()) -> None:
         if request.num_in_flight:
             request.release_due = True
         else:
-            self._release_blocks(request)
+            self._release_blocks(request, copies)
 
-    def _release_blocks(self, request: Request) -> None:
-        """Release a request's blocks, which no plan in flight uses. A preempted request may be swapped out first."""
+    def _release_blocks(self, request: Request, copies: Sequence[tuple[int, int]] = ()) -> None:
+        """Release a request's blocks, which no plan in flight uses. A preempted request may be swapped out first.
+
+        `copies` are those of the plan being made.
+        """
         request.release_due = False
         is_preempted = request.state is State.PREEMPTED
         num_computed = request.num_computed
         # The root of folded beams may be shorter than it was, and its window's blocks already released.
         can_swap = is_preempted and self.kv.holds_context(request, num_computed)
-        if can_swap and self.swap.swap_out(request, ceil_div(num_computed, self.kv.block_size)):
+        if can_swap and self.swap.swap_out(request, ceil_div(num_computed, self.kv.block_size), copies):
             self.counters.swaps += 1
         self.kv.release(request)
         if is_preempted:

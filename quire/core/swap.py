@@ -7,7 +7,7 @@ calls `swap_out` when it preempts a request. The pairs that `take_swap_out` retu
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.core.request import Request
@@ -59,10 +59,11 @@ class Swap:
     def num_free(self) -> int:
         return self.num_host_blocks - self._num_ever_used + len(self._freed)
 
-    def swap_out(self, request: Request, num_blocks: int) -> bool:
+    def swap_out(self, request: Request, num_blocks: int, copies: Sequence[tuple[int, int]] = ()) -> bool:
         """Swap out the first `num_blocks` blocks of each table, if they fit and copying is cheaper than recomputing.
 
-        Encoder and state blocks are all swapped out. Returns whether the request was swapped out.
+        Encoder and state blocks are all swapped out. Returns whether the request was swapped out. `copies` are those of
+        the plan being made. A plan swaps out before it copies, so the source is swapped out in place of the target.
         """
         tables, num_computed = [table[:num_blocks] for table in request.tables], request.num_computed
         needed = sum(block is not None for table in tables for block in table) + sum(map(len, request.fixed_tables))
@@ -70,7 +71,11 @@ class Swap:
             return False
         if not self.costs.is_copy_cheaper(needed, num_computed + len(request.encoder_tokens)):
             return False
-        host_blocks = [[None if block is None else self._swap_out_block(block) for block in table] for table in tables]
+        sources = {target: source for source, target in copies}
+        host_blocks = [
+            [None if block is None else self._swap_out_block(find_source(block, sources)) for block in table]
+            for table in tables
+        ]
         fixed = [[self._swap_out_block(block) for block in table] for table in request.fixed_tables]
         request.swapped_out = SwappedOut(num_computed, host_blocks, fixed)
         return True
@@ -113,3 +118,10 @@ class Swap:
             self._num_ever_used += 1
         self._pending_swap_out.append((block, host_block))
         return host_block
+
+
+def find_source(block: int, sources: Mapping[int, int]) -> int:
+    """The block that has a block's content before a plan's copies are made."""
+    while block in sources:
+        block = sources[block]
+    return block

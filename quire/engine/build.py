@@ -35,6 +35,7 @@ from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
 from quire.engine.memory import (
     GRAPH_BYTES,
     WEIGHTS_REMEDY,
+    check_tables,
     check_weights,
     describe,
     find_memory_budget,
@@ -156,6 +157,7 @@ def load(
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         check_weights(count_weights(model, ops) * ITEM_BYTES[dtype], device)
+        check_tables(model, device)
         rounding = None if config.quantize == "none" else config.quantize
         return build_random_model(model, dtype=dtype, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):
@@ -164,6 +166,7 @@ def load(
         stored = survey(model, checkpoint, ops)
         quantize = choose_quantize(config.quantize, stored)
         check_weights(weight_bytes(stored, dtype), device)
+        check_tables(model, device)
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from quire.engine.host_blocks import HostBlocks
 from quire.engine.memory import CacheSize
+from quire.errors import NotEnoughMemory
 from quire.kernels import Kernels
 from quire.kernels.arrays import Array, Arrays
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
@@ -258,7 +259,13 @@ class CacheTensors:
 
     def __init__(self, layout: CacheLayout, size: CacheSize, arrays: Arrays, num_host_blocks: int = 0) -> None:
         self._arrays = arrays
-        self._stacks = [arrays.map_bytes((count, size.num_blocks + 1, width)) for count, width in layout.stacks]
+        try:
+            self._stacks = [arrays.map_bytes((count, size.num_blocks + 1, width)) for count, width in layout.stacks]
+        except (OSError, MemoryError) as error:  # of the host: a limit on the process that free memory does not show
+            raise NotEnoughMemory(
+                f"This process may not map {size.nbytes:,} bytes for the cache ({error}). "
+                "Lower kv_memory (--kv-memory) or raise the limit (ulimit -v)."
+            ) from None
         self.layers = [self._view_layer(layer, size.block_size) for layer in layout.layers]
         self.host = HostBlocks(self._stacks, num_host_blocks, arrays)
 

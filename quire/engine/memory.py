@@ -10,6 +10,8 @@ from pathlib import Path
 
 from quire.core.kv_cache import peak_blocks
 from quire.errors import NotEnoughMemory
+from quire.kernels.arrays import ITEM_BYTES
+from quire.models.config import ModelConfig
 
 CPU_SHARE = 0.25  # of free memory; the rest is for other programs
 # The memory of a step is measured and reserved. The rest is for kernels that are loaded later and for fragmentation.
@@ -78,6 +80,17 @@ def check_weights(num_bytes: int, device: str) -> None:
     if num_bytes > free_bytes(device):
         raise NotEnoughMemory(
             f"The weights take {readable(num_bytes)}, more than the GPU has: {describe_gpu_memory()}. {WEIGHTS_REMEDY}"
+        )
+
+
+def check_tables(model: ModelConfig, device: str) -> None:
+    """Raise NotEnoughMemory for tables of positions that do not fit. A file may claim any length."""
+    num_bytes = sum(ITEM_BYTES["float32"] * model.max_len * rope.dim for rope in (model.rope, model.local_rope) if rope)
+    free = free_bytes(device)
+    if num_bytes > free // 2:
+        raise NotEnoughMemory(
+            f"A context of {model.max_len:,} tokens needs tables of {readable(num_bytes)}, and {readable(free)} are "
+            "free. Lower max_len (--max-len)."
         )
 
 

@@ -93,7 +93,7 @@ class NumpyArrays:
         target[...] = source
 
     def map_bytes(self, shape: Shape) -> Array:
-        return map_pages(math.prod(shape)).reshape(shape)
+        return map_pages(math.prod(shape), huge=False).reshape(shape)
 
     def view_as(self, data: Array, dtype: str) -> Array:
         return data.view(numpy_type(dtype))
@@ -111,13 +111,14 @@ def numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "uint8"}.get(name, name))
 
 
-def map_pages(num_bytes: int) -> NDArray[np.uint8]:
+def map_pages(num_bytes: int, *, huge: bool) -> NDArray[np.uint8]:
     """Zeroed bytes, aligned to 2 MiB. A page takes memory when it is first written.
 
-    Huge pages are used where the system has them. With small pages a step would miss the TLB at every block of a cache.
+    `huge` is for memory that is used from its beginning on. A short request in a cache writes to a page in each layer,
+    and with huge pages each would take 2 MiB.
     """
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_PAGE:
+    if huge and num_bytes >= HUGE_PAGE:
         with suppress(AttributeError, OSError):  # macOS has no such advice, and some kernels refuse it
             pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)

@@ -90,6 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._unset_keepalive_if_required()  # uvicorn leaves it running, and it holds this object
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -7,6 +7,7 @@ interpret the metadata.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 import sys
@@ -16,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.errors import BadModelFile, ModelNotFound
+from quire.errors import BadModelFile, ModelNotFound, NotEnoughMemory
 from quire.quant.ggml_types import TYPES_BY_NUMBER, GGMLType
 from quire.weights.gguf_strings import U64, Strings, skip
 
@@ -121,6 +122,9 @@ def map_file(path: Path) -> mmap.mmap:
     except ValueError:
         raise BadModelFile(f"{path} is empty (0 bytes). Download it again.") from None
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            size = path.stat().st_size
+            raise NotEnoughMemory(f"{path} has {size:,} bytes, more than this process may map (ulimit -v).") from None
         raise BadModelFile(f"{path} cannot be read: {error.strerror}. Give a GGUF file that you may read.") from None
 
 

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from quire.cli.main import COMMANDS, make_parser
+from tests.tools.tiny_models import tiny_text_gguf
 
 pytestmark = pytest.mark.cpu
 
@@ -64,3 +66,40 @@ print(len(os.listdir("/proc/self/task")))
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=without | variables)
     most = min(int(variables.get("OPENBLAS_NUM_THREADS", 1)), os.cpu_count() or 1)
     assert int(done.stdout) == most
+
+
+def generate(tmp_path: Path, redirection: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A short answer of a tiny model, in a shell that redirects the command's output."""
+    model = tiny_text_gguf(tmp_path / "model.gguf")
+    command = f"{sys.executable} -m quire generate {model} -p hello --temperature 0 --max-tokens 5 {redirection}"
+    environment = {**os.environ, **environment}
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_an_answer_does_not_depend_on_stderr(tmp_path, redirection):
+    plain, other = generate(tmp_path, ""), generate(tmp_path, redirection)
+    assert other.returncode == 0
+    assert plain.stdout.strip()
+    assert other.stdout == plain.stdout
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_an_answer_that_cannot_be_written(tmp_path, option):
+    done = generate(tmp_path, f"{option} >/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
+
+
+def test_characters_that_the_terminal_lacks(tmp_path):
+    done = generate(tmp_path, "", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+def test_less_address_space_than_the_cache_takes(tmp_path):
+    model = tiny_text_gguf(tmp_path / "model.gguf")
+    command = f"ulimit -v 3000000; {sys.executable} -m quire generate {model} -p hello --max-tokens 4 --num-blocks 1000000"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "Lower kv_memory" in done.stderr.splitlines()[-1]

@@ -26,6 +26,7 @@ BAD = [
     {"presence_penalty": 2.1},
     {"frequency_penalty": math.nan},
     {"repetition_penalty": 0.0},
+    {"repetition_penalty": 1e-300},
     {"max_tokens": -1},
     {"min_tokens": -1},
     {"min_tokens": 20, "max_tokens": 10},

@@ -242,6 +242,19 @@ def test_searches_and_neighbours_do_not_disturb_each_other(family: str, more: di
     assert [request.tokens[request.num_prompt :] for request in beside] == alone
 
 
+@pytest.mark.parametrize(("width", "num_blocks"), [(3, 14), (3, 20), (4, 14), (4, 20), (5, 17)])
+def test_beams_that_are_swapped_out_while_a_block_is_copied_for_them(width: int, num_blocks: int) -> None:
+    """A step swaps out before it copies: a beam's new block is still empty then."""
+    prompts = [prompt_of(4 + number % 5, number) for number in range(10)]
+    requests = [beam_request(prompt, width, 8, str(number)) for number, prompt in enumerate(prompts)]
+    engine = engine_of(num_blocks=num_blocks, max_tokens=24, max_requests=12, prefix_cache=False, num_host_blocks=200)
+    found = run(engine, requests)
+    assert engine.scheduler.counters.swaps > 3
+    for number, prompt in enumerate(prompts):
+        expected = plain_beam_search(prompt, FULL["llama"], frozenset(), width=width, max_tokens=8)
+        assert_same(answers(found[str(number)]), expected)
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 200])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_at_random_moments(family: str, num_host_blocks: int) -> None:

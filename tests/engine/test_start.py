@@ -22,7 +22,15 @@ from quire.engine.backend import (
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.build import choose_batching
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
-from quire.engine.memory import CUDA_SHARE, GRAPH_BYTES, CacheSize, MemoryBudget, check_weights, find_memory_budget
+from quire.engine.memory import (
+    CUDA_SHARE,
+    GRAPH_BYTES,
+    CacheSize,
+    MemoryBudget,
+    check_tables,
+    check_weights,
+    find_memory_budget,
+)
 from quire.engine.profile_run import ProfileRun, largest_plan, read_libraries, run_step
 from quire.errors import EngineError, InvalidParams, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select_torch
@@ -136,6 +144,15 @@ def test_a_gpu_s_room_is_what_two_steps_and_the_graphs_leave(gpu) -> None:
 def test_a_cpu_s_room_is_a_share_of_what_is_free(monkeypatch) -> None:
     monkeypatch.setattr("quire.engine.memory.free_bytes", lambda device: 8 * GIB)
     assert find_memory_budget(CPU, 0) == MemoryBudget(2 * GIB, 8 * GIB)
+
+
+def test_a_context_whose_tables_do_not_fit_is_refused(monkeypatch) -> None:
+    """A file may claim any length."""
+    monkeypatch.setattr("quire.engine.memory.free_bytes", lambda device: GIB)
+    model = FAMILIES["gemma3"]
+    check_tables(replace(model, max_len=1000), "cpu")
+    with pytest.raises(NotEnoughMemory, match=r"2,147,483,647 tokens needs tables of .* Lower max_len"):
+        check_tables(replace(model, max_len=2**31 - 1), "cpu")
 
 
 def test_threads_are_refused_on_a_gpu(gpu) -> None:

@@ -19,7 +19,7 @@ class Refusing(mmap.mmap):
 
 def check() -> None:
     for size in (1, HUGE_PAGE, HUGE_PAGE + 3):
-        pages = map_pages(size)
+        pages = map_pages(size, huge=True)
         assert pages.shape == (size,)
         assert pages.ctypes.data % HUGE_PAGE == 0
         assert not pages.any()

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import resource
+import socket as sockets
+import struct
 import subprocess
 import sys
 
@@ -247,3 +249,23 @@ def test_the_limit_on_open_files_is_raised():
 
 def test_some_descriptors_are_left_for_everything_else():
     assert [max_connections(files) for files in (100, 1024, 20_000)] == [50, 896, 19_872]
+
+
+def test_a_connection_that_was_reset_leaves_no_timer():
+    """A timer would keep the connection's objects until it expires."""
+
+    async def work():
+        async with listening() as connect:
+            before = len(asyncio.get_running_loop()._scheduled)
+            for _ in range(20):
+                reader, writer = await connect()
+                writer.write(GET)
+                await reader.readuntil(b"\r\n\r\n")
+                option = struct.pack("ii", 1, 0)  # closing sends a reset
+                writer.get_extra_info("socket").setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, option)
+                writer.close()
+            await asyncio.sleep(0.2)
+            left = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]
+            assert len(left) <= before + 2
+
+    run(work)

@@ -28,7 +28,7 @@ class Memory:
         self.data: Bytes | None = None
 
     def allocate(self, rows: int) -> None:
-        self.data = map_pages((rows + PADDING_ROWS) * self.row_bytes)
+        self.data = map_pages((rows + PADDING_ROWS) * self.row_bytes, huge=True)
 
     @property
     def address(self) -> int:

@@ -92,7 +92,9 @@ class GGUFVocabulary(NamedTuple):
     def flag(self, name: str, default: bool) -> bool:
         """A boolean of the tokenizer's metadata."""
         value = self.metadata.get(_PREFIX + name)
-        return default if value is None else bool(value)
+        if value is not None and not isinstance(value, bool):
+            raise BadModelFile(f"{_PREFIX}{name} is {value!r}; it should be true or false.")
+        return default if value is None else value
 
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by the names that chat templates use."""
@@ -105,7 +107,10 @@ class GGUFVocabulary(NamedTuple):
         }
 
     def pre_tokenizer(self) -> PreTokenizerSpec:
-        return find_pre_tokenizer(str(self.metadata.get(_PREFIX + "pre", "default")))
+        name = self.metadata.get(_PREFIX + "pre", "default")
+        if not isinstance(name, str):
+            raise BadModelFile(f"{_PREFIX}pre is not the name of a pre-tokenizer.")
+        return find_pre_tokenizer(name)
 
     def surrounding_ids(self) -> dict[str, int]:
         """The BOS and EOS tokens that stand around each text, as the metadata says."""
@@ -122,6 +127,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         raise BadModelFile("The GGUF file's vocabulary (tokenizer.ggml.tokens) is empty.")
     ids = {token: token_id for token_id, token in enumerate(tokens.tokens())} if bpe is None else {}
     types = _numbers(metadata, "token_type", len(tokens)) or ()
+    if set(map(type, types)) - {int}:
+        raise BadModelFile(f"{_PREFIX}token_type holds something other than whole numbers.")
     normal = int(TokenType.NORMAL)  # comparing with a member of an enum is four times slower
     not_normal = [(token_id, kind) for token_id, kind in enumerate(types) if kind != normal]
     named = _named_ids(metadata, len(tokens))
@@ -270,14 +277,16 @@ def _named_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
         value = metadata.get(f"{_PREFIX}{key}_token_id")
         if value is None:
             continue
-        if not 0 <= int(value) < vocab_size:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise BadModelFile(f"{_PREFIX}{key}_token_id is not a whole number.")
+        if not 0 <= value < vocab_size:
             raise BadModelFile(f"{_PREFIX}{key}_token_id is {value}, but the vocabulary has {vocab_size} tokens.")
-        named[key] = int(value)
+        named[key] = value
     return named
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = _plain(metadata.get(_PREFIX + key))
+    values = _plain(metadata, key)
     if values is None:
         raise BadModelFile(f"The GGUF file's tokenizer has no {_PREFIX}{key}.")
     if set(map(type, values)) - {str}:
@@ -286,14 +295,17 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[Any] | None:
-    values = _plain(metadata.get(_PREFIX + key))
+    values = _plain(metadata, key)
     if values is not None and len(values) != count:
         raise BadModelFile(f"{_PREFIX}{key} has {len(values)} entries, but the vocabulary has {count} tokens.")
     return values
 
 
-def _plain(values: Sequence[Any] | Any | None) -> list[Any] | None:
+def _plain(metadata: Mapping[str, Any], key: str) -> list[Any] | None:
     """A list, from a list or an array."""
+    values = metadata.get(_PREFIX + key)
     if values is None or isinstance(values, list):
         return values
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+    if not hasattr(values, "tolist"):
+        raise BadModelFile(f"{_PREFIX}{key} is not an array.")
+    return list(values.tolist())

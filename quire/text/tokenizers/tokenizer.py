@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import InvalidParams, ModelNotFound, kind
+from quire.errors import BadModelFile, InvalidParams, ModelNotFound, kind
 from quire.text.tokenizers.end_tokens import find_end_ids
 from quire.text.tokenizers.pieces import TokenPieces, decoder_pieces
 
@@ -103,6 +103,8 @@ class Tokenizer:
         # Without an encoder the library's tokenizer is built now, and the vocabulary is freed.
         find_token = lazy_backend.get().token_to_id if encoder is None else vocabulary.find
         template = metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str | None):
+            raise BadModelFile("The GGUF file's tokenizer.chat_template is not text.")
         return cls(
             vocab_size=len(vocabulary.tokens),
             bos_token_id=vocabulary.named.get("bos"),
@@ -110,7 +112,7 @@ class Tokenizer:
             end_token_ids=vocabulary.end_ids(),
             special_token_ids=vocabulary.special_ids,
             special_tokens=vocabulary.special_tokens(),
-            chat_template=None if template is None else str(template),
+            chat_template=template,
             pieces=make_pieces(vocabulary),
             find_token=find_token,
             lazy_backend=lazy_backend,

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.text.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.weights.gguf import GGUFFile
 from tests.text.vocabularies import CONTROL, NORMAL, USER_DEFINED, byte_level, merge_slowly, sentencepiece
+from tests.tools.tiny_models import tiny_text_gguf
 
 pytestmark = pytest.mark.cpu
 
@@ -176,3 +178,28 @@ class TestRefusals:
     def test_of_what_is_not_text(self, text):
         with pytest.raises(InvalidParams):
             Tokenizer.from_gguf(byte_level()).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("bos_token_id", "abc", "bos_token_id is not a whole number"),
+        ("bos_token_id", 1.5, "bos_token_id is not a whole number"),
+        ("eos_token_id", True, "eos_token_id is not a whole number"),
+        ("tokens", 4, "tokens is not an array"),
+        ("token_type", 3, "token_type is not an array"),
+        ("token_type", np.full(273, np.nan, "f4"), "token_type holds something other than whole numbers"),
+        ("add_bos_token", "no", "add_bos_token is 'no'; it should be true or false"),
+        ("pre", 5, "pre is not the name of a pre-tokenizer"),
+    ],
+)
+def test_metadata_of_the_wrong_type(tmp_path, key, value, message):
+    file = tiny_text_gguf(tmp_path / "model.gguf", **{f"tokenizer.ggml.{key}": value})
+    with pytest.raises(BadModelFile, match=message):
+        Tokenizer.from_gguf(GGUFFile(file).metadata).encode("Hello")
+
+
+def test_a_chat_template_that_is_not_text(tmp_path):
+    file = tiny_text_gguf(tmp_path / "model.gguf", **{"tokenizer.chat_template": 4})
+    with pytest.raises(BadModelFile, match="chat_template is not text"):
+        Tokenizer.from_gguf(GGUFFile(file).metadata)
