@@ -99,7 +99,8 @@ def test_characters_that_the_terminal_lacks(tmp_path):
 
 def test_less_address_space_than_the_cache_takes(tmp_path):
     model = tiny_text_gguf(tmp_path / "model.gguf")
-    command = f"ulimit -v 3000000; {sys.executable} -m quire generate {model} -p hello --max-tokens 4 --num-blocks 1000000"
+    options = "-p hello --max-tokens 4 --num-blocks 1000000"
+    command = f"ulimit -v 3000000; {sys.executable} -m quire generate {model} {options}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "Lower kv_memory" in done.stderr.splitlines()[-1]
