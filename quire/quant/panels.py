@@ -54,6 +54,8 @@ class PanelWeight:
     def __init__(self, panels: Sequence[Any], native: Native) -> None:
         self.panels = list(panels)
         self.native = native
+        for each in panels:
+            native.few_rows(each.format)  # measured now, not in a step
         self._scratch: Scratch | None = None
 
     @property

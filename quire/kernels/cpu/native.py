@@ -47,13 +47,13 @@ class Native:
     def few_rows(self, format: str) -> int:
         """Up to this many rows that share a panel, codes are unpacked in registers. For more, they are stored unpacked.
 
-        Measured when a format is first used.
+        Measured when the first matrix of a format is loaded.
         """
         if format in DENSE_FORMATS or self.isa in TILES:
             return 0
         if format not in self._few_rows:
             self._few_rows[format] = choose_few_rows(partial(self.module.time_product, self.isa, format))
-            log.info("%s: codes are unpacked in registers for up to %d rows", format, self._few_rows[format])
+            log.debug("%s: codes are unpacked in registers for up to %d rows", format, self._few_rows[format])
         return self._few_rows[format]
 
 
