@@ -85,7 +85,7 @@ struct NormGroup {
 };
 
 static void norm_plain(const NormCall& call, Worker& worker) {
-  const Span span = share(worker, call.rows * call.groups);
+  const Span span = share_rows(worker, call.rows, kRowGrain, call.groups);
   for (int64_t at = span.first; at < span.last; at++) {
     const NormGroup group = NormGroup::of(call, at / call.groups, at % call.groups);
     const Moments moments = find_moments(group.x, group.residual, call);
@@ -148,7 +148,7 @@ QUIRE_INLINE void turn_head(float* x, int64_t dim, bool interleaved, const float
 }
 
 static void rope(const RopeCall& call, Worker& worker) {
-  const Span rows = share(worker, call.rows);
+  const Span rows = share_rows(worker, call.rows, kRowGrain);
   float* cosines = reinterpret_cast<float*>(scratch(static_cast<size_t>(round_up(call.dim, kLanes)) * 12));
   float* sines = cosines + round_up(call.dim, kLanes);
   float* partner = sines + round_up(call.dim, kLanes);
@@ -160,7 +160,7 @@ static void rope(const RopeCall& call, Worker& worker) {
 }
 
 static void activate_rows(const ActivateCall& call, Worker& worker) {
-  const Span rows = share(worker, call.rows);
+  const Span rows = share_rows(worker, call.rows, kRowGrain);
   for (int64_t row = rows.first; row < rows.last; row++) {
     const float* x = call.x + row * call.x_stride;
     float* y = call.y + row * call.y_stride;
@@ -172,7 +172,7 @@ static void activate_rows(const ActivateCall& call, Worker& worker) {
 }
 
 static void add_rows(const AddCall& call, Worker& worker) {
-  const Span rows = share(worker, call.rows);
+  const Span rows = share_rows(worker, call.rows, kRowGrain);
   for (int64_t row = rows.first; row < rows.last; row++) {
     const float* a = call.a + row * call.a_stride;
     const float* b = call.b + row * call.b_stride;

@@ -17,8 +17,8 @@ namespace quire {
 namespace QUIRE_ISA {
 
 const KernelTable& kernels() {
-  static const KernelTable table = {QUIRE_ISA_NAME, matmul,    quantize,       norm, rope, activate_rows,
-                                    add_rows,       store_kv,  attention,      join_attention,
+  static const KernelTable table = {QUIRE_ISA_NAME, kRowGrain, matmul,   quantize,  norm,          rope,
+                                    activate_rows,  add_rows,  store_kv, attention, join_attention,
                                     {find_largest, count_from, count_same, collect_from, sum_exp, rough_sums,
                                      draw, draw_candidates, ban},
                                     {apply_bitmask, softcap}};

@@ -98,6 +98,7 @@ struct AddCall {
 
 struct KernelTable {
   const char* name;
+  int64_t row_grain;  // parts of own rows begin at multiples of it
   void (*matmul)(const MatmulCall&, Worker&);
   void (*quantize)(const float* x, int64_t x_stride, int64_t rows, const Activations& out, Worker&);
   void (*norm)(const NormCall&, Worker&);

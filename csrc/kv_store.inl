@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "quantize.inl"
 #include "simd.h"
 
 namespace quire {
@@ -67,7 +68,7 @@ QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const flo
 static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride,
                      const float* v, int64_t v_stride, const Worker& worker) {
   const CacheShape& shape = cache.shape;
-  const Span own = share(worker, int64_t{num_tokens} * shape.kv_heads);
+  const Span own = share_rows(worker, num_tokens, kRowGrain, shape.kv_heads);
   for (int64_t at = own.first; at < own.last; ++at) {
     const int64_t token = at / shape.kv_heads, head = at % shape.kv_heads;
     if (slots[token] < 0) continue;

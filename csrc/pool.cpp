@@ -68,7 +68,7 @@ void Team::wait_while(Signal& signal, uint32_t value) {
 
 void Pool::run_alone(Job job, void* argument) {
   Team team(1, nullptr);
-  job(argument, Worker{team, 0});
+  job(argument, Worker{team, 0, 1});
 }
 
 void Pool::run(int threads, Job job, void* argument) {
@@ -81,7 +81,7 @@ void Pool::run(int threads, Job job, void* argument) {
   crowded_ = threads > num_cores_;
   for (int i = 0; i < threads - 1; ++i) seats_[i]->calls.set(seats_[i]->calls.value() + 1);
   for (int i = 0; i < threads - 1; ++i) seats_[i]->calls.wake();
-  job(argument, Worker{team_, 0});
+  job(argument, Worker{team_, 0, threads});
   wait_for_team();
 }
 
@@ -91,7 +91,7 @@ void Pool::run(int threads, Job job, void* argument) {
 Patience Pool::take_part(int index) {
   Patience patience = crowded_ ? kCrowded : kBetweenJobs;
   set_float_mode(float_mode_);
-  job_(argument_, Worker{team_, index});
+  job_(argument_, Worker{team_, index, team_.size_});
   barrier_.arrive(team_.size_);
   return patience;
 }

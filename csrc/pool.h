@@ -33,12 +33,13 @@ class Team {
   Pool* pool_;
 };
 
-// The argument of a job: the team and the index of this thread in it. The caller has index 0.
+// The argument of a job: the team, and which of `parts` parts of the work is computed. A job is called with one part for
+// each thread, and the caller has index 0. Only such a worker may wait at a barrier.
 struct Worker {
   Team& team;
-  int index;
+  int index, parts;
 
-  int count() const { return team.size(); }
+  int count() const { return parts; }
   void barrier() { team.barrier(); }
 };
 
@@ -60,6 +61,19 @@ static inline Span share(const Worker& worker, int64_t count, int64_t grain = 1)
   int64_t first = grains * worker.index / worker.count() * grain;
   int64_t last = grains * (worker.index + 1) / worker.count() * grain;
   return {first < count ? first : count, last < count ? last : count};
+}
+
+// With many rows, a part of the work is some rows, in every op of a program. Otherwise parts divide what is computed
+// for each row.
+constexpr int kOwnRows = 16;   // for each part, at least
+constexpr int kMostRows = 64;  // for each part: their values stay in L2
+static inline bool has_own_rows(const Worker& worker, int64_t rows) { return rows >= kOwnRows * worker.count(); }
+
+// A worker's part of `rows` rows with `items` items each, in items.
+static inline Span share_rows(const Worker& worker, int64_t rows, int64_t grain, int64_t items = 1) {
+  if (!has_own_rows(worker, rows)) return share(worker, rows * items);
+  const Span own = share(worker, rows, grain);
+  return {own.first * items, own.last * items};
 }
 
 }  // namespace quire

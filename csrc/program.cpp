@@ -21,40 +21,42 @@ int64_t nanoseconds() {
 
 }  // namespace
 
-void Walk::begin(size_t phases, int parts) {
-  const size_t num_parts = phases * static_cast<size_t>(parts);
-  if (phases_.size() != phases) phases_ = std::vector<Phase>(phases);
+void Walk::begin(size_t stages, int parts) {
+  const size_t num_parts = stages * static_cast<size_t>(parts);
+  if (stages_.size() != stages) stages_ = std::vector<Stage>(stages);
   if (claimed_.size() != num_parts) claimed_ = std::vector<std::atomic<bool>>(num_parts);
-  for (Phase& phase : phases_) phase.done.store(0, std::memory_order_relaxed);
+  for (Stage& stage : stages_) stage.done.store(0, std::memory_order_relaxed);
   for (auto& part : claimed_) part.store(false, std::memory_order_relaxed);
   parts_ = parts;
-  count_ = static_cast<uint32_t>(phases);
+  count_ = static_cast<uint32_t>(stages);
   ended_.set(0);
 }
 
-bool Walk::claim(uint32_t phase, int part) {
-  std::atomic<bool>& flag = claimed_[phase * static_cast<size_t>(parts_) + static_cast<size_t>(part)];
+bool Walk::claim(uint32_t stage, int part) {
+  std::atomic<bool>& flag = claimed_[stage * static_cast<size_t>(parts_) + static_cast<size_t>(part)];
   return !flag.load(std::memory_order_relaxed) && !flag.exchange(true, std::memory_order_relaxed);
 }
 
 template <class F>
 void Walk::take_part(const Worker& worker, F run) {
-  for (uint32_t phase = ended_.value(); phase < count_; phase = ended_.value()) {
+  const int first = worker.index * parts_ / worker.count();
+  for (uint32_t stage = ended_.value(); stage < count_; stage = ended_.value()) {
     for (int i = 0; i < parts_; i++) {
-      const int part = (worker.index + i) % parts_;
-      if (!claim(phase, part)) continue;
-      Worker as{worker.team, part};
-      run(phase, as);
-      if (phases_[phase].done.fetch_add(1, std::memory_order_acq_rel) + 1 < parts_) continue;
-      ended_.set(phase + 1);
+      const int part = (first + i) % parts_;
+      if (!claim(stage, part)) continue;
+      Worker as{worker.team, part, parts_};
+      run(stage, as);
+      if (stages_[stage].done.fetch_add(1, std::memory_order_acq_rel) + 1 < parts_) continue;
+      ended_.set(stage + 1);
       ended_.wake();
     }
-    worker.team.wait_while(ended_, phase);
+    worker.team.wait_while(ended_, stage);
   }
 }
 
 struct Program::Run {
   const Program& program;
+  const std::vector<Stage>& stages;
   const Step& step;
   std::vector<int64_t>* times;
 };
@@ -62,16 +64,25 @@ struct Program::Run {
 void Program::walk(void* argument, Worker worker) {
   const Run& run = *static_cast<const Run*>(argument);
   const Program& program = run.program;
-  program.walk_.take_part(worker, [&](uint32_t phase, Worker& part) {
-    const Place& place = program.places_[phase];
-    const int64_t begin = run.times && part.index == 0 ? nanoseconds() : 0;
-    program.ops_[place.op]->run(program.kernels_, run.step, part, place.phase);
-    if (begin) (*run.times)[place.op] += nanoseconds() - begin;
+  program.walk_.take_part(worker, [&](uint32_t stage, Worker& part) {
+    for (size_t at = run.stages[stage].first; at < run.stages[stage].last; at++) {
+      const Place& place = program.places_[at];
+      const int64_t begin = run.times && worker.index == 0 ? nanoseconds() : 0;
+      program.ops_[place.op]->run(program.kernels_, run.step, part, place.phase);
+      if (begin) (*run.times)[place.op] += nanoseconds() - begin;
+    }
   });
 }
 
 void Program::add(std::unique_ptr<Op> op) {
-  for (int phase = 0; phase < op->phases(); phase++) places_.push_back({ops_.size(), phase});
+  const bool continues = op->by_rows() && !ops_.empty() && ops_.back()->by_rows();
+  for (int phase = 0; phase < op->phases(); phase++) {
+    const size_t at = places_.size();
+    places_.push_back({ops_.size(), phase});
+    phases_.push_back({at, at + 1});
+    if (!continues && (phase == 0 || !op->by_rows())) stretches_.push_back({at, at});
+    stretches_.back().last = at + 1;
+  }
   ops_.push_back(std::move(op));
 }
 
@@ -81,21 +92,23 @@ void Program::add_product(std::unique_ptr<MatmulOp> op) {
   add(std::move(op));
 }
 
-void Program::run(int threads, const Step& step) const {
-  Run run{*this, step, nullptr};
-  walk_.begin(places_.size(), threads);
+void Program::run(int threads, const Step& step, std::vector<int64_t>* times) const {
+  const bool many = step.num_tokens >= kOwnRows * threads;
+  const int passes = (step.num_tokens + kMostRows * threads - 1) / (kMostRows * threads);
+  Run run{*this, many ? stretches_ : phases_, step, times};
+  walk_.begin(run.stages.size(), many ? threads * passes : threads);
   run_team(threads, walk, &run);
 }
+
+void Program::run(int threads, const Step& step) const { run(threads, step, nullptr); }
 
 void Program::run_timed(int threads, const Step& step, std::vector<int64_t>& times) const {
   times.resize(ops_.size());
-  Run run{*this, step, &times};
-  walk_.begin(places_.size(), threads);
-  run_team(threads, walk, &run);
+  run(threads, step, &times);
 }
 
-void EmbedOp::run(const KernelTable&, const Step& step, Worker& worker, int) const {
-  const Span tokens = share(worker, step.num_tokens);
+void EmbedOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  const Span tokens = share_rows(worker, step.num_tokens, kernels.row_grain);
   const int64_t* rows = by_position ? step.positions : step.tokens;
   for (int64_t token = tokens.first; token < tokens.last; token++) {
     float* row = out + token * out_stride;

@@ -38,30 +38,33 @@ class Op {
   // Computes the worker's part of one phase. A phase begins when all parts of the phase before it are done.
   virtual void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const = 0;
   virtual int phases() const { return 1; }
+  // Whether a row's result depends on no other row.
+  virtual bool by_rows() const { return true; }
 };
 
-// The phases of a program in one run. A phase has one part for each thread of the team. A thread that has finished its
-// own part takes parts that no thread has begun. So the team does not wait for a thread that has lost its core: that
-// thread continues at the phase that the others have reached.
+// The stages of a program in one run. A stage begins when the one before it has ended. Each has the same number of
+// parts, at least one for each thread of the team. A thread that has finished its own parts takes parts that no thread
+// has begun. So the team does not wait for a thread that has lost its core: that thread continues at the stage that the
+// others have reached.
 class Walk {
  public:
-  void begin(size_t phases, int parts);
+  void begin(size_t stages, int parts);
 
-  // `run(phase, worker)` computes the part with the worker's index.
+  // `run(stage, worker)` computes the part with the worker's index.
   template <class F>
   void take_part(const Worker& worker, F run);
 
  private:
-  struct Phase {
+  struct Stage {
     alignas(64) std::atomic<int> done{0};
   };
-  bool claim(uint32_t phase, int part);
+  bool claim(uint32_t stage, int part);
 
   int parts_ = 1;
   uint32_t count_ = 0;
-  std::vector<Phase> phases_;
-  std::vector<std::atomic<bool>> claimed_;  // [phases][parts]
-  Signal ended_;                            // number of phases that have ended
+  std::vector<Stage> stages_;
+  std::vector<std::atomic<bool>> claimed_;  // [stages][parts]
+  Signal ended_;                            // number of stages that have ended
 };
 
 struct MatmulOp;
@@ -85,12 +88,19 @@ class Program {
     size_t op;
     int phase;
   };
+  struct Stage {
+    size_t first, last;  // of places
+  };
   struct Run;
+  void run(int threads, const Step& step, std::vector<int64_t>* times) const;
   static void walk(void* run, Worker worker);
 
+  // With few rows, each phase is a stage. With many, phases that compute each row on its own are one stage between two
+  // ops that do not: a thread takes some rows through all of them, and they stay in its core's cache.
   const KernelTable& kernels_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Place> places_;  // one for each phase
+  std::vector<Stage> phases_, stretches_;
   mutable Walk walk_;
   MatmulOp* last_product_ = nullptr;
 };
@@ -163,6 +173,7 @@ struct AttentionOp : Op {
 
   const char* kind() const override { return "attention"; }
   int phases() const override { return 2; }
+  bool by_rows() const override { return false; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 

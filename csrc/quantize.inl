@@ -35,16 +35,16 @@ struct Tiling {
   }
 };
 
-// With many rows, a worker computes its own rows in every op of a program, so that they stay in its core's cache. All
-// workers then read all weights. Otherwise workers divide the outputs of a product, and one of them reads each weight.
-constexpr int64_t kOwnRows = 16;  // for each worker, at least
+// Parts of own rows begin at multiples of this.
 #ifdef __AMX_INT8__
 constexpr int64_t kRowGrain = 16;
 #else
 constexpr int64_t kRowGrain = 2;  // a multiple of it is divided into tiles without padding
 #endif
+// A part that has its own rows reads all weights. Otherwise parts divide the outputs of a product, and one of them reads
+// each weight.
 QUIRE_INLINE bool has_own_rows(const Activations& x, int64_t rows, const Worker& worker) {
-  return x.by_rows && rows >= kOwnRows * worker.count();
+  return x.by_rows && has_own_rows(worker, rows);
 }
 
 // The smallest tile for up to 6 rows. There is no tile of 5.

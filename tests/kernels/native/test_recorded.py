@@ -51,14 +51,14 @@ def cache_options(config: ModelConfig) -> dict[str, Any]:
     return {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "groups": groups, "windows": windows}
 
 
-def run_steps(model: Any, cache: PagedCache, steps: Steps = STEPS) -> list[Tensor]:
+def run_steps(model: Any, cache: PagedCache, steps: Steps = STEPS, texts: Tensor = TOKENS) -> list[Tensor]:
     """The hidden states of each step."""
     found = []
     for rows in steps:
         paging = cache.step(rows)
         positions = cache.positions(rows)
         starts = [(sequence, cache.lengths[sequence] - count, count) for sequence, count in rows]
-        tokens = torch.cat([TOKENS[sequence, start : start + count] for sequence, start, count in starts])
+        tokens = torch.cat([texts[sequence, start : start + count] for sequence, start, count in starts])
         found.append(model(tokens, positions, paging, cache.layers).clone())
     return found
 
@@ -113,6 +113,25 @@ def test_recorded_is_bit_for_bit_op_by_op(name: str, family: str, kind: str, thr
     on_tensors = native_model(config, tensor_kernels_of(name, threads), mixed)
     for out, hidden in zip(recorded, run_steps(on_tensors, native_cache(config, kind)), strict=True):
         assert torch.equal(out, hidden)
+
+
+@each_isa
+@each_family
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_rows_are_computed_as_few_are(name: str, family: str, threads: int) -> None:
+    """With many rows a thread takes some of them through several ops, in several passes if there are over 64 each."""
+    config, ops = FITTING[family], kernels_of(name, threads)
+    model = native_model(config, ops, mixed)
+    texts = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(4))
+
+    def run(steps: Steps) -> Tensor:
+        cache = native_cache(config, "float32", block_size=16)
+        return torch.cat(run_steps(RecordedOnTensors(ops, model, cache, 300), cache, steps, texts))
+
+    few = run([[(0, 10)]] * 29 + [[(0, 1)]])
+    assert torch.equal(run([[(0, 50)], [(0, 33)], [(0, 97)], [(0, 111)]]), few)
+    beside = run([[(0, 291), (1, 9)]])
+    assert torch.equal(beside[:291], few)
 
 
 @each_family
