@@ -140,6 +140,13 @@ class EngineConfig:
         "server's is 26.5 on a GPU and 50 on a CPU, and offline there is none.",
         "MS",
     )
+    speculate: str = option(
+        "auto",
+        "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
+        "grammars, where it pays), off, or a list of what is used besides: classes as module:Class. Answers are the "
+        "same with any of them.",
+        "METHODS",
+    )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
@@ -176,6 +183,7 @@ class EngineConfig:
         self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
         self._one_of("batching", ("continuous", "static", "dynamic", "ratio"))
         self._one_of("order", ("fcfs", "priority"))
+        parse_speculate(self.speculate)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -209,3 +217,30 @@ class EngineConfig:
         value = getattr(self, name)
         if value not in choices:
             raise InvalidParams(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationMethod:
+    """One entry of `EngineConfig.speculate`."""
+
+    kind: Literal["plugin"]
+    value: str  # module:Class
+
+
+def parse_speculate(text: str) -> list[SpeculationMethod] | None:
+    """The methods that `speculate` lists beside those of auto. None if speculation is off."""
+    if not isinstance(text, str) or not text:
+        raise InvalidParams(f"speculate is {text!r}; give auto, off or a list of methods.", "speculate")
+    if text == "off":
+        return None
+    methods: list[SpeculationMethod] = []
+    for entry in text.split(","):
+        module, _, name = entry.rpartition(":")
+        if entry == "auto":
+            continue
+        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise InvalidParams(
+                f"speculate has {entry!r}; each entry is auto, off (alone), or a class as module:Class.", "speculate"
+            )
+        methods.append(SpeculationMethod("plugin", entry))
+    return methods

@@ -26,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser("serve", help=about, description=about, allow_abbrev=False)
     add_serve(serve)
     serve.set_defaults(run_kind=run_serve)
+    about = "Answer real prompts with and without speculation, and measure what it gains."
+    speculation = kinds.add_parser("speculation", help=about, description=about, allow_abbrev=False)
+    add_speculation(speculation)
+    speculation.set_defaults(run_kind=run_speculation)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -42,12 +46,15 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
     add_json(parser)
-    add_engine_options(parser, without=["prefix_cache", "max_requests", "order", "seed", "itl_target_ms"])
+    # Random prompts make a model repeat itself, so speculation would gain more than it does with real ones.
+    add_engine_options(parser, without=["prefix_cache", "max_requests", "order", "seed", "itl_target_ms", "speculate"])
 
 
 def run_offline(arguments: argparse.Namespace) -> None:
     batches = parse_batches(arguments.batch)
-    config = engine_config(arguments, max_requests=max(batches), prefix_cache=False, itl_target_ms=0.0)
+    config = engine_config(
+        arguments, max_requests=max(batches), prefix_cache=False, itl_target_ms=0.0, speculate="off"
+    )  # fmt: skip
     from quire.bench.offline import run as measure
 
     files = resolve(config.model)
@@ -82,6 +89,53 @@ def show(document: dict[str, Any]) -> None:
     print("  ".join(f"{name:>20}" for name in COLUMNS))
     for row in document["rows"]:
         print("  ".join(f"{row[name]:>20,.2f}" if name != "batch" else f"{row[name]:>20}" for name in COLUMNS))
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    prompts = (
+        'JSON lines with {"prompt": ...} or {"turns": [...]} and a "category"; default: a few that come with quire'
+    )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="of each category; default all")
+    for flag, default, text in (
+        ("--batch", 1, "prompts that are answered at once"),
+        ("--output-tokens", 128, "most new tokens for each prompt"),
+    ):
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy")
+    add_json(parser)
+    add_engine_options(parser, without=["prefix_cache", "order", "seed", "itl_target_ms"])
+
+
+def run_speculation(arguments: argparse.Namespace) -> None:
+    config = engine_config(arguments, prefix_cache=False)
+    from quire.bench.speculation import run as measure
+
+    with bar("measuring", unit="prompts") as report:
+        document = measure(
+            config,
+            arguments.prompts,
+            max_prompts=arguments.max_prompts,
+            batch=arguments.batch,
+            output_tokens=arguments.output_tokens,
+            temperature=arguments.temperature,
+            report=report,
+        )
+    if arguments.json:
+        print(json.dumps(document))
+        return
+    print(f"{document['model']}, batch {document['batch']}, temperature {document['temperature']:g}, decoding only")
+    print(
+        f"{'prompts':<16}{'plain tok/s':>12}{'tok/s':>10}{'times':>8}{'worst':>8}{'tokens a step':>15}{'accepted':>14}"
+    )
+    for row in document["rows"]:
+        accepted = f"{row['accepted']} of {row['drafted']}"
+        print(
+            f"{row['kind']:<16}{row['plain_tokens_per_s']:>12,.0f}{row['tokens_per_s']:>10,.0f}{row['speedup']:>8.2f}"
+            f"{row['worst']:>8.2f}{row['tokens_per_step']:>15.2f}{accepted:>14}"
+        )
+    if different := document["rows"][-1]["different"]:
+        print(f"{different} answers differ. With these kernels rounding depends on the number of tokens in a step.")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

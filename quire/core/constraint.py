@@ -6,6 +6,7 @@ Both are advanced by every token of the answer, in order. A forked beam gets cop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -18,6 +19,14 @@ class Constraint(Protocol):
 
     def advance(self, token: int) -> None:
         """Append a token to the answer."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as there is only one choice."""
+        ...
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may follow. The state does not change."""
         ...
 
     def copy(self) -> Constraint:

@@ -49,6 +49,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0  # guessed tokens that were verified, of all answers
+    num_accepted_tokens: int = 0  # those that were right
 
     @property
     def finished(self) -> bool:

@@ -63,6 +63,8 @@ class SamplingParams:
     n                   number of answers, which share the prompt's cache
     logprobs            number of likeliest tokens to report at each position of the answer, with log probabilities
     prompt_logprobs     the same for the prompt
+    prediction          a text that the answer may repeat, as a whole or in parts: it makes the answer faster, and does
+                        not change it
     structured_outputs  the format of the answer: a StructuredOutputs, or a mapping of its fields
     use_beam_search     search for the n likeliest answers instead of sampling (`core/beam_group.py`)
     best_of             the width of the beam search; n if it is None
@@ -97,6 +99,7 @@ class SamplingParams:
     best_of: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_N)
@@ -136,6 +139,8 @@ class SamplingParams:
             self._freeze("logit_bias", _bias(self.logit_bias))
         if self.structured_outputs is not None:
             self._freeze("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise InvalidParams(f"prediction is {show(self.prediction)}; give a text.", "prediction")
         self._check_beam_search()
 
     @classmethod

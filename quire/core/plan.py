@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.core.drafts import Drafts
 from quire.core.request import Finish, Request
 
 
@@ -17,7 +18,8 @@ class Plan:
     """One step. Row i computes `counts[i]` tokens of `requests[i]` from position `starts[i]`.
 
     `yields[i]` is the number of the row's last positions that are sampled: 0 when the row ends before the request's
-    last token, 1 when it ends there, 1 + k when k drafts follow. `drafts[i]` holds these, if there are any. Block
+    last token, 1 when it ends there, 1 + k when k drafts follow. `drafts[i]` holds these, if there are any. Then the
+    row begins with the request's last token, and node n of a tree has the slot of position starts[i] + 1 + n. Block
     tables are those of the requests. They must be read before the next `schedule()`.
 
     Before the model runs, whole blocks are copied, after all steps planned before: first every (block, host block) of
@@ -33,7 +35,7 @@ class Plan:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     yields: list[int] = field(default_factory=list)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, Drafts] = field(default_factory=dict)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Sampled:
     """
 
     tokens: list[list[int]]
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # rows with drafts: the accepted nodes, in order
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
@@ -113,6 +116,8 @@ class Detail:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int | None = None  # with the last update: cached prompt tokens
+    num_drafted: int = 0  # with the last update: drafts that steps have verified
+    num_accepted: int = 0  # with the last update: those that were right
     message: str = ""  # the error, if the request ended with one
     refused: bool = False  # with an error: the request's own parameters caused it
     beams: list[Hypothesis] | None = None  # with the last update of a beam search: its answers, the best first

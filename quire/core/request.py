@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from quire.core.constraint import Constraint, StopMatcher
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -78,12 +79,15 @@ class Request:
     constraint: Constraint | None = None
     encoder_tokens: Sequence[int] = ()
     stop_matcher: StopMatcher | None = None  # for beams with stop strings
+    prediction: Sequence[int] = ()  # tokens that the client expects as the answer
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # num_prompt + max_tokens
     tokens: list[int] = field(init=False)
-    drafts: list[int] = field(init=False, default_factory=list)  # to be verified by the next step
+    drafts: Drafts | None = field(init=False, default=None)  # to be verified by the next step
     num_drafts_in_flight: int = field(init=False, default=0)
+    num_drafted: int = field(init=False, default=0)  # drafts that steps have verified
+    num_accepted: int = field(init=False, default=0)  # those that were right
     num_computed: int = field(init=False, default=0)
     num_planned: int = field(init=False, default=0)
     num_expected: int = field(init=False, default=0)
@@ -138,7 +142,7 @@ class Request:
         self.tables, self.fixed_tables = [], []
         self.node, self.publish_at, self.swapped_out = None, NEVER, None
         self.release_due = False
-        self.drafts.clear()
+        self.drafts = None
         self.num_drafts_in_flight = 0
         self.forks.clear()
 

@@ -183,6 +183,9 @@ class Scheduler:
                 self._commit_beam(request, start + count, sampled.candidates.get(row), details.get(row))
             elif request.state is not _FINISHED:
                 finish = None
+                if row in plan.drafts:
+                    request.num_drafted += len(plan.drafts[row])
+                    request.num_accepted += max(0, len(tokens) - 1)
                 all_tokens = request.tokens
                 all_tokens += tokens
                 if request.constraint is not None:
@@ -192,7 +195,8 @@ class Scheduler:
                     finish = self._check_stop(request, tokens)
                     if finish:
                         ended = details.setdefault(row, Detail())
-                        ended.num_cached = request.num_cached
+                        ended.num_cached, ended.num_accepted = request.num_cached, request.num_accepted
+                        ended.num_drafted = request.num_drafted
                         if ended.logprobs:
                             del ended.logprobs[len(tokens) :]
                 detail = details.get(row) if details else None
@@ -332,22 +336,23 @@ class Scheduler:
         return self.pace.prompt_tokens(sum(backlogs) + self._waiting_tokens, len(self.running), max_tokens)
 
     def _plan_running(self, plan: Plan, budget: int) -> bool:
-        """Add rows for the running requests, in order: one token each, and more as long as `budget` lasts.
+        """Add rows for the running requests: one token each, and more as long as `budget` lasts. Drafts come last.
 
         Returns whether a request was preempted.
         """
-        add_row, growing = self._add_row, []
+        add_row, growing, drafting = self._add_row, [], []
         draft_blocks: int | None = None
         for request in self.running:
             num_tokens = len(request.tokens) + request.num_expected
             start = request.num_planned
             if request.num_drafts_in_flight:
                 continue  # its length is not known
-            if request.drafts:
-                if request.num_in_flight:
-                    request.drafts.clear()  # they were proposed before the token in flight
+            if request.drafts is not None:
                 draft_blocks = self._truncate_drafts(request, num_tokens, draft_blocks)
-            num_left = num_tokens + len(request.drafts) - start
+                if request.drafts is not None:
+                    drafting.append(request)
+                    continue
+            num_left = num_tokens - start
             if num_left <= 0:
                 continue
             if request.num_in_flight and (
@@ -362,19 +367,30 @@ class Scheduler:
                 add_row(plan, request, start, count, start + count - num_tokens + 1)
             else:
                 growing.append((request, count))
+        for request in drafting:
+            assert request.drafts is not None
+            request.drafts.truncate(budget)
+            start, count = request.num_planned, 1 + len(request.drafts)
+            budget -= count - 1
+            if start + count <= request.capacity:
+                add_row(plan, request, start, count, count)
+            else:
+                growing.append((request, count))
         return self._grow_rows(plan, growing) if growing else False
 
-    def _truncate_drafts(self, request: Request, num_tokens: int, num_free: int | None) -> int:
-        """Drop drafts beyond `max_len` or beyond the free blocks. Returns the free blocks left for other drafts.
+    def _truncate_drafts(self, request: Request, num_tokens: int, num_free: int | None) -> int | None:
+        """Drop drafts beyond `max_len` or beyond the free blocks. Returns the free blocks left for others, if counted.
 
         Drafts use only blocks that no running request needs for its tokens and its next one, so they never cause a
-        preemption. Beams have no drafts, because a beam continues with any of several candidates, and constrained
-        requests have none, because a constraint cannot be rolled back.
+        preemption. A request with several tokens left has none: it is computing its prompt. With a token in flight,
+        drafts are outdated. A beam continues with any of several candidates, and a state cannot be rolled back.
         """
+        assert request.drafts is not None
         size, num_groups = self.kv.block_size, len(self.kv.windows)
-        if self.kv.num_state_groups:
-            request.drafts.clear()  # a state cannot be rolled back to before a rejected draft
-            return 0
+        is_next = request.num_planned == num_tokens - 1 and not request.num_in_flight
+        if not is_next or request.beam is not None or self.kv.num_state_groups:
+            request.drafts = None
+            return num_free
         if num_free is None:
             num_reserved = sum(
                 self.kv.num_missing_blocks(each, self.max_tokens_per_step) + num_groups for each in self.running
@@ -382,9 +398,10 @@ class Scheduler:
             num_free = max(0, self.kv.pool.num_free - num_reserved)
         num_blocks = ceil_div(num_tokens, size)
         max_drafts = min(request.max_len - num_tokens - 1, (num_blocks + num_free // num_groups) * size - num_tokens)
-        if request.beam is not None or request.constraint is not None:
-            max_drafts = 0
-        del request.drafts[max(0, max_drafts) :]
+        request.drafts.truncate(max(0, max_drafts))
+        if not len(request.drafts):
+            request.drafts = None
+            return num_free
         return num_free - (ceil_div(num_tokens + len(request.drafts), size) - num_blocks) * num_groups
 
     def _publish_chunks(self, plan: Plan) -> None:
@@ -507,9 +524,9 @@ class Scheduler:
         """`num_yields` counts the row's positions from the request's last token on; it is below 1 if there are none."""
         if num_yields < 0:
             num_yields = 0
-        if request.drafts:
-            verified, request.drafts = request.drafts[: max(0, num_yields - 1)], []
-            if verified:
+        if request.drafts is not None:
+            verified, request.drafts = request.drafts, None
+            if len(verified):
                 plan.drafts[len(plan.requests)] = verified
                 request.num_drafts_in_flight = len(verified)
         plan.requests.append(request)
@@ -717,7 +734,7 @@ class Scheduler:
             self._drop_beams(group.fold())
         self.counters.preemptions += 1
         request.num_preemptions += 1
-        request.drafts.clear()
+        request.drafts = None
         self.running.remove(request)
         request.state = State.PREEMPTED
         self._release_when_idle(request, copies)

@@ -7,7 +7,9 @@ from itertools import accumulate
 from operator import add
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.buffers import Buffer, DirectUploader, TableBuffer, Uploader
@@ -20,16 +22,16 @@ from quire.kernels.paging import Paging
 class Samples:
     """The positions of a step at which a token is sampled: columns, in the order of the plan's rows.
 
-    A row that ends with its request's last token has one sample, and one more for each draft after that token.
+    A row that ends with its request's last token has one sample, and one more after each draft.
     """
 
     requests: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # of the plan
     indices: list[int] = field(default_factory=list)  # into the step's tokens
     lengths: list[int] = field(default_factory=list)  # tokens before the sampled one; the random noise depends on it
-    nums_drafts: list[int] = field(default_factory=list)  # how many of these are drafts
+    nodes: list[int] = field(default_factory=list)  # the draft before it: a node of its row's drafts, or ROOT
     entries: list[int] = field(default_factory=list)  # indices into the sampling state
-    drafts: dict[int, list[int]] = field(default_factory=dict)  # by row, if it has any
+    drafts: dict[int, Drafts] = field(default_factory=dict)  # by row, if it has any
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,6 +151,10 @@ class BatchBuffers:
             return
         for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
             self.positions.host[first : first + count] = np.arange(start, start + count)
+        for row, drafts in plan.drafts.items():
+            if not drafts.is_chain:
+                first = query_starts[row] + 1
+                self.positions.host[first : first + len(drafts)] = plan.starts[row] + np.array(drafts.depths())
 
     def _fill_tokens(self, plan: Plan, entries: list[int]) -> bool:
         """Returns whether some tokens are only on the device: the host has not read the step that sampled them."""
@@ -160,7 +166,7 @@ class BatchBuffers:
             tokens += known
             its_entry = -1
             if len(known) < count:
-                missing = plan.drafts.get(row, [])
+                missing = plan.drafts[row].tokens if row in plan.drafts else []
                 if not missing:
                     assert count == 1, "only the last token of a request can be in flight"
                     missing, its_entry = [0], entry
@@ -189,7 +195,7 @@ class BatchBuffers:
             if count == 1:
                 slots[first] = (blocks[start // size] or 0) * size + start % size
                 continue
-            positions = self.positions.host[first : first + count]
+            positions = np.arange(start, start + count)  # without those of a tree, whose nodes lie one after another
             of_positions = self.tables[group].buffer.host[row, positions // size]
             slots[first : first + count] = of_positions * size + positions % size
 
@@ -198,14 +204,30 @@ def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entri
     """The last `yields` positions of each row."""
     count = len(plan.yields)
     if query_starts[-1] == count and all(plan.yields):
-        return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [0] * count, entries)
+        return Samples(plan.requests, list(range(count)), list(range(count)), seq_lens, [ROOT] * count, entries)
     samples = Samples(drafts=plan.drafts)
     for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
+        depths = [0, *plan.drafts[row].depths()] if row in plan.drafts else [0]
         for nth in range(num_yields):
             samples.requests.append(request)
             samples.rows.append(row)
             samples.indices.append(query_starts[row + 1] - num_yields + nth)
-            samples.lengths.append(seq_lens[row] - num_yields + nth + 1)
-            samples.nums_drafts.append(nth)
+            samples.lengths.append(seq_lens[row] - num_yields + 1 + depths[nth])
+            samples.nodes.append(ROOT + nth)
             samples.entries.append(entries[row])
     return samples
+
+
+def find_paths(plan: Plan, query_starts: list[int]) -> NDArray[np.int32] | None:
+    """`Paging.paths` of a plan with draft trees, [tokens, longest path]. None if it has only chains."""
+    trees = {row: drafts for row, drafts in plan.drafts.items() if not drafts.is_chain}
+    if not trees:
+        return None
+    paths = np.full((query_starts[-1], 1 + max(max(drafts.depths()) for drafts in trees.values())), -1, np.int32)
+    for row, drafts in trees.items():
+        first = query_starts[row]
+        paths[first, 0] = 0
+        for node in range(len(drafts)):
+            path = [0, *(1 + each for each in drafts.path(node))]
+            paths[first + 1 + node, : len(path)] = path
+    return paths

@@ -43,6 +43,7 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.runner import ModelRunner, Runner
+from quire.engine.speculation import build_controller
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.models.config import ModelConfig
@@ -142,7 +143,8 @@ def build_engine(
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
-    return Engine(scheduler, runner, info)
+    controller = build_controller(config, ops, step_tokens, model.vocab_size)
+    return Engine(scheduler, runner, info, controller)
 
 
 def load(

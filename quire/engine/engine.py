@@ -23,6 +23,7 @@ from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
+from quire.speculative.controller import Controller
 
 log = logging.getLogger("quire.engine")
 
@@ -65,8 +66,11 @@ class Launched:
 class Engine:
     """Requests in, updates out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, controller: Controller | None = None
+    ) -> None:
         self.scheduler = scheduler
+        self.controller = controller  # of speculation, if it is on
         self.runner = runner
         self.info = info
         self.step_s: float | None = None  # duration of the step that the last call of `step` committed, if any
@@ -81,7 +85,10 @@ class Engine:
 
     def abort(self, request_id: str) -> Update | None:
         with self._reset_if_interrupted():
-            return self.scheduler.abort(request_id, Finish.ABORT)
+            update = self.scheduler.abort(request_id, Finish.ABORT)
+        if self.controller is not None:
+            self.controller.finish(request_id)
+        return update
 
     @contextmanager
     def _reset_if_interrupted(self) -> Iterator[None]:
@@ -111,15 +118,20 @@ class Engine:
         returned.
         """
         try:
-            return self._step()
+            updates = self._step()
         except DeviceLost:
             raise
         except Exception as error:
-            return self._recover(error)
+            updates = self._recover(error)
         except BaseException:
             self.scheduler.reset()
             self._drop_plans()
             raise
+        if self.controller is not None:
+            for update in updates:
+                if update.finish:
+                    self.controller.finish(update.id)
+        return updates
 
     def _step(self) -> list[Update]:
         self.step_s = None
@@ -144,6 +156,8 @@ class Engine:
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates = self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+        if self.controller is not None:
+            self.controller.observe(plan, sampled)
         self._sample_next()
         return updates
 
@@ -181,6 +195,8 @@ class Engine:
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
+        if self.controller is not None and not self._launched:
+            self.controller.propose(self.scheduler.running, self.scheduler.num_waiting)
         plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False
@@ -225,6 +241,8 @@ class Engine:
             with suppress(Exception):
                 each.running.wait()
         self.runner.reset()
+        if self.controller is not None:
+            self.controller.reset()
 
     def _check_device(self, error: Exception) -> None:
         """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine."""

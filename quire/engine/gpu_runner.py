@@ -63,7 +63,7 @@ class GpuStep:
 
     @property
     def must_commit_first(self) -> bool:
-        return any(self.samples.nums_drafts)
+        return bool(self.samples.drafts)
 
     def is_done(self) -> bool:
         if self.output is None:
@@ -100,7 +100,9 @@ class GpuStep:
     def wait(self) -> Sampled:
         assert self.output is not None, "the plan before was not committed"
         self.host_outputs.done_event.synchronize()
-        return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
+        sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
+        self.runner.move_accepted(self.plan, sampled)
+        return sampled
 
 
 class GpuRunner(ModelRunner):

@@ -92,9 +92,9 @@ class SampleContext(NamedTuple):
 
 def process_logits(logits: Array, contexts: Sequence[SampleContext], counts: TokenCounts, ops: Kernels) -> None:
     """Apply each context's processors to its row, in place. logits [n, vocab] float32"""
-    constrained = {row: each.request.constraint for row, each in enumerate(contexts) if each.request.constraint}
+    constrained = {row: each for row, each in enumerate(contexts) if each.request.constraint is not None}
     if constrained:
-        masks = join_masks([allowed_tokens(each) for each in constrained.values()], logits.shape[1])
+        masks = join_masks(find_masks(list(constrained.values())), logits.shape[1])
         ops.apply_token_bitmask(logits, ops.arrays.put(list(constrained), "int64"), ops.arrays.put(masks, "uint8"))
     for row, context in enumerate(contexts):
         apply_bans_and_bias(logits[row], context, ops.arrays)
@@ -109,13 +109,27 @@ def process_logits(logits: Array, contexts: Sequence[SampleContext], counts: Tok
         ops.penalize(logits, counts.rows, ops.arrays.put(index, "int64"), ops.arrays.put(penalties, "float32"))
 
 
-def allowed_tokens(constraint: Constraint) -> bytes:
-    """The mask of a constraint. If it raises, no token is allowed, so its request ends and the others go on."""
-    try:
-        return constraint.allowed()
-    except Exception:
-        log.exception("a constraint failed")
-        return b""
+def find_masks(contexts: Sequence[SampleContext]) -> list[bytes]:
+    """The mask of each context's constraint, advanced by its drafts. Contexts of a row come parents first.
+
+    If a constraint raises, no token is allowed. So its request ends, and the others go on.
+    """
+    states: dict[tuple[Request, tuple[int, ...]], Constraint] = {}
+    masks: list[bytes] = []
+    for context in contexts:
+        request, path = context.request, tuple(context.drafts)
+        try:
+            state = request.constraint
+            assert state is not None
+            if path:
+                state = states.get((request, path[:-1]), state).copy()
+                state.advance(path[-1])
+                states[request, path] = state
+            masks.append(state.allowed())
+        except Exception:
+            log.exception("a constraint failed")
+            masks.append(b"")
+    return masks
 
 
 def join_masks(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.uint8]:

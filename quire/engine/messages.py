@@ -37,6 +37,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
     leader: str | None
     output: list[int]
     num_scored: int
+    prediction: list[int]
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
             leader_id,
             output,
             num_scored,
+            list(request.prediction),
         )
 
     def to_request(
@@ -82,6 +84,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
             num_scored=self.num_scored,
             constraint=constraint,
             stop_matcher=stop_matcher,
+            prediction=self.prediction,
         )
 
 
@@ -157,6 +160,9 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     computed_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
+    drafted: dict[str, int] = {}  # drafts that were verified, by proposer
+    accepted: dict[str, int] = {}  # those that were right
+    speculation_s: float = 0.0  # gained by speculation, minus lost
 
 
 ToEngine = Start | Submit | Abort | Ping

@@ -177,7 +177,7 @@ class EngineLoop:
 
     def _report(self, updates: list[Update], step_s: float | None = None) -> None:
         self._scheduled_ids.difference_update(update.id for update in updates if update.finish)
-        scheduler = self._engine.scheduler
+        scheduler, controller = self._engine.scheduler, self._engine.controller
         self._connection.send(
             StepOutputs(
                 updates,
@@ -188,6 +188,7 @@ class EngineLoop:
                 scheduler.counters.computed_tokens,
                 scheduler.counters.preemptions,
                 scheduler.counters.swaps,
+                *((controller.drafted, controller.accepted, controller.ledger.gained_s) if controller else ()),
             )
         )
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from quire.core.drafts import ROOT
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
@@ -95,7 +96,7 @@ class Step:
 
     @property
     def must_commit_first(self) -> bool:
-        return any(self.samples.nums_drafts)
+        return bool(self.samples.drafts)
 
     def is_done(self) -> bool:
         return self.output is not None
@@ -107,7 +108,9 @@ class Step:
 
     def wait(self) -> Sampled:
         assert self.output is not None
-        return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.seconds)
+        sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.seconds)
+        self.runner.move_accepted(self.plan, sampled)
+        return sampled
 
 
 class ModelRunner:
@@ -148,6 +151,12 @@ class ModelRunner:
 
     def reset(self) -> None:
         self.buffers.reset()
+
+    def move_accepted(self, plan: Plan, sampled: Sampled) -> None:
+        """Move the keys and values of accepted side branches of draft trees to where the next step expects them."""
+        if any(path != list(range(len(path))) for path in sampled.accepted.values()):
+            groups = range(len(self.buffers.tables))
+            self.cache.move_tokens([find_moves(plan, sampled, group, self.buffers.block_size) for group in groups])
 
     def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Array) -> list[PromptLogprobs]:
         """Log probabilities of prompt tokens, for requests with `prompt_logprobs`. hidden [tokens, hidden_size]"""
@@ -198,9 +207,9 @@ def collect(
         for nth, candidates in zip(output.beam_indices, to_candidates(output.beams, beams), strict=True):
             sampled.candidates[samples.rows[nth]] = candidates
     for nth, row in enumerate(samples.rows):
-        if samples.requests[nth].finished or samples.requests[nth].beam is not None:
-            continue  # a beam, or a request that finished in the step before, after this one was planned
-        accept(plan, sampled, row, tokens[nth] if math.isfinite(max_logits[nth]) else None, logprobs.get(nth))
+        if samples.nodes[nth] != ROOT or samples.requests[nth].finished or samples.requests[nth].beam is not None:
+            continue  # a draft, a beam, or a request that finished in the step before, after this one was planned
+        accept(plan, sampled, row, nth, tokens, max_logits, logprobs)
     for row, targets, tensors in prompt_logprobs:
         num_top = plan.requests[row].params.prompt_logprobs or 0
         nums_top = [num_top] * len(targets)
@@ -208,14 +217,54 @@ def collect(
     return sampled
 
 
-def accept(plan: Plan, sampled: Sampled, row: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
-    """Append a sample's token if every draft before it was accepted. The result equals sampling one by one."""
-    accepted = sampled.tokens[row]
-    if row in sampled.failed or accepted != plan.drafts.get(row, [])[: len(accepted)]:
-        return
-    if token is None:
-        sampled.failed.append(row)
-        return
-    accepted.append(token)
-    if logprobs is not None:
-        sampled.logprobs.setdefault(row, []).append(logprobs)
+def accept(
+    plan: Plan,
+    sampled: Sampled,
+    row: int,
+    first: int,
+    tokens: Sequence[int],
+    max_logits: Sequence[float],
+    logprobs: Mapping[int, TokenLogprobs],
+) -> None:
+    """Append the tokens of a row, whose first sample is `first`: one, and one more after each draft that is right.
+
+    A draft is right if it is the token sampled after its parent. So the result equals sampling one by one.
+    """
+    drafts, node = plan.drafts.get(row), ROOT
+    path: list[int] = []
+    while True:
+        nth = first + node - ROOT
+        if not math.isfinite(max_logits[nth]):
+            sampled.failed.append(row)
+            break
+        sampled.tokens[row].append(tokens[nth])
+        if nth in logprobs:
+            sampled.logprobs.setdefault(row, []).append(logprobs[nth])
+        following = drafts.child(node, tokens[nth]) if drafts is not None else None
+        if following is None:
+            break
+        node = following
+        path.append(node)
+    if drafts is not None:
+        sampled.accepted[row] = path
+
+
+def find_moves(plan: Plan, sampled: Sampled, group: int, block_size: int) -> list[tuple[int, int]]:
+    """For accepted side branches of trees: (from slot, to slot) of each token, in order.
+
+    The accepted nodes of a row then lie directly after its first token.
+    """
+    moves: list[tuple[int, int]] = []
+    for row, path in sampled.accepted.items():
+        table, first = plan.requests[row].tables[group], plan.starts[row] + 1
+        for index, node in enumerate(path):
+            if node != index:
+                source, target = first + node, first + index
+                moves.append((slot_of(table, source, block_size), slot_of(table, target, block_size)))
+    return moves
+
+
+def slot_of(table: Sequence[int | None], position: int, block_size: int) -> int:
+    block = table[position // block_size]
+    assert block is not None, "the block is behind the window"
+    return block * block_size + position % block_size

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.beam_group import num_candidates
+from quire.core.drafts import ROOT
 from quire.core.plan import Candidates, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
@@ -138,12 +139,11 @@ class Sampler:
         logits[index] = selected
 
     def _context(self, samples: Samples, nth: int) -> SampleContext:
-        request, num_drafts = samples.requests[nth], samples.nums_drafts[nth]
-        assert not num_drafts or request.constraint is None, "a constraint is not advanced over drafts"
+        request, node = samples.requests[nth], samples.nodes[nth]
+        drafts = [] if node == ROOT else samples.drafts[samples.rows[nth]].path_tokens(node)
         if request.needs_tokens:
-            assert len(request.tokens) + num_drafts == samples.lengths[nth], "a token is not on the host yet"
+            assert len(request.tokens) + len(drafts) == samples.lengths[nth], "a token is not on the host yet"
         processor = self.state.processor_of(request, self.ops)
-        drafts = samples.drafts[samples.rows[nth]][:num_drafts] if num_drafts else []
         return SampleContext(request, processor, samples.lengths[nth], drafts)
 
     def _count_tokens(self, samples: Samples, output: SamplerOutput) -> None:

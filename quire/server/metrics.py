@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -62,6 +62,9 @@ class Metrics:
         self.output_tokens = counter("output_tokens", "Tokens that were produced.")
         self.preemptions = counter("preemptions", "Requests that were preempted.")
         self.swaps = counter("swaps", "Of those, requests whose blocks were swapped out to host memory.")
+        self.drafted = counter("draft_tokens", "Guessed tokens that were verified, by what proposed them.", "source")
+        self.accepted = counter("accepted_draft_tokens", "Of those, tokens that were right.", "source")
+        self.speculation_s = gauge("speculation_gain_seconds", "Time that speculation has gained, minus lost.")
         self.restarts = counter("engine_restarts", "Times that the engine was started again.")
         self.running = gauge("requests_running", "Requests that are being computed.")
         self.waiting = gauge("requests_waiting", "Requests that wait in the queue.")
@@ -73,6 +76,8 @@ class Metrics:
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
         self.num_blocks = 1
         self._preemptions = self._swaps = 0
+        self._drafted: Mapping[str, int] = {}
+        self._accepted: Mapping[str, int] = {}
 
     def on_step(self, outputs: StepOutputs) -> None:
         self.running.set(outputs.num_running)
@@ -82,15 +87,25 @@ class Metrics:
         self._preemptions = outputs.preemptions
         self.swaps.inc(max(0, outputs.swaps - self._swaps))
         self._swaps = outputs.swaps
+        count_increase(self.drafted, outputs.drafted, self._drafted)
+        count_increase(self.accepted, outputs.accepted, self._accepted)
+        self._drafted, self._accepted = outputs.drafted, outputs.accepted
+        self.speculation_s.set(outputs.speculation_s)
         if outputs.step_s is not None:
             self.step.observe(outputs.step_s)
 
     def on_restart(self) -> None:
         self.restarts.inc()
         self._preemptions = self._swaps = 0
+        self._drafted, self._accepted = {}, {}
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def count_increase(counter: Counter, totals: Mapping[str, int], before: Mapping[str, int]) -> None:
+    for source, total in totals.items():
+        counter.labels(source).inc(max(0, total - before.get(source, 0)))
 
 
 class RequestTimer:

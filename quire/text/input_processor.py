@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any]
 ENCODE_BATCH_SIZE = 1024  # texts that are encoded in one call
+MAX_TOKEN_CHARACTERS = 32  # of a prediction, for each token that an answer may have
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples over 64 bits
 
 
@@ -95,7 +96,7 @@ class InputProcessor:
         is_one = params.n == 1 or params.use_beam_search
         ids = [request_id] if is_one else [f"{request_id}#{index}" for index in range(params.n)]
         requests: list[Request] = []
-        bad_words = self._bad_words(params)
+        bad_words, prediction = self._bad_words(params), self._prediction(params)
         for index, one_id in enumerate(ids):
             requests.append(
                 Request(
@@ -112,6 +113,7 @@ class InputProcessor:
                     leader=requests[0] if requests else None,
                     constraint=self._constraint(params),
                     stop_matcher=TextStops.of(params, self.tokenizer),
+                    prediction=prediction,
                 )
             )
         return OutputProcessor(request_id, requests, text, self.tokenizer, keep_special_ids)
@@ -201,6 +203,14 @@ class InputProcessor:
         if self.grammars is None or params.structured_outputs is None:
             return None
         return self.grammars.make_constraint(params.structured_outputs)
+
+    def _prediction(self, params: SamplingParams) -> Sequence[int]:
+        """The tokens of the expected answer, as many as an answer may have."""
+        if not params.prediction:
+            return ()
+        text = params.prediction[: MAX_TOKEN_CHARACTERS * self.max_len]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)[: self.max_len]
+        return [token for token in tokens if token < self.vocab_size]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of banned words: each word at the start of a line and after a space has other tokens.

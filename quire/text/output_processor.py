@@ -132,6 +132,8 @@ class OutputProcessor:
             return
         if detail.num_cached is not None and answer.index == 0:
             self.output.num_cached_tokens = detail.num_cached
+        self.output.num_drafted_tokens += detail.num_drafted
+        self.output.num_accepted_tokens += detail.num_accepted
         answer.error, answer.refused = detail.message or None, detail.refused
         if answer.index == 0:  # other answers to the same prompt may report the prompt's log probabilities too
             for scored in detail.prompt_logprobs or ():

@@ -72,7 +72,7 @@ class FakeRunner:
         rows = list(zip(plan.requests, plan.starts, plan.counts, strict=True))
         known = [context[r.id] if r.beam is None else r.tokens for r in plan.requests]
         texts = [
-            (text + plan.drafts.get(row, []))[: start + count]
+            (text + (plan.drafts[row].tokens if row in plan.drafts else []))[: start + count]
             for row, (text, (_, start, count)) in enumerate(zip(known, rows, strict=True))
         ]
         if max(plan.counts) == 1:  # a kernel for such steps may read other rows' keys before they are written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.kv_cache import KVCache
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
@@ -157,9 +158,9 @@ def test_states_are_neither_looked_up_nor_forked_nor_drafted() -> None:
     scheduler.add(leader)
     scheduler.add(fork)
     step(scheduler)
-    leader.drafts += [4, 5]
+    leader.drafts = Drafts([4, 5])
     plan = step(scheduler)
-    assert leader.drafts == []
+    assert leader.drafts is None
     assert (plan.requests, plan.starts, plan.counts) == ([leader, fork], [9, 0], [1, 9])
     assert {*leader.fixed_tables[0], *leader.fixed_tables[1]}.isdisjoint(fork.fixed_tables[0] + fork.fixed_tables[1])
     assert not KVCache(8, 4, num_state_groups=1).prefix_cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.pace import Pace
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, Update
@@ -168,7 +169,7 @@ class World:
                         else 1
                     )
                     tokens.append(guess)
-                    request.drafts.append(guess)
+                request.drafts = Drafts(tokens[len(request.tokens) :])
 
     def launch(self) -> bool:
         plan = self.scheduler.schedule(self.now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.policy import Dynamic, Policy, Static, WaitingRatio
@@ -334,14 +335,14 @@ def test_drafts_are_tokens_that_may_be_taken_back() -> None:
     request = ask("a", 5)
     scheduler.add(request)
     step(scheduler)
-    request.drafts = [1, 2, 3]
+    request.drafts = Drafts([1, 2, 3])
     plan = scheduler.schedule()
     assert plan is not None
     assert (plan.starts, plan.counts, plan.yields) == ([5], [4], [4])
     scheduler.commit(plan, Sampled([[1, 9]]))
     assert request.tokens[5:] == [7, 1, 9]
     assert request.num_computed == 7
-    assert request.drafts == []
+    assert request.drafts is None
 
 
 def test_what_comes_after_the_end_is_cut_off() -> None:
@@ -349,7 +350,7 @@ def test_what_comes_after_the_end_is_cut_off() -> None:
     request = ask("a", 5, end_token_ids=frozenset([2]))
     scheduler.add(request)
     step(scheduler)
-    request.drafts = [1, 2, 3]
+    request.drafts = Drafts([1, 2, 3])
     plan = scheduler.schedule()
     assert plan is not None
     (update,) = scheduler.commit(plan, Sampled([[1, 2, 3, 4]]))
@@ -418,10 +419,10 @@ def test_drafts_end_where_the_answer_must() -> None:
     request = ask("a", 5, max_tokens=4)
     scheduler.add(request)
     step(scheduler)
-    request.drafts[:] = [7, 7, 7, 7, 7, 7]
+    request.drafts = Drafts([7, 7, 7, 7, 7, 7])
     plan = scheduler.schedule()
     assert plan is not None
-    assert plan.drafts == {0: [7, 7]}
+    assert plan.drafts == {0: Drafts([7, 7])}
     assert (plan.starts, plan.counts, plan.yields) == ([5], [3], [3])
     (update,) = scheduler.commit(plan, Sampled([[7, 7, 7]]))
     assert (update.tokens, update.finish) == ([7, 7, 7], Finish.LENGTH)
@@ -433,14 +434,14 @@ def test_a_plan_has_its_own_drafts_and_early_ones_are_dropped() -> None:
     scheduler.add(request)
     scheduler.add(other)
     step(scheduler)
-    request.drafts = [1, 2]
+    request.drafts = Drafts([1, 2])
     plan = scheduler.schedule()
     assert plan is not None
-    request.drafts, other.drafts = [9], [9]  # while a token of each is in flight
+    request.drafts, other.drafts = Drafts([9]), Drafts([9])  # while a token of each is in flight
     behind = scheduler.schedule()
-    assert plan.drafts == {0: [1, 2]}
+    assert plan.drafts == {plan.requests.index(request): Drafts([1, 2])}
     assert behind is not None
-    assert (behind.requests, behind.drafts, other.drafts) == ([other], {}, [])
+    assert (behind.requests, behind.drafts, other.drafts) == ([other], {}, None)
 
 
 def test_drafts_preempt_nobody() -> None:
@@ -450,10 +451,10 @@ def test_drafts_preempt_nobody() -> None:
     for request in (first, second):
         scheduler.add(request)
     step(scheduler)
-    first.drafts[:] = [7] * 9
+    first.drafts = Drafts([7] * 9)
     plan = scheduler.schedule()
     assert plan is not None
-    assert plan.requests == [first, second]
+    assert set(plan.requests) == {first, second}
     assert not scheduler.counters.preemptions
     assert not plan.drafts
 
@@ -464,7 +465,7 @@ def test_drafts_take_blocks_that_nobody_needs() -> None:
     for request in (first, second):
         scheduler.add(request)
     step(scheduler)
-    first.drafts[:], second.drafts[:] = [7] * 16, [7] * 4
+    first.drafts, second.drafts = Drafts([7] * 16), Drafts([7] * 4)
     plan = scheduler.schedule()
     assert plan is not None
     assert {request.id for request in plan.requests} == {"first", "second"}

@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
 from quire.core.policy import Policy, Static
@@ -274,7 +275,7 @@ def test_refused_drafts_do_not_go_to_the_host() -> None:
     request = ask("a", 7)
     scheduler.add(request)
     step(scheduler)
-    request.drafts = [1, 2, 3]
+    request.drafts = Drafts([1, 2, 3])
     plan = plan_of(scheduler)
     scheduler.commit(plan, Sampled([[9]]))
     assert len(request.tables[0]) == 3

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.policy import Policy, Static
 from quire.core.request import Request
@@ -138,7 +139,7 @@ def test_drafts_change_nothing(sampled: bool) -> None:
     while engine.scheduler.has_work:
         for request in engine.scheduler.running:
             ahead = answers[request.id][request.num_output :][: rng.randint(0, 3)]
-            request.drafts = [token if rng.random() < 0.8 else 3 for token in ahead[:-1]]
+            request.drafts = Drafts([token if rng.random() < 0.8 else 3 for token in ahead[:-1]])
             num_drafts += len(request.drafts)
         engine.step()
     assert num_drafts > 20

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.logits_processors import banned_words
@@ -115,14 +116,14 @@ def test_counts_follow_the_answer_from_step_to_step(options: dict[str, float]) -
 def test_penalties_see_the_drafts_before_a_position() -> None:
     generator, options = torch.Generator().manual_seed(3), {"frequency_penalty": 0.9, "temperature": 0.0}
     request, logits = position(output=[3], **options), torch.randn(4, 8, generator=generator)
-    request.drafts = [5, 5, 1]
+    request.drafts = Drafts([5, 5, 1])
     expected = [
         sample(logits[nth : nth + 1], [position(output=[3, *[5, 5, 1][:nth]], **options)], OPS)[0][0]
         for nth in range(4)
     ]
     sampler = make_sampler(8, 1, OPS)
     assert sampler.sample(samples_of(sampler, [request]), logits).tokens.tolist() == expected
-    request.drafts = []
+    request.drafts = None
     request.tokens += [5, 5]  # of the drafts two were right
     after = torch.randn(1, 8, generator=generator)
     chosen = sampler.sample(samples_of(sampler, [request]), after).tokens.tolist()

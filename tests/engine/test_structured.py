@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import torch
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams, StructuredOutputs
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
@@ -139,16 +140,33 @@ def test_samples_of_one_prompt_each_follow_their_own() -> None:
     assert len({tuple(tokens) for tokens in answers}) > 1
 
 
-def test_drafts_are_not_for_constrained_requests() -> None:
-    tiny = engine()
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_drafts_of_constrained_requests_change_nothing(sampled: bool) -> None:
+    """Each draft is verified with the mask behind the drafts before it, and a draft that is not allowed is never right."""
+    many = [request("json", number, sampled=sampled) for number in range(3)]
+    expected = {each.id: tokens for each, tokens in zip(many, engine().answer(many), strict=True)}
+    tiny, rng, num_accepted = engine(), random.Random(4), 0
+    again = [request("json", number, sampled=sampled) for number in range(3)]
+    for each in again:
+        tiny.scheduler.add(each)
+    while tiny.scheduler.has_work:
+        for each in tiny.scheduler.running:
+            ahead = expected[each.id][each.num_output :][:4]
+            each.drafts = Drafts([token if rng.random() < 0.8 else 1 for token in ahead])
+        tiny.step()
+    num_accepted = sum(each.num_accepted for each in again)
+    assert [each.tokens[each.num_prompt :] for each in again] == list(expected.values())
+    assert 0 < num_accepted < sum(each.num_drafted for each in again)
+
+
+def test_a_constraint_names_forced_tokens_and_counts_allowed_ones() -> None:
     one = request("json", 0, sampled=False)
-    tiny.scheduler.add(one)
-    tiny.step()
-    one.drafts = [1]
-    plan = tiny.scheduler.schedule()
-    assert plan is not None
-    assert not plan.drafts
-    assert plan.counts == [1]
+    (tokens,) = engine().answer([request("json", 0, sampled=False)])
+    assert one.constraint is not None
+    assert one.constraint.num_allowed(tokens) == len(tokens)
+    assert one.constraint.num_allowed([*tokens[:3], 1, *tokens[3:]]) <= 3
+    forced = list(one.constraint.forced())
+    assert tokens[: len(forced)] == forced
 
 
 def run_to_end(tiny: TinyEngine, many: list[Request]) -> dict[str, Update]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.core.drafts import ROOT
 from quire.core.plan import Plan, TokenLogprobs
 from quire.core.request import Request
 from quire.engine.batch import Samples
@@ -43,15 +44,16 @@ def samples_of(sampler: Sampler, requests: Sequence[Request]) -> Samples:
     entries = sampler.state.assign(Plan(0, list(requests)))
     samples = Samples()
     for row, request in enumerate(requests):
-        for num_drafts in range(len(request.drafts) + 1):
+        depths = [0, *request.drafts.depths()] if request.drafts else [0]
+        for nth, depth in enumerate(depths):
             samples.requests.append(request)
             samples.rows.append(row)
             samples.indices.append(len(samples.indices))
-            samples.lengths.append(len(request.tokens) + num_drafts)
-            samples.nums_drafts.append(num_drafts)
+            samples.lengths.append(len(request.tokens) + depth)
+            samples.nodes.append(ROOT + nth)
             samples.entries.append(entries[row])
         if request.drafts:
-            samples.drafts[row] = list(request.drafts)
+            samples.drafts[row] = request.drafts
     return samples
 
 

@@ -83,7 +83,9 @@ def sampling_params(
         raise InvalidParams("max_tokens and max_completion_tokens differ; give max_completion_tokens alone.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(defaults, **{"max_tokens": max_tokens, "logprobs": logprobs, **overrides})
+    prediction = body.prediction.text if body.prediction is not None else None
+    given = {"max_tokens": max_tokens, "logprobs": logprobs, "prediction": prediction}
+    return body.sampling_params(defaults, **{**given, **overrides})
 
 
 @dataclass(frozen=True, slots=True)

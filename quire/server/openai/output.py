@@ -118,11 +118,16 @@ def usage(output_processors: Sequence[OutputProcessor]) -> Document:
     outputs = [processor.output for processor in output_processors]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    accepted = sum(output.num_accepted_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(output.num_drafted_tokens for output in outputs) - accepted,
+        },
     }
 
 

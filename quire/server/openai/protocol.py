@@ -166,6 +166,22 @@ class ResponseFormat(RequestModel):
         return {"json": self.json_schema["schema"]}
 
 
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(RequestModel):
+    """A text that the answer may repeat."""
+
+    type: Literal["content"]
+    content: str | ArrayOf[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
@@ -181,6 +197,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     modalities: ArrayOf[Literal["text"]] | None = None
+    prediction: Prediction | None = None
 
     def structured(self) -> dict[str, Any] | None:
         own = super().structured()

@@ -52,6 +52,18 @@ class GrammarConstraint:
         self._matcher.consume_token(token)
         self._has_failed()
 
+    def forced(self) -> Sequence[int]:
+        self._look_ahead()
+        return self._forced
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """Forced tokens are compared first: of several spellings of a text only one is allowed."""
+        self._look_ahead()
+        for index, (token, forced) in enumerate(zip(tokens, self._forced, strict=False)):
+            if token != forced:
+                return index
+        return 0 if self.error else int(self._matcher.validate_tokens(list(tokens)))
+
     def copy(self) -> GrammarConstraint:
         twin = GrammarConstraint(self._matcher.deep_copy(), 8 * self._num_bytes)
         twin._forced, twin._has_looked, twin.error = self._forced.copy(), self._has_looked, self.error

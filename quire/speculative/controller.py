@@ -1,0 +1,267 @@
+"""Controller: chooses before each step which drafts it verifies, none included. The engine calls it.
+
+Proposers give drafts with odds. The calibration turns odds into chances, and measured durations say what a step with so
+many drafts takes. The drafts that give the most tokens a second are chosen, over all rows and proposers at once. The
+ledgers bound what wrong guesses may cost, for the engine and for each request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.core.drafts import ROOT, Drafts
+from quire.core.plan import Plan, Sampled
+from quire.core.request import Request
+from quire.speculative.calibration import Calibration
+from quire.speculative.ledger import Ledger
+from quire.speculative.proposer import Context, Proposer
+from quire.speculative.step_times import StepTimes
+
+log = logging.getLogger("quire.speculative")
+
+MAX_NODES = 16  # drafts of one row
+MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
+MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
+ENGINE_LOSS, REQUEST_LOSS = 0.004, 0.015  # shares of the time that speculation may lose
+MAX_FAILURES = 3  # of a proposer, until it is no longer called
+
+
+@dataclass(slots=True)
+class Record:
+    """What the controller knows about a running request."""
+
+    ledger: Ledger = field(default_factory=lambda: Ledger(REQUEST_LOSS))
+    shifts: dict[str, float] = field(default_factory=dict)  # by proposer, see Calibration
+
+
+class Controller:
+    def __init__(
+        self, proposers: Sequence[Proposer], max_tokens_per_step: int, vocab_size: int, free_drafts: float
+    ) -> None:
+        self.proposers = list(proposers)
+        self.times = StepTimes(free_drafts)
+        self.calibration = Calibration()
+        self.ledger = Ledger(ENGINE_LOSS)
+        self.drafted: Counter[str] = Counter()  # since the start, by proposer
+        self.accepted: Counter[str] = Counter()
+        self._max_tokens = max_tokens_per_step
+        self._vocab_size = vocab_size
+        self._records: dict[str, Record] = {}
+        self._failures: Counter[str] = Counter()
+        self._propose_s = 0.0  # of the step being planned
+        self._begin_s = self._end_s = 0.0
+
+    def propose(self, running: Sequence[Request], num_waiting: int) -> None:
+        """Set `Request.drafts` for the next step. `running` are all rows of it, unless waiting requests are admitted.
+
+        A step that computes prompts has no drafts: its duration grows with every token.
+        """
+        self._begin_s = begin_s = time.perf_counter()
+        step_s = self.times.plain_s(len(running))
+        if step_s is None or num_waiting or any(map(has_prompt, running)):
+            return
+        if self.ledger.may_lose(0.0, step_s):
+            self._choose(running, step_s)
+            self._propose_s = time.perf_counter() - begin_s
+
+    def observe(self, plan: Plan, sampled: Sampled) -> None:
+        """Learn from a step that has ended. Called after its commit."""
+        end_s = time.perf_counter()
+        seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
+        for row, drafts in plan.drafts.items():
+            self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
+        num_drafts = sum(map(len, plan.drafts.values()))
+        num_rows = len(plan)
+        if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
+            return  # prompts
+        propose_s, self._propose_s = self._propose_s, 0.0
+        self.times.learn(num_rows, num_drafts, seconds - propose_s)
+        step_s = self.times.plain_s(num_rows)
+        if step_s is None:
+            return
+        num_accepted = sum(map(len, sampled.accepted.values()))
+        plain_s = step_s * (1 + num_accepted / num_rows) if num_drafts else seconds - propose_s
+        self.ledger.add(seconds, plain_s)
+        for row, request in enumerate(plan.requests):
+            if (record := self._records.get(request.id)) is not None:
+                own_s = step_s * (1 + len(sampled.accepted.get(row, []))) if num_drafts else seconds - propose_s
+                record.ledger.add(seconds, own_s)
+
+    def finish(self, request_id: str) -> None:
+        """A request has ended."""
+        if self._records.pop(request_id, None) is not None:
+            for proposer in self.proposers:
+                proposer.finish(request_id)
+
+    def reset(self) -> None:
+        """All plans were dropped. Requests go on from the tokens they have."""
+        for proposer in self.proposers:
+            proposer.reset()
+
+    def _choose(self, running: Sequence[Request], step_s: float) -> None:
+        """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
+        rows = [request for request in running if may_draft(request)]
+        trees = self._ask(rows)
+        if not trees:
+            return
+        nodes: list[tuple[float, int, int]] = []  # (-survival, row, node): sorted, parents precede their children
+        for index, tree in enumerate(trees):
+            if tree is not None:
+                shifts = self._records[rows[index].id].shifts
+                nodes += [(-each, index, node) for node, each in enumerate(self._survivals(tree, shifts))]
+        nodes = sorted(node for node in nodes if node[0] <= -MIN_SURVIVAL)
+        count = self._best_count([-node[0] for node in nodes], running, step_s)
+        chosen: dict[int, list[int]] = {}
+        for _, index, node in nodes[:count]:
+            chosen.setdefault(index, []).append(node)
+        for index, its_nodes in chosen.items():
+            tree = trees[index]
+            assert tree is not None
+            rows[index].drafts = trunk_first(tree, its_nodes)
+
+    def _best_count(self, survivals: Sequence[float], running: Sequence[Request], step_s: float) -> int:
+        """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn."""
+        num_rows = len(running)
+        most = min(len(survivals), self._max_tokens - num_rows)
+        if not most:
+            return 0
+        ratios = self.times.ratios(num_rows, most)
+        best, best_rate, expected = 0, MIN_GAIN * num_rows, float(num_rows)
+        for count in range(1, most + 1):
+            expected += survivals[count - 1]
+            if expected / ratios[count] > best_rate:
+                best, best_rate = count, expected / ratios[count]
+        while best and not self._may_lose((ratios[best] - 1.0) * step_s, running, step_s):
+            best //= 2
+        return best
+
+    def _may_lose(self, loss_s: float, running: Sequence[Request], step_s: float) -> bool:
+        if not self.ledger.may_lose(loss_s, step_s):
+            return False
+        records = [self._records.get(request.id) for request in running]
+        return all(record is None or record.ledger.may_lose(loss_s, step_s) for record in records)
+
+    def _ask(self, rows: Sequence[Request]) -> list[Drafts | None]:
+        """The drafts of each request: those of all proposers, merged into one tree."""
+        if not rows:
+            return []
+        for request in rows:
+            if request.id not in self._records:
+                self._records[request.id] = Record()
+        contexts = [
+            Context(request.id, request.tokens, request.num_prompt, request.salt, request.prediction)
+            for request in rows
+        ]  # fmt: skip
+        limits = [min(MAX_NODES, request.max_len - len(request.tokens) - 1) for request in rows]
+        trees: list[Drafts | None] = [None] * len(rows)
+        for index, request in enumerate(rows):
+            if request.constraint is not None and (forced := list(request.constraint.forced())[: limits[index]]):
+                trees[index] = Drafts(forced, None, [1.0] * len(forced), "grammar")
+        for proposer in list(self.proposers):
+            found = self._call(proposer, contexts, limits)
+            for index, drafts in enumerate(found):
+                if drafts is not None and len(drafts):
+                    drafts.source = proposer.name
+                    if (constraint := rows[index].constraint) is not None and drafts.is_chain:
+                        drafts.truncate(constraint.num_allowed(drafts.tokens))
+                    trees[index] = longer(trees[index], drafts)
+        return trees
+
+    def _call(self, proposer: Proposer, contexts: Sequence[Context], limits: Sequence[int]) -> list[Drafts | None]:
+        """Call a proposer, and check what it returns. One that fails repeatedly is no longer called."""
+        try:
+            found = proposer.propose(contexts, limits)
+            check(found, limits, self._vocab_size)
+            return found
+        except Exception as error:
+            self._failures[proposer.name] += 1
+            failures = self._failures[proposer.name]
+            log.error("the proposer %r failed: %s", proposer.name, error, exc_info=failures == 1)
+            if failures >= MAX_FAILURES:
+                log.error("the proposer %r has failed %d times and is no longer called", proposer.name, failures)
+                self.proposers.remove(proposer)
+            return []
+
+    def _survivals(self, tree: Drafts, shifts: dict[str, float]) -> list[float]:
+        survivals: list[float] = []
+        shift = shifts.get(tree.source, 0.0)
+        for node in range(len(tree)):
+            parent = tree.parent(node)
+            reached = 1.0 if parent == ROOT else survivals[parent]
+            odds = tree.odds[node] if tree.odds else 0.5
+            survivals.append(reached * self.calibration.chance(tree.source, odds, shift))
+        return survivals
+
+    def _learn_odds(self, request: Request, drafts: Drafts, path: Sequence[int]) -> None:
+        """Each draft whose parent was right is one more observation."""
+        record = self._records.get(request.id)
+        source, right = drafts.source, {ROOT, *path}
+        self.drafted[source] += len(drafts)
+        self.accepted[source] += len(path)
+        if record is None:
+            return
+        shift = record.shifts.get(source, 0.0)
+        for node in range(len(drafts)):
+            if drafts.parent(node) in right:
+                odds = drafts.odds[node] if drafts.odds else 0.5
+                shift = self.calibration.learn(source, odds, node in right, shift)
+        record.shifts[source] = shift
+
+
+def may_draft(request: Request) -> bool:
+    """Whether drafts can follow the request's last token: it is on the host, and the next token is not the last."""
+    return (
+        not request.num_in_flight
+        and request.beam is None
+        and request.max_len - len(request.tokens) > 1
+        and request.num_planned == len(request.tokens) - 1
+    )
+
+
+def has_prompt(request: Request) -> bool:
+    """Whether a running request has more tokens to compute than its last one. Then the step is not free for drafts."""
+    return len(request.tokens) + request.num_expected - request.num_planned > 1
+
+
+def longer(one: Drafts | None, other: Drafts) -> Drafts:
+    """The drafts that promise more tokens. Forced tokens come first."""
+    if one is None or not len(one):
+        return other
+    return one if sum(one.odds) >= sum(other.odds) else other
+
+
+def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
+    """Some nodes of a tree, parents before children and likelier ones first, in the order of a row: the likeliest path,
+    then the others."""
+    trunk: list[int] = []
+    last = ROOT
+    for node in nodes:
+        if tree.parent(node) == last:
+            trunk.append(node)
+            last = node
+    in_trunk = set(trunk)
+    return tree.keep([*trunk, *(node for node in nodes if node not in in_trunk)])
+
+
+def check(found: Sequence[Drafts | None], limits: Sequence[int], vocab_size: int) -> None:
+    """Raise if a proposer's answer is malformed."""
+    if len(found) != len(limits):
+        raise ValueError(f"It returned {len(found)} drafts for {len(limits)} requests.")
+    for drafts, limit in zip(found, limits, strict=True):
+        if drafts is None:
+            continue
+        count = len(drafts.tokens)
+        if drafts.odds and len(drafts.odds) != count:
+            raise ValueError(f"It returned {len(drafts.odds)} odds for {count} tokens.")
+        if drafts.parents is not None:
+            if len(drafts.parents) != count or any(not ROOT <= each < node for node, each in enumerate(drafts.parents)):
+                raise ValueError("A parent must be ROOT or an earlier node, one for each token.")
+            if len(set(zip(drafts.parents, drafts.tokens, strict=True))) != count:
+                raise ValueError("Two children of a node have the same token.")
+        drafts.truncate(max(0, limit))
+        if not all(0 <= token < vocab_size for token in drafts.tokens):
+            raise ValueError(f"A token is not in the vocabulary of {vocab_size}.")
