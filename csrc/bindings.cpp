@@ -10,5 +10,6 @@ NB_MODULE(_native, module) {
   quire::bind_panels(module);
   quire::bind_program(module);
   quire::bind_sampling(module);
+  quire::bind_suffix(module);
   quire::bind_text(module);
 }

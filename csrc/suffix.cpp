@@ -1,0 +1,390 @@
+#include "suffix.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace quire {
+
+namespace {
+
+constexpr uint32_t kNoLimit = 0;
+constexpr uint32_t kMaxPosition = 0x7FFFFFFF;
+constexpr uint32_t kMinTable = 64;
+constexpr uint32_t kOverlap = 8;  // tokens before a piece of an answer that are stored with it, so that they lead to it
+
+uint32_t round_up(uint32_t size) {
+  uint32_t rounded = kMinTable;
+  while (rounded < size) rounded *= 2;
+  return rounded;
+}
+
+}  // namespace
+
+SuffixIndex::SuffixIndex(uint32_t limit) : limit_(limit), mask_(~0u) {
+  if (limit == kNoLimit) return;
+  const uint32_t size = round_up(limit);
+  mask_ = size - 1;
+  tokens_.resize(size);
+  previous_.resize(size);
+  for (auto& table : latest_) table.resize(size);
+}
+
+void SuffixIndex::reserve(uint32_t num_tokens) {
+  if (limit_ != kNoLimit || num_tokens <= tokens_.capacity()) return;
+  tokens_.reserve(num_tokens);
+  previous_.reserve(num_tokens);
+  grow_tables(num_tokens);
+}
+
+// A table has two entries for three tokens or more: a text has fewer different n-grams than tokens.
+void SuffixIndex::grow_tables(uint32_t num_tokens) {
+  const uint32_t size = round_up(num_tokens - num_tokens / 3);
+  if (size <= latest_[0].size()) return;
+  for (auto& table : latest_) table.assign(size, 0);
+  const uint32_t end = end_;
+  run_ = 0;
+  for (end_ = 0; end_ < end; end_++) link(end_);
+}
+
+void SuffixIndex::make_room() {
+  if (limit_ != kNoLimit) {
+    if (end_ - begin_ == limit_) begin_++;
+    return;
+  }
+  if (tokens_.size() == tokens_.capacity()) reserve(end_ + end_ / 4 + kMinTable);
+  tokens_.push_back(0);
+  previous_.push_back({});
+}
+
+void SuffixIndex::append(uint32_t token) {
+  make_room();
+  tokens_[end_ & mask_] = token;
+  link(end_++);
+}
+
+void SuffixIndex::separate() {
+  if (run_) append(kSeparator);
+}
+
+void SuffixIndex::link(uint32_t position) {
+  Links& links = previous_[position & mask_];
+  links = {};
+  if (token(position) == kSeparator) {
+    run_ = 0;
+    return;
+  }
+  run_++;
+  for (int nth = 0; nth < kNumOrders && kOrders[nth] <= run_; nth++) {
+    uint32_t& latest = latest_[nth][hash(position, kOrders[nth])];
+    links[nth] = latest;
+    latest = position + 1;
+  }
+}
+
+namespace {
+
+uint64_t mix(uint64_t hash, uint32_t token) {
+  hash = (hash ^ token) * 0x9E3779B97F4A7C15ull;
+  return hash ^ (hash >> 32);
+}
+
+}  // namespace
+
+size_t SuffixIndex::hash(uint32_t position, uint32_t order) const {
+  uint64_t hash = order;
+  for (uint32_t back = order; back-- > 0;) hash = mix(hash, token(position - back));
+  return hash & (latest_[0].size() - 1);
+}
+
+Tail SuffixIndex::tail() const {
+  const uint32_t size = std::min(run_, kMaxMatch);
+  return {tokens_.data() + end_ - size, size};
+}
+
+size_t SuffixIndex::num_bytes() const {
+  return tokens_.capacity() * sizeof(uint32_t) + previous_.capacity() * sizeof(Links) +
+         kNumOrders * latest_[0].capacity() * sizeof(uint32_t);
+}
+
+void SuffixIndex::find_own(uint32_t max_visits, std::vector<Occurrence>& found) const {
+  if (run_) follow(previous_[(end_ - 1) & mask_], tail(), max_visits, found);
+}
+
+void SuffixIndex::find(Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const {
+  Links starts = {};
+  if (begin_ == end_) return;
+  for (int nth = 0; nth < kNumOrders && kOrders[nth] <= tail.size; nth++) {
+    uint64_t hash = kOrders[nth];
+    for (uint32_t back = kOrders[nth]; back-- > 0;) hash = mix(hash, tail.tokens[tail.size - 1 - back]);
+    starts[nth] = latest_[nth][hash & (latest_[nth].size() - 1)];
+  }
+  follow(starts, tail, max_visits, found);
+}
+
+// An occurrence of a longer n-gram is one of a shorter n-gram too. It is taken where the longer one leads to it.
+void SuffixIndex::follow(Links starts, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const {
+  uint32_t too_long = kMaxMatch + 1;
+  for (int nth = kNumOrders - 1; nth >= 0; nth--) {
+    uint32_t at = starts[nth];
+    for (uint32_t visit = 0; visit < max_visits && at > begin_; visit++) {
+      const uint32_t position = at - 1;
+      const uint32_t length = match(position, tail);
+      if (length >= kOrders[nth] && length < too_long) found.push_back({position + 1, length});
+      at = previous_[position & mask_][nth];
+    }
+    too_long = kOrders[nth];
+  }
+}
+
+uint32_t SuffixIndex::match(uint32_t position, Tail tail) const {
+  const uint32_t most = std::min(tail.size, position - begin_ + 1);
+  const uint32_t* last = tail.tokens + tail.size - 1;
+  uint32_t length = 0;
+  while (length < most && token(position - length) == *(last - length)) length++;
+  return length;
+}
+
+void TenantText::append(uint64_t owner, const uint32_t* tokens, uint32_t size) {
+  if (index_.end() > kMaxPosition - size) {  // positions are used up: begin again
+    *this = TenantText(index_.limit());
+  }
+  if (pieces_.empty() || pieces_.back().owner != owner) {
+    index_.separate();
+    pieces_.push_back({index_.end(), owner});
+  }
+  for (uint32_t nth = 0; nth < size; nth++) index_.append(tokens[nth]);
+  while (pieces_.size() > 1 && pieces_[1].begin <= index_.begin()) pieces_.pop_front();
+}
+
+uint64_t TenantText::owner_of(uint32_t position) const {
+  const auto after = std::upper_bound(pieces_.begin(), pieces_.end(), position,
+                                      [](uint32_t position, const Piece& piece) { return position < piece.begin; });
+  return after == pieces_.begin() ? 0 : (after - 1)->owner;
+}
+
+void TenantText::find(uint64_t owner, Tail tail, std::vector<Occurrence>& found) const {
+  const size_t before = found.size();
+  index_.find(tail, kMaxVisits, found);
+  const auto is_own = [&](const Occurrence& each) { return owner_of(each.next - 1) == owner; };
+  found.erase(std::remove_if(found.begin() + before, found.end(), is_own), found.end());
+}
+
+void DraftTree::clear() {
+  tokens.clear();
+  parents.clear();
+  odds.clear();
+  is_chain = true;
+}
+
+RequestText::RequestText(uint64_t owner, std::vector<uint32_t> prediction, uint32_t num_prompt)
+    : owner_(owner), prediction_(std::move(prediction)), num_prompt_(num_prompt), num_published_(num_prompt) {
+  clear();
+}
+
+void RequestText::clear() {
+  index_ = SuffixIndex();
+  for (const uint32_t token : prediction_) index_.append(token);
+  index_.separate();
+  base_ = index_.end();
+  num_published_ = num_prompt_;
+  num_predicted_ = 0;
+  is_predicted_ = !prediction_.empty();
+}
+
+void RequestText::append(const uint32_t* tokens, uint32_t size) {
+  // A long text is most likely a prompt. The answer may then be a quarter of it before memory grows.
+  if (size > kMinTable) index_.reserve(index_.end() + size + size / 4);
+  for (uint32_t nth = 0; nth < size; nth++) {
+    if (is_predicted_ && this->size() >= num_prompt_) {
+      is_predicted_ = num_predicted_ < prediction_.size() && prediction_[num_predicted_++] == tokens[nth];
+    }
+    index_.append(tokens[nth]);
+  }
+}
+
+// A piece that is not directly behind this request's previous one begins with a few tokens that precede it.
+void RequestText::publish(TenantText& tenant) {
+  const uint32_t end = size();
+  if (end <= num_published_) return;
+  const bool continues = num_published_ > num_prompt_ && tenant.last_owner() == owner_;
+  const uint32_t overlap = continues ? 0 : std::min(kOverlap, num_published_);
+  std::vector<uint32_t> piece;
+  for (uint32_t nth = num_published_ - overlap; nth < end; nth++) piece.push_back(token(nth));
+  tenant.append(owner_, piece.data(), static_cast<uint32_t>(piece.size()));
+  num_published_ = end;
+}
+
+namespace {
+
+constexpr int32_t kRoot = -1;
+constexpr float kMinOdds = 0.02f;
+constexpr size_t kMaxChildren = 3;
+
+// An occurrence, and the text that it is in.
+struct Vote {
+  const SuffixIndex* index;
+  uint32_t next, length;
+};
+
+// The votes for one token.
+struct Choice {
+  uint32_t token;
+  float weight;
+  uint32_t count, length;  // the number of votes, and their longest match
+};
+
+// A token that may become a node.
+struct Branch {
+  int32_t parent;
+  uint32_t token;
+  float odds, survival;
+};
+
+struct Node {
+  uint32_t token;
+  int32_t parent;
+  uint32_t depth;
+  float odds, survival;
+  std::vector<uint32_t> votes;  // those that continue with this node's path
+};
+
+// A longer match counts more: its continuation is right more often.
+float weigh(uint32_t length) {
+  const float capped = static_cast<float>(std::min(length, 16u));
+  return capped * capped;
+}
+
+float estimate(const Choice& choice, float total) {
+  const float share = choice.weight / total;
+  const float x = -1.0f + 0.8f * std::log(static_cast<float>(choice.length)) + std::log(share);
+  return 1.0f / (1.0f + std::exp(-x));
+}
+
+// Grows a tree from the votes: the branch that is most likely reached becomes a node, until there are enough.
+class Growth {
+ public:
+  Growth(const SuffixIndex& own, std::vector<Vote> votes, bool is_chain)
+      : own_(own), votes_(std::move(votes)), max_children_(is_chain ? 1 : kMaxChildren) {}
+
+  void grow(uint32_t max_drafts) {
+    std::vector<uint32_t> all(votes_.size());
+    for (uint32_t nth = 0; nth < all.size(); nth++) all[nth] = nth;
+    branch(kRoot, all);
+    while (nodes_.size() < max_drafts && !branches_.empty()) {
+      const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& left, const Branch& right) {
+        return left.survival < right.survival;
+      });
+      const Branch chosen = *best;
+      branches_.erase(best);
+      add(chosen, chosen.parent == kRoot ? all : nodes_[chosen.parent].votes);
+    }
+  }
+
+  void write(DraftTree& drafts) const {
+    std::vector<int32_t> new_index(nodes_.size(), kRoot);
+    int32_t count = 0, last = kRoot;
+    const auto take = [&](int32_t node) {
+      const Node& each = nodes_[node];
+      new_index[node] = count++;
+      drafts.tokens.push_back(each.token);
+      drafts.odds.push_back(each.odds);
+      drafts.parents.push_back(each.parent == kRoot ? kRoot : new_index[each.parent]);
+    };
+    // Nodes are in the order of survival. So the first child of a node is its likeliest.
+    for (int32_t node = 0; node < static_cast<int32_t>(nodes_.size()); node++) {
+      if (nodes_[node].parent != last) continue;
+      take(node);
+      last = node;
+    }
+    drafts.is_chain = count == static_cast<int32_t>(nodes_.size());
+    for (int32_t node = 0; node < static_cast<int32_t>(nodes_.size()); node++) {
+      if (new_index[node] == kRoot) take(node);
+    }
+  }
+
+ private:
+  void add(const Branch& branch_, const std::vector<uint32_t>& votes) {
+    const uint32_t depth = depth_of(branch_.parent);
+    Node node{branch_.token, branch_.parent, depth + 1, branch_.odds, branch_.survival, {}};
+    for (const uint32_t vote : votes) {
+      if (read(votes_[vote], depth, branch_.parent) == branch_.token) node.votes.push_back(vote);
+    }
+    nodes_.push_back(std::move(node));
+    branch(static_cast<int32_t>(nodes_.size()) - 1, nodes_.back().votes);
+  }
+
+  uint32_t depth_of(int32_t node) const { return node == kRoot ? 0 : nodes_[node].depth; }
+
+  // What follows an occurrence and `depth` more tokens. Behind the end of the request's text its drafts follow, so a
+  // text that repeats itself goes on.
+  uint32_t read(const Vote& vote, uint32_t depth, int32_t node) const {
+    const uint32_t position = vote.next + depth;
+    if (position < vote.index->end()) return vote.index->token(position);
+    if (vote.index != &own_) return kSeparator;
+    for (uint32_t back = depth - (position - own_.end()); back > 1; back--) node = nodes_[node].parent;
+    return nodes_[node].token;
+  }
+
+  void branch(int32_t parent, const std::vector<uint32_t>& votes) {
+    const uint32_t depth = depth_of(parent);
+    const float survival = parent == kRoot ? 1.0f : nodes_[parent].survival;
+    choices_.clear();
+    float total = 0.0f;
+    for (const uint32_t vote : votes) {
+      const uint32_t token = read(votes_[vote], depth, parent);
+      const uint32_t length = votes_[vote].length + depth;
+      const float weight = weigh(length);
+      total += weight;
+      if (token != kSeparator) count(token, weight, length);
+    }
+    const size_t kept = std::min(choices_.size(), max_children_);
+    // Equal weights stay in the order of votes: the most recent one comes first.
+    std::stable_sort(choices_.begin(), choices_.end(),
+                     [](const Choice& left, const Choice& right) { return left.weight > right.weight; });
+    for (size_t nth = 0; nth < kept; nth++) {
+      const float odds = estimate(choices_[nth], total);
+      if (odds >= kMinOdds) branches_.push_back({parent, choices_[nth].token, odds, odds * survival});
+    }
+  }
+
+  void count(uint32_t token, float weight, uint32_t length) {
+    for (Choice& choice : choices_) {
+      if (choice.token != token) continue;
+      choice.weight += weight;
+      choice.count++;
+      choice.length = std::max(choice.length, length);
+      return;
+    }
+    choices_.push_back({token, weight, 1, length});
+  }
+
+  const SuffixIndex& own_;
+  const std::vector<Vote> votes_;
+  const size_t max_children_;
+  std::vector<Choice> choices_;
+  std::vector<Branch> branches_;
+  std::vector<Node> nodes_;
+};
+
+}  // namespace
+
+void RequestText::propose(const TenantText* tenant, uint32_t max_drafts, bool is_chain, DraftTree& drafts) const {
+  drafts.clear();
+  const Tail tail = index_.tail();
+  if (!tail.size || !max_drafts) return;
+  std::vector<Occurrence> found;
+  std::vector<Vote> votes;
+  if (is_predicted_ && size() >= num_prompt_ && num_predicted_ < prediction_.size()) {
+    votes.push_back({&index_, num_predicted_, kMaxMatch});
+  }
+  index_.find_own(kMaxVisits, found);
+  for (const Occurrence& each : found) votes.push_back({&index_, each.next, each.length});
+  found.clear();
+  if (tenant) tenant->find(owner_, tail, found);
+  for (const Occurrence& each : found) votes.push_back({&tenant->index(), each.next, each.length});
+  Growth growth(index_, std::move(votes), is_chain);
+  growth.grow(std::min(max_drafts, kMaxDrafts));
+  growth.write(drafts);
+}
+
+}  // namespace quire

@@ -1,0 +1,58 @@
+"""What makes drafts: the interface between the controller and its proposers. Plug-ins implement it too.
+
+A proposer is named as `module:Class`. It only affects the speed: every draft is verified, so a wrong draft costs time and
+never changes an answer. `suffix.py` is an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from quire.core.drafts import Drafts
+
+
+class Context(NamedTuple):
+    """What a proposer sees of a request.
+
+    request_id   identifies the request until `finish`
+    tokens       prompt and answer so far. It is a list that only grows between two calls, so a proposer processes what is
+                 new since its last call for the request. If it is shorter than before, the request began again
+    num_prompt   how many of the tokens are the prompt
+    salt         the tenant's key. Requests with different salts must not influence each other's drafts: the time that an
+                 answer takes would tell one tenant what another one generates
+    prediction   tokens that the client expects as the answer. May be empty
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    num_prompt: int
+    salt: bytes
+    prediction: Sequence[int] = ()
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of requests.
+
+    The engine calls a proposer from one thread, before each step. The step starts when `propose` returns, so its time
+    is part of every token's time.
+    """
+
+    name: str  # in metrics and logs, and as `Drafts.source`
+
+    def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        """Drafts for each request, or None where there is nothing to propose.
+
+        `max_drafts` has the most nodes that are useful for each request; it may be 0. `Drafts.odds` should order drafts
+        by the chance that they are right. They need not be exact, because the controller measures how often drafts with
+        such odds are right. The likeliest path comes first among the nodes. An exception fails the step.
+        """
+        ...
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended. Its id may be unknown: not every request was proposed for."""
+        ...
+
+    def reset(self) -> None:
+        """All requests have ended, or begin again. What was learnt from earlier requests may stay."""
+        ...
