@@ -54,23 +54,24 @@ class Controller:
         self._failures: Counter[str] = Counter()
         self._propose_s = 0.0  # of the step being planned
         self._begin_s = self._end_s = 0.0
+        self._clock = time.perf_counter
 
     def propose(self, running: Sequence[Request], num_waiting: int) -> None:
         """Set `Request.drafts` for the next step. `running` are all rows of it, unless waiting requests are admitted.
 
         A step that computes prompts has no drafts: its duration grows with every token.
         """
-        self._begin_s = begin_s = time.perf_counter()
+        self._begin_s = begin_s = self._clock()
         step_s = self.times.plain_s(len(running))
         if step_s is None or num_waiting or any(map(has_prompt, running)):
             return
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)
-            self._propose_s = time.perf_counter() - begin_s
+            self._propose_s = self._clock() - begin_s
 
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Learn from a step that has ended. Called after its commit."""
-        end_s = time.perf_counter()
+        end_s = self._clock()
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         for row, drafts in plan.drafts.items():
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))

@@ -6,11 +6,11 @@ factor quickly and its own entry slowly, and an entry that is seldom measured st
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
-DRIFT_WEIGHT, ENTRY_WEIGHT = 0.1, 0.1
+DRIFT_WEIGHT, ENTRY_WEIGHT = 0.15, 0.03
 FIRST_WEIGHT = 0.5  # of the first measurements of an entry
+PRIOR_STEPS = 2.0  # weight of the guess for an entry that was measured a few times
 MAX_RATIO = 2.0  # a measurement counts as at most this many times the estimate: it may be an interruption
 
 
@@ -32,6 +32,9 @@ class StepTimes:
         row_entries = self._entries.setdefault(bucket(num_rows), {})
         entry = row_entries.get(bucket(num_drafts))
         if entry is None:
+            plain_s = self.plain_s(num_rows)
+            if plain_s is not None:
+                seconds = min(seconds, MAX_RATIO * plain_s * self.ratios(num_rows, num_drafts)[num_drafts])
             row_entries[bucket(num_drafts)] = Entry(seconds / self._drift)
             return
         ratio = min(MAX_RATIO, seconds / (entry.seconds * self._drift))
@@ -49,26 +52,25 @@ class StepTimes:
         return None if entry is None else entry.seconds * self._drift
 
     def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        """For 0, 1, ... drafts: the duration of a step relative to one without drafts."""
+        """For 0, 1, ... drafts: the duration of a step relative to one without drafts. It never decreases."""
+        slope = 1.0 / max(self.free_drafts, num_rows)
         row_entries = self._entries.get(bucket(num_rows), {})
         plain = row_entries.get(0)
-        slope = 1.0 / max(self.free_drafts, num_rows)
-        if plain is None:
-            return [1.0 + slope * num_drafts for num_drafts in range(max_drafts + 1)]
-        known = sorted(row_entries)
-        values = [max(1.0, row_entries[each].seconds / plain.seconds) for each in known]
         ratios: list[float] = []
-        for num_drafts in range(max_drafts + 1):
-            at = bisect_left(known, num_drafts)
-            if at == len(known):
-                ratios.append(values[-1] + slope * (num_drafts - known[-1]))
-            elif known[at] == num_drafts:
-                ratios.append(values[at])
-            else:
-                low, high = known[at - 1], known[at]
-                share = (num_drafts - low) / (high - low)
-                ratios.append(values[at - 1] + share * (values[at] - values[at - 1]))
-        return ratios
+        low, low_ratio = 0, 1.0
+        for num_drafts in sorted(row_entries) if plain is not None else []:
+            if not num_drafts or plain is None:
+                continue
+            entry = row_entries[num_drafts]
+            guess = low_ratio + slope * (num_drafts - low)
+            ratio = (entry.count * entry.seconds / plain.seconds + PRIOR_STEPS * guess) / (entry.count + PRIOR_STEPS)
+            share = (max(1.0, ratio) - low_ratio) / (num_drafts - low)
+            ratios += [low_ratio + share * (count - low) for count in range(low, num_drafts)]
+            low, low_ratio = num_drafts, max(1.0, ratio)
+        ratios += [low_ratio + slope * (count - low) for count in range(low, max(low, max_drafts) + 1)]
+        for count in range(len(ratios) - 2, -1, -1):  # more drafts never take less time: what seems so is noise
+            ratios[count] = min(ratios[count], ratios[count + 1])
+        return ratios[: max_drafts + 1]
 
 
 def bucket(count: int) -> int:

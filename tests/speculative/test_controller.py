@@ -1,0 +1,178 @@
+"""The controller with good and with hostile proposers: answers stay the same, and losses are bounded."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quire.core.drafts import ROOT, Drafts
+from quire.core.request import Request
+from quire.engine.engine import Engine
+from quire.speculative.controller import Controller, check, trunk_first
+from quire.speculative.proposer import Context, Proposer
+from tests.engine.test_same_answer import MODELS, alone, questions
+from tests.tools.tiny import LLAMA, TinyEngine
+
+pytestmark = pytest.mark.cpu
+
+Answers = dict[str, list[int]]
+Propose = Callable[[Context, int, list[int], random.Random], Drafts | None]
+
+
+class Scripted:
+    """A proposer that knows the answers. `propose_one` gets the tokens that come next."""
+
+    def __init__(self, name: str, answers: Answers, propose_one: Propose) -> None:
+        self.name = name
+        self._answers = answers
+        self._propose_one = propose_one
+        self._rng = random.Random(7)
+        self.finished: list[str] = []
+
+    def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        return [self._one(context, most) for context, most in zip(contexts, max_drafts, strict=True)]
+
+    def _one(self, context: Context, most: int) -> Drafts | None:
+        ahead = self._answers[context.request_id][len(context.tokens) - context.num_prompt :]
+        return self._propose_one(context, most, ahead, self._rng)
+
+    def finish(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+    def reset(self) -> None:
+        pass
+
+
+def chain(tokens: Sequence[int], odds: float = 0.9) -> Drafts:
+    return Drafts(list(tokens), None, [odds] * len(tokens))
+
+
+GOOD: dict[str, Propose] = {
+    "right": lambda context, most, ahead, rng: chain(ahead[:most]),
+    "wrong": lambda context, most, ahead, rng: chain([(token + 1) % 97 for token in ahead[:most]]),
+    "random": lambda context, most, ahead, rng: chain([rng.randrange(97) for _ in range(most)]),
+    "mixed": lambda context, most, ahead, rng: chain([token if rng.random() < 0.7 else 3 for token in ahead[:4]]),
+    "modest": lambda context, most, ahead, rng: chain(ahead[:most], odds=0.01),
+    "boastful": lambda context, most, ahead, rng: chain([5] * most, odds=17.0),
+    "nan": lambda context, most, ahead, rng: chain(ahead[:most], odds=float("nan")),
+    "without odds": lambda context, most, ahead, rng: Drafts(ahead[:most]),
+    "many": lambda context, most, ahead, rng: chain((ahead * 10_000)[:10_000]),
+    "empty": lambda context, most, ahead, rng: Drafts([]),
+    "none": lambda context, most, ahead, rng: None,
+}
+HOSTILE: dict[str, Propose] = {
+    "out of range": lambda context, most, ahead, rng: chain([97]),
+    "negative": lambda context, most, ahead, rng: chain([-1]),
+    "too few odds": lambda context, most, ahead, rng: Drafts(ahead[:3], None, [0.5]) if len(ahead) > 2 else None,
+    "parent behind its child": lambda context, most, ahead, rng: Drafts([1, 2], [1, ROOT], [0.9, 0.9]),
+    "twins": lambda context, most, ahead, rng: Drafts([1, 1], [ROOT, ROOT], [0.9, 0.9]),
+    "own parent": lambda context, most, ahead, rng: Drafts([1], [0], [0.9]),
+    "no number": lambda context, most, ahead, rng: chain(["a"]),  # type: ignore[list-item]
+}
+
+
+def run(propose: Proposer, requests: Sequence[Request]) -> tuple[list[list[int]], Controller]:
+    tiny = TinyEngine(LLAMA, model=MODELS["llama"])
+    controller = Controller([propose], 64, 97, 12.0)
+    engine = Engine(tiny.scheduler, tiny.runner, None, controller)  # type: ignore[arg-type]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert not controller._records
+    return [request.tokens[request.num_prompt :] for request in requests], controller
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["greedy", "sampled"])
+def known(request: pytest.FixtureRequest) -> tuple[bool, Answers]:
+    requests = questions(request.param)
+    return request.param, {each.id: tokens for each, tokens in zip(requests, alone("llama", requests), strict=True)}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_any_proposer_gives_the_same_answers(name: str, known: tuple[bool, Answers]) -> None:
+    sampled, answers = known
+    proposer = Scripted(name, answers, GOOD[name])
+    found, controller = run(proposer, questions(sampled))
+    assert found == list(answers.values())
+    assert controller.proposers == [proposer]
+    assert set(proposer.finished) <= set(answers)
+    if name in ("wrong", "boastful"):
+        assert controller.accepted[name] <= 0.1 * max(1, controller.drafted[name])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_proposer_that_breaks_the_rules_is_no_longer_called(
+    name: str, known: tuple[bool, Answers], caplog: pytest.LogCaptureFixture
+) -> None:
+    sampled, answers = known
+    with caplog.at_level(logging.ERROR, "quire.speculative"):
+        found, controller = run(Scripted(name, answers, HOSTILE[name]), questions(sampled))
+    assert found == list(answers.values())
+    assert controller.proposers == []
+    assert "no longer called" in caplog.text
+
+
+def test_a_proposer_that_raises_is_no_longer_called(known: tuple[bool, Answers]) -> None:
+    sampled, answers = known
+
+    def fail(context: Context, most: int, ahead: list[int], rng: random.Random) -> Drafts | None:
+        raise RuntimeError("no drafts today")
+
+    found, controller = run(Scripted("failing", answers, fail), questions(sampled))
+    assert found == list(answers.values())
+    assert controller.proposers == []
+
+
+def test_another_number_of_drafts_than_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 drafts for 1"):
+        check([None, None], [4], 97)
+
+
+def test_the_likeliest_path_of_a_tree_comes_first() -> None:
+    tree = Drafts([1, 2, 3, 4, 5], [ROOT, ROOT, 0, 1, 1], [0.4, 0.6, 0.1, 0.9, 0.1])
+    assert trunk_first(tree, [1, 3, 0, 2]) == Drafts([2, 4, 1, 3], [ROOT, 0, ROOT, 2], [0.6, 0.9, 0.4, 0.1])
+    assert trunk_first(tree, [1, 3]).is_chain
+
+
+def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
+    """With steps of equal duration, as the engine's clock sees them."""
+    answers = {"a": [token % 97 for token in range(400)]}
+    for name, expected in (("right", 60), ("wrong", 399)):
+        controller = Controller([Scripted(name, answers, GOOD[name])], 64, 97, 12.0)
+        request = Request("a", [1, 2, 3], max_tokens=400)
+        request.num_planned = 2
+        num_steps = num_verified = 0
+        while request.num_output < 400:
+            controller.propose([request], 0)
+            drafts, request.drafts = request.drafts, None
+            ahead = answers["a"][request.num_output :]
+            num_right = 0
+            if drafts is not None:
+                num_verified += len(drafts)
+                while num_right < len(drafts) and drafts.tokens[num_right] == ahead[num_right]:
+                    num_right += 1
+            observe(controller, request, drafts, num_right, 0.004 * (1 + (len(drafts) / 12 if drafts else 0)))
+            request.tokens += ahead[: num_right + 1]
+            request.num_planned = len(request.tokens) - 1
+            num_steps += 1
+        assert num_steps <= expected + 40, name
+        if name == "wrong":
+            assert num_verified < 60  # their steps take a twelfth longer for each
+
+
+def observe(
+    controller: Controller, request: Request, drafts: Drafts | None, num_right: int, seconds: float
+) -> None:
+    """A step of that duration, by the controller's own clock."""
+    from quire.core.plan import Plan, Sampled
+
+    count = 1 + (len(drafts) if drafts else 0)
+    plan = Plan(1, [request], [request.num_planned], [count], [count], {0: drafts} if drafts else {})
+    sampled = Sampled([[0]], accepted={0: list(range(num_right))} if drafts else {})
+    controller._clock = lambda: controller._begin_s + seconds
+    controller.observe(plan, sampled)
+    controller._clock = lambda: controller._end_s
