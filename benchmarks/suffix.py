@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections import defaultdict
+from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 from arguments import count, count_list
 
 from quire import LLM, SamplingParams
 from quire.config import DEFAULT_MODEL
+from quire.core.drafts import ROOT, Drafts
+from quire.speculative.proposer import Context
+from quire.speculative.suffix import SuffixProposer
 
 CHAT_KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -52,6 +58,131 @@ def make_answers(options: argparse.Namespace) -> None:
     print(f"{len(outputs)} answers, {sum(len(output.outputs[0].token_ids) for output in outputs)} tokens")
 
 
+class Replay:
+    """Decodes stored answers with drafts of at most `max_drafts` nodes. `steps` are in the order of the answers."""
+
+    def __init__(self, proposer: SuffixProposer, max_drafts: int, control: bool) -> None:
+        self.proposer = proposer
+        self.max_drafts = max_drafts
+        self.control = control
+        self.costs: dict[str, float] = defaultdict(float)  # by kind, in steps of one token
+        self.tokens: dict[str, int] = defaultdict(int)
+        self.steps: dict[str, int] = defaultdict(int)
+        self.seconds: list[float] = []  # of each call
+        self.outcomes: list[tuple[float, bool]] = []  # odds and whether the draft is right, where its parent is
+
+    def run(self, answers: Sequence[Answer]) -> None:
+        for nth, answer in enumerate(answers):
+            self._decode(str(nth), answer)
+            self.proposer.finish(str(nth))
+
+    def _decode(self, request_id: str, answer: Answer) -> None:
+        tokens, text = list(answer.prompt), answer.prompt + answer.tokens
+        self.proposer.propose([Context(request_id, tokens, len(answer.prompt), b"")], [0])  # indexes the prompt
+        tokens.append(text[len(tokens)])  # the prompt's own step
+        while len(tokens) < len(text):
+            context = Context(request_id, tokens, len(answer.prompt), b"")
+            start = perf_counter()
+            (drafts,) = self.proposer.propose([context], [self.max_drafts])
+            self.seconds.append(perf_counter() - start)
+            if drafts is not None and self.control:
+                drafts = choose(drafts)
+            num_drafts = len(drafts) if drafts is not None else 0
+            num_right = self._accept(drafts, text[len(tokens) :]) if drafts is not None else 0
+            new = text[len(tokens) : len(tokens) + num_right + 1]
+            tokens += new
+            self.costs[answer.kind] += step_cost(1 + num_drafts)
+            self.tokens[answer.kind] += len(new)
+            self.steps[answer.kind] += 1
+
+    def _accept(self, drafts: Drafts, following: Sequence[int]) -> int:
+        node = ROOT
+        for depth, token in enumerate(following):
+            for each in range(len(drafts)):
+                if drafts.parent(each) == node:
+                    self.outcomes.append((drafts.odds[each], drafts.tokens[each] == token))
+            child = drafts.child(node, token)
+            if child is None:
+                return depth
+            node = child
+        return len(following)
+
+
+def step_cost(num_tokens: int) -> float:
+    """In steps of one token: a 135M model on two cores."""
+    costs = (1.0, 1.15, 1.19, 1.22, 1.34, 1.39, 1.53, 1.66)
+    return costs[num_tokens - 1] if num_tokens <= len(costs) else costs[-1] + 0.12 * (num_tokens - len(costs))
+
+
+def survival(drafts: Drafts) -> list[float]:
+    chances: list[float] = []
+    for node, odds in enumerate(drafts.odds):
+        parent = drafts.parent(node)
+        chances.append(odds if parent == ROOT else odds * chances[parent])
+    return chances
+
+
+def choose(drafts: Drafts) -> Drafts | None:
+    """The nodes that give the most tokens for a step's cost if the odds are true."""
+    chances = survival(drafts)
+    ranked = sorted(range(len(drafts)), key=lambda node: (-chances[node], node))
+    best, best_count, expected = 1.0, 0, 1.0
+    for count_, node in enumerate(ranked, 1):
+        expected += chances[node]
+        if expected / step_cost(1 + count_) > best:
+            best, best_count = expected / step_cost(1 + count_), count_
+    return drafts.keep(sorted(ranked[:best_count])) if best_count else None
+
+
+def read_answers(path: str) -> list[Answer]:
+    """In an order that mixes the kinds."""
+    with open(path) as lines:
+        answers = [Answer(**json.loads(line)) for line in lines]
+    random.Random(0).shuffle(answers)
+    return answers
+
+
+def replay(options: argparse.Namespace) -> None:
+    answers = read_answers(options.answers_file)
+    kinds = sorted({answer.kind for answer in answers})
+    print(f"{len(answers)} answers, {sum(len(answer.tokens) for answer in answers)} tokens. Tokens a step, and x of plain")
+    print(f"{'':32}" + "".join(f"{kind[:11]:>14}" for kind in [*kinds, "all"]))
+    for max_drafts in options.drafts:
+        for tenant in (False, True):
+            for only_chains in (True, False):
+                for control in (False, True):
+                    proposer = SuffixProposer(max_tenants=int(tenant), only_chains=only_chains)
+                    run = Replay(proposer, max_drafts, control)
+                    run.run(answers)
+                    report(run, kinds, only_chains, tenant)
+    report_odds(run)
+    report_seconds("a call in the replay", run.seconds)
+
+
+def report(run: Replay, kinds: Sequence[str], only_chains: bool, tenant: bool) -> None:
+    names = [f"k={run.max_drafts}", "chain" if only_chains else "tree"]
+    names += ["answers"] * tenant + ["chosen"] * run.control
+    columns = [(run.tokens[kind], run.steps[kind], run.costs[kind]) for kind in kinds]
+    columns.append((sum(run.tokens.values()), sum(run.steps.values()), sum(run.costs.values())))
+    cells = [f"{tokens / steps:6.2f} {tokens / cost:5.2f}x" for tokens, steps, cost in columns]
+    print(f"{' '.join(names):32}" + "".join(f"{cell:>14}" for cell in cells))
+
+
+def report_odds(run: Replay) -> None:
+    outcomes = sorted(run.outcomes)
+    print("odds, and how many of these drafts are right, by decile of odds:")
+    for nth in range(10):
+        part = outcomes[len(outcomes) * nth // 10 : len(outcomes) * (nth + 1) // 10]
+        odds, right = (sum(column) / len(part) for column in zip(*part, strict=True))
+        print(f"  {odds:.3f} {right:.3f}")
+
+
+def report_seconds(name: str, seconds: Sequence[float]) -> None:
+    ranked = sorted(seconds)
+    median, late = ranked[len(ranked) // 2] * 1e6, ranked[len(ranked) * 99 // 100] * 1e6
+    print(f"{name:48} p50 {median:8.1f} us, p99 {late:8.1f} us, most {ranked[-1] * 1e6:8.1f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -62,6 +193,10 @@ def main() -> None:
     answers.add_argument("--prompts", type=count, default=20, help="prompts of each kind")
     answers.add_argument("--tokens", type=count, default=256, help="tokens of an answer, at most")
     answers.set_defaults(run=make_answers)
+    replays = commands.add_parser("replay")
+    replays.add_argument("answers_file")
+    replays.add_argument("--drafts", type=count_list, default=[3, 5], help="numbers of drafts")
+    replays.set_defaults(run=replay)
     options = parser.parse_args()
     options.run(options)
 

@@ -110,12 +110,18 @@ void publish(RequestText& request, TenantText& tenant, nb::handle tokens) {
   request.publish(tenant);
 }
 
-// For tests: (position of what follows, length) of the places where the text's last tokens occur before.
-nb::list find_occurrences(const RequestText& request, uint32_t max_visits) {
+// For tests: (token that follows, length) of each place where the request's last tokens occur, in its own text or in a
+// tenant's.
+nb::list find_occurrences(const RequestText& request, const TenantText* tenant, uint32_t max_visits) {
   std::vector<Occurrence> found;
-  request.index().find_own(max_visits, found);
+  const SuffixIndex& index = tenant ? tenant->index() : request.index();
+  if (tenant) tenant->find(request.owner(), request.index().tail(), max_visits, found);
+  else request.index().find_own(max_visits, found);
   nb::list occurrences;
-  for (const Occurrence& each : found) occurrences.append(nb::make_tuple(each.next, each.length));
+  for (const Occurrence& each : found) {
+    const bool is_end = each.next == index.end() || index.token(each.next) == kSeparator;
+    occurrences.append(nb::make_tuple(is_end ? nb::none() : nb::object(nb::int_(index.token(each.next))), each.length));
+  }
   return occurrences;
 }
 
@@ -129,7 +135,7 @@ void bind_suffix(nb::module_& module) {
   nb::class_<RequestText>(module, "RequestText")
       .def("__init__", make_request, "owner"_a, "prediction"_a, "num_prompt"_a)
       .def("__len__", [](const RequestText& text) { return text.size(); })
-      .def("occurrences", find_occurrences, "max_visits"_a = kMaxVisits)
+      .def("occurrences", find_occurrences, "tenant"_a.none() = nb::none(), "max_visits"_a = kMaxVisits)
       .def_prop_ro("num_bytes", [](const RequestText& text) { return text.index().num_bytes(); });
   module.def("propose_repeats", propose, "requests"_a, "tenants"_a, "tokens"_a, "max_drafts"_a, "only_chains"_a);
   module.def("publish_answer", publish, "request"_a, "tenant"_a, "tokens"_a);

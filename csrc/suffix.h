@@ -83,7 +83,7 @@ class TenantText {
 
   void append(uint64_t owner, const uint32_t* tokens, uint32_t size);
   // Occurrences in texts of other owners.
-  void find(uint64_t owner, Tail tail, std::vector<Occurrence>& found) const;
+  void find(uint64_t owner, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const;
 
   // The owner of the last text; 0 if there is none.
   uint64_t last_owner() const { return pieces_.empty() ? 0 : pieces_.back().owner; }
@@ -116,6 +116,7 @@ class RequestText {
  public:
   RequestText(uint64_t owner, std::vector<uint32_t> prediction, uint32_t num_prompt);
 
+  uint64_t owner() const { return owner_; }
   uint32_t size() const { return index_.end() - base_; }
   uint32_t token(uint32_t nth) const { return index_.token(base_ + nth); }
   void append(const uint32_t* tokens, uint32_t size);

@@ -35,7 +35,7 @@ class _Indexed:
 class SuffixProposer:
     """One index for each request, and one for each tenant: a salt.
 
-    max_tenants     tenants whose answers are kept. The least recently used one is dropped
+    max_tenants     tenants whose answers are kept, or 0. The one that answered least recently is dropped first
     tenant_tokens   tokens that are kept of a tenant's answers. The oldest are dropped
     only_chains     propose no trees
     """
@@ -87,11 +87,13 @@ class SuffixProposer:
         return request
 
     def _publish(self, request: _Indexed) -> None:
+        request.num_published = len(request.tokens)
+        if not self._max_tenants:
+            return
         tenant = self._tenants.get(request.salt)
         if tenant is None:
-            tenant = self._tenants[request.salt] = self._texts.TenantText(self._tenant_tokens)
-            if len(self._tenants) > self._max_tenants:
+            if len(self._tenants) == self._max_tenants:
                 self._tenants.popitem(last=False)
+            tenant = self._tenants[request.salt] = self._texts.TenantText(self._tenant_tokens)
         self._tenants.move_to_end(request.salt)
         self._texts.publish_answer(request.text, tenant, request.tokens)
-        request.num_published = len(request.tokens)
