@@ -143,7 +143,7 @@ class EngineConfig:
     speculate: str = option(
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
-        "grammars, where it pays), off, or a list of what is used besides: classes as module:Class. Answers are the "
+        "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, module:Class. Answers are the "
         "same with any of them.",
         "METHODS",
     )
@@ -223,8 +223,8 @@ class EngineConfig:
 class SpeculationMethod:
     """One entry of `EngineConfig.speculate`."""
 
-    kind: Literal["plugin"]
-    value: str  # module:Class
+    kind: Literal["draft", "plugin"]
+    value: str  # a model's name, or module:Class
 
 
 def parse_speculate(text: str) -> list[SpeculationMethod] | None:
@@ -235,12 +235,17 @@ def parse_speculate(text: str) -> list[SpeculationMethod] | None:
         return None
     methods: list[SpeculationMethod] = []
     for entry in text.split(","):
+        kind, _, model = entry.partition(":")
         module, _, name = entry.rpartition(":")
         if entry == "auto":
             continue
+        if kind == "draft" and model:
+            methods.append(SpeculationMethod("draft", model))
+            continue
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise InvalidParams(
-                f"speculate has {entry!r}; each entry is auto, off (alone), or a class as module:Class.", "speculate"
+                f"speculate has {entry!r}; give off, or a list of auto, draft:MODEL and classes as module:Class.",
+                "speculate",
             )
         methods.append(SpeculationMethod("plugin", entry))
     return methods

@@ -18,6 +18,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.refs = [0] * (num_blocks + 1)
+        self.num_allocations = [0] * (num_blocks + 1)  # of each block: a new one means new contents
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
@@ -27,6 +28,7 @@ class BlockPool:
         assert block, "no free block"
         self._unlink(block)
         self.refs[block] = 1
+        self.num_allocations[block] += 1
         return block
 
     def touch(self, block: int) -> None:

@@ -49,7 +49,9 @@ class KVCache:
     def reset(self) -> None:
         """Free all blocks and publish none. The caller clears the requests' block tables."""
         self.filling.clear()
+        num_allocations = self.pool.num_allocations
         self.pool = BlockPool(self.pool.num_blocks)
+        self.pool.num_allocations = num_allocations
         self.tree = self._empty_tree()
 
     def peak(self, length: int, max_count: int, num_encoder_tokens: int = 0) -> int:
@@ -179,6 +181,11 @@ class KVCache:
             table.extend(self._allocate() for _ in range(num_blocks - len(table)))
         request.capacity = num_blocks * self.block_size
         return True
+
+    def has_writable(self, request: Request) -> bool:
+        """Whether the next position is in a block that may be written, or in one that is not allocated yet."""
+        index = request.num_planned // self.block_size
+        return all(index >= len(table) or self._writable(table[index]) for table in request.tables)
 
     def begin_plan(self, step: int) -> None:
         """A new plan is being made. The blocks of earlier plans are filled by the time it runs."""

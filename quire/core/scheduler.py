@@ -319,6 +319,29 @@ class Scheduler:
                         readers.append(request)
         return readers, blocks
 
+    def reserve(self, request: Request, count: int) -> int:
+        """Allocate blocks for the request's last token and up to `count` drafts, before they are planned.
+
+        Returns for how many tokens there are blocks. As for drafts that are planned, only blocks are used that nobody
+        else needs.
+        """
+        start, size = request.num_planned, self.kv.block_size
+        if not self.kv.has_writable(request):
+            return 0  # the block is copied by the plan that writes to it
+        if start + 1 + count > request.capacity:
+            num_groups = len(self.kv.windows)
+            free = (self._count_spare_blocks() + num_groups) // num_groups  # one is for this request's own last token
+            end = min(start + 1 + count, (ceil_div(request.capacity, size) + free) * size)
+            if end > request.capacity:
+                self.kv.grow(request, end, [])
+        return max(0, min(1 + count, request.capacity - start))
+
+    def _count_spare_blocks(self) -> int:
+        """Free blocks that no running request needs for its tokens and its next one."""
+        num_groups = len(self.kv.windows)
+        needed = (self.kv.num_missing_blocks(each, self.max_tokens_per_step) + num_groups for each in self.running)
+        return max(0, self.kv.pool.num_free - sum(needed))
+
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prompt_budget(self) -> int:
@@ -392,10 +415,7 @@ class Scheduler:
             request.drafts = None
             return num_free
         if num_free is None:
-            num_reserved = sum(
-                self.kv.num_missing_blocks(each, self.max_tokens_per_step) + num_groups for each in self.running
-            )
-            num_free = max(0, self.kv.pool.num_free - num_reserved)
+            num_free = self._count_spare_blocks()
         num_blocks = ceil_div(num_tokens, size)
         max_drafts = min(request.max_len - num_tokens - 1, (num_blocks + num_free // num_groups) * size - num_tokens)
         request.drafts.truncate(max(0, max_drafts))

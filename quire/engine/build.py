@@ -30,6 +30,7 @@ from quire.engine.backend import (
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import time_copies
+from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine, EngineInfo
 from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
 from quire.engine.memory import (
@@ -43,11 +44,12 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.runner import ModelRunner, Runner
-from quire.engine.speculation import build_controller
+from quire.engine.speculation import build_controller, load_draft_model
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.speculative.proposer import ModelProposer
 from quire.weights.config import read_config
 from quire.weights.loader import (
     LoadedModel,
@@ -87,7 +89,9 @@ def build_engine(
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
-    specs = loaded.model.cache_specs()
+    draft = load_draft_model(config, loaded, path, ops, dtype)
+    num_layers = len(loaded.model.cache_specs())
+    specs = loaded.model.cache_specs() + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
     if precompilation is not None:
         if ops.fused is None:
@@ -125,7 +129,9 @@ def build_engine(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
-        decoder = ops.record(loaded.model, cache.layers, step_tokens)
+        layers, draft_layers = cache.layers[:num_layers], cache.layers[num_layers:]
+        cache.layers = layers
+        decoder = ops.record(loaded.model, layers, step_tokens)
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
@@ -143,7 +149,16 @@ def build_engine(
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
-    controller = build_controller(config, ops, step_tokens, model.vocab_size)
+    models: list[ModelProposer] = []
+    if draft is not None:
+        recorded = ops.record(draft.model, draft_layers, step_tokens)
+        buffers = BatchBuffers(shape)
+        models.append(
+            DraftModel(
+                recorded, draft_layers, buffers, ops, step_tokens, lambda: scheduler.kv.pool, scheduler.reserve
+            )
+        )  # fmt: skip
+    controller = build_controller(config, ops, step_tokens, model.vocab_size, models)
     return Engine(scheduler, runner, info, controller)
 
 

@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
+from quire.engine.backend import choose_quantize
+from quire.engine.memory import check_weights
 from quire.errors import InvalidParams
 from quire.kernels import Kernels
 from quire.speculative.controller import Controller
-from quire.speculative.proposer import Proposer
+from quire.speculative.proposer import ModelProposer, Proposer
 from quire.speculative.suffix import SuffixProposer
+from quire.store import resolve
+from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 
 FREE_DRAFTS = {"cpu": 12.0, "cuda": 128.0}  # how many drafts double the duration of a small step, until measured
+NUM_COMPARED = 512  # tokens of two vocabularies
+
+
+def load_draft_model(
+    config: EngineConfig, target: LoadedModel, path: Path, ops: Kernels, dtype: str
+) -> LoadedModel | None:
+    """The model of `draft:MODEL`, if there is one. It must have the target's vocabulary."""
+    methods = parse_speculate(config.speculate) or []
+    names = [method.value for method in methods if method.kind == "draft"]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InvalidParams(f"speculate names {len(names)} draft models; give one.", "speculate")
+    if ops.native is None:
+        raise InvalidParams("A draft model needs quire's own CPU kernels; leave it out.", "speculate")
+    draft_path = resolve(names[0]).path
+    with opened(draft_path) as (described, checkpoint):
+        model = replace(described, max_len=target.config.max_len)
+        stored = survey(model, checkpoint, ops)
+        check_weights(weight_bytes(stored, dtype), "cpu")
+        check_vocabulary(path, draft_path, names[0])
+        quantize = choose_quantize(config.quantize, stored)
+        return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize)
+
+
+def check_vocabulary(path: Path, draft_path: Path, name: str) -> None:
+    ours, theirs = load_tokenizer(path), load_tokenizer(draft_path)
+    size = min(ours.vocab_size, theirs.vocab_size)
+    for token in range(0, size, max(1, size // NUM_COMPARED)):
+        if ours.token_text(token) != theirs.token_text(token):
+            raise InvalidParams(
+                f"{name} cannot draft for this model: token {token} is {theirs.token_text(token)!r} there and "
+                f"{ours.token_text(token)!r} here. Name a model with the same tokenizer.",
+                "speculate",
+            )
 
 
 def build_controller(
-    config: EngineConfig, ops: Kernels, max_tokens_per_step: int, vocab_size: int
+    config: EngineConfig, ops: Kernels, max_tokens_per_step: int, vocab_size: int, models: Sequence[ModelProposer]
 ) -> Controller | None:
-    """None if speculation is off, or cannot keep the answer: see `is_exact`."""
+    """None if speculation is off."""
     methods = parse_speculate(config.speculate)
     if methods is None or (not methods and not is_free(ops)):
         return None
     proposers: list[Proposer] = [SuffixProposer(only_chains=True)]
-    proposers += [load_plugin(method.value) for method in methods]
-    return Controller(proposers, max_tokens_per_step, vocab_size, FREE_DRAFTS[ops.device])
+    proposers += [load_plugin(method.value) for method in methods if method.kind == "plugin"]
+    return Controller(proposers, max_tokens_per_step, vocab_size, FREE_DRAFTS[ops.device], models)
 
 
 def is_free(ops: Kernels) -> bool:

@@ -12,13 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
+from quire.speculative.asking import Asked, DraftTimes, choose_depth
 from quire.speculative.calibration import Calibration
 from quire.speculative.ledger import Ledger
-from quire.speculative.proposer import Context, Proposer
+from quire.speculative.proposer import Context, ModelProposer, Proposer
 from quire.speculative.step_times import StepTimes
 
 log = logging.getLogger("quire.speculative")
@@ -27,6 +30,7 @@ MAX_NODES = 16  # drafts of one row
 MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
 ENGINE_LOSS, REQUEST_LOSS = 0.004, 0.015  # shares of the time that speculation may lose
+UNKNOWN_ODDS = 0.5  # of a proposer that gives none
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 
 
@@ -36,13 +40,21 @@ class Record:
 
     ledger: Ledger = field(default_factory=lambda: Ledger(REQUEST_LOSS))
     shifts: dict[str, float] = field(default_factory=dict)  # by proposer, see Calibration
+    asked: dict[str, Asked] = field(default_factory=dict)  # by model
 
 
 class Controller:
     def __init__(
-        self, proposers: Sequence[Proposer], max_tokens_per_step: int, vocab_size: int, free_drafts: float
+        self,
+        proposers: Sequence[Proposer],
+        max_tokens_per_step: int,
+        vocab_size: int,
+        free_drafts: float,
+        models: Sequence[ModelProposer] = (),
     ) -> None:
         self.proposers = list(proposers)
+        self.models = list(models)
+        self._draft_times = {model.name: DraftTimes() for model in models}
         self.times = StepTimes(free_drafts)
         self.calibration = Calibration()
         self.ledger = Ledger(ENGINE_LOSS)
@@ -95,26 +107,28 @@ class Controller:
     def finish(self, request_id: str) -> None:
         """A request has ended."""
         if self._records.pop(request_id, None) is not None:
-            for proposer in self.proposers:
+            for proposer in (*self.proposers, *self.models):
                 proposer.finish(request_id)
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
-        for proposer in self.proposers:
+        for proposer in (*self.proposers, *self.models):
             proposer.reset()
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
         rows = [request for request in running if may_draft(request)]
         trees = self._ask(rows)
+        for model in self.models:
+            self._ask_model(model, rows, trees, step_s)
         if not trees:
             return
         nodes: list[tuple[float, int, int]] = []  # (-survival, row, node): sorted, parents precede their children
         for index, tree in enumerate(trees):
             if tree is not None:
-                shifts = self._records[rows[index].id].shifts
-                nodes += [(-each, index, node) for node, each in enumerate(self._survivals(tree, shifts))]
-        nodes = sorted(node for node in nodes if node[0] <= -MIN_SURVIVAL)
+                survivals = self._survivals(tree, self._records[rows[index].id].shifts)
+                nodes += [(-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL]
+        nodes.sort()
         count = self._best_count([-node[0] for node in nodes], running, step_s)
         chosen: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
@@ -172,6 +186,35 @@ class Controller:
                     trees[index] = longer(trees[index], drafts)
         return trees
 
+    def _ask_model(
+        self, model: ModelProposer, rows: Sequence[Request], trees: list[Drafts | None], step_s: float
+    ) -> None:
+        """Ask a model for the drafts of requests for which that promises more than the drafts there are."""
+        num_rows, times = len(rows), self._draft_times[model.name]
+        ratios = self.times.ratios(num_rows, MAX_NODES)
+        share = times.expect(num_rows) / step_s
+        depths: list[int] = []
+        for request, tree in zip(rows, trees, strict=True):
+            record = self._records[request.id]
+            others = 1.0
+            if tree is not None:
+                survivals = self._survivals(tree, record.shifts)
+                rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, len(tree) + 1)]
+                others = max(rates, default=1.0)
+            asked = record.asked.setdefault(model.name, Asked())
+            limit = min(MAX_NODES, request.max_len - len(request.tokens) - 1)
+            depths.append(min(limit, choose_depth(asked, ratios, share, num_rows, others)))
+        if not any(depths):
+            return
+        begin_s = self._clock()
+        found = model.propose_requests(rows, depths)
+        times.learn(num_rows, max(depths), self._clock() - begin_s)
+        for index, drafts in enumerate(found):
+            if drafts is not None and len(drafts):
+                if (constraint := rows[index].constraint) is not None:
+                    drafts.truncate(constraint.num_allowed(drafts.tokens))
+                trees[index] = drafts if len(drafts) else trees[index]
+
     def _call(self, proposer: Proposer, contexts: Sequence[Context], limits: Sequence[int]) -> list[Drafts | None]:
         """Call a proposer, and check what it returns. One that fails repeatedly is no longer called."""
         try:
@@ -188,13 +231,13 @@ class Controller:
             return []
 
     def _survivals(self, tree: Drafts, shifts: dict[str, float]) -> list[float]:
+        odds = tree.odds or [UNKNOWN_ODDS] * len(tree)
+        chances = self.calibration.chances(tree.source, odds, shifts.get(tree.source, 0.0))
+        if tree.parents is None:
+            return list(accumulate(chances, mul))
         survivals: list[float] = []
-        shift = shifts.get(tree.source, 0.0)
-        for node in range(len(tree)):
-            parent = tree.parent(node)
-            reached = 1.0 if parent == ROOT else survivals[parent]
-            odds = tree.odds[node] if tree.odds else 0.5
-            survivals.append(reached * self.calibration.chance(tree.source, odds, shift))
+        for parent, chance in zip(tree.parents, chances, strict=True):
+            survivals.append(chance if parent == ROOT else survivals[parent] * chance)
         return survivals
 
     def _learn_odds(self, request: Request, drafts: Drafts, path: Sequence[int]) -> None:
@@ -208,8 +251,10 @@ class Controller:
         shift = record.shifts.get(source, 0.0)
         for node in range(len(drafts)):
             if drafts.parent(node) in right:
-                odds = drafts.odds[node] if drafts.odds else 0.5
+                odds = drafts.odds[node] if drafts.odds else UNKNOWN_ODDS
                 shift = self.calibration.learn(source, odds, node in right, shift)
+                if (asked := record.asked.get(source)) is not None:
+                    asked.learn(node in right)
         record.shifts[source] = shift
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from quire.core.drafts import Drafts
+from quire.core.request import Request
 
 
 class Context(NamedTuple):
@@ -56,3 +57,17 @@ class Proposer(Protocol):
     def reset(self) -> None:
         """All requests have ended, or begin again. What was learnt from earlier requests may stay."""
         ...
+
+
+class ModelProposer(Protocol):
+    """A proposer that runs a model of its own on the engine's cache. A call takes time, so it is not always called."""
+
+    name: str
+
+    def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
+        """Up to `depths` drafts in a row for each request."""
+        ...
+
+    def finish(self, request_id: str) -> None: ...
+
+    def reset(self) -> None: ...

@@ -164,9 +164,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
             assert num_verified < 60  # their steps take a twelfth longer for each
 
 
-def observe(
-    controller: Controller, request: Request, drafts: Drafts | None, num_right: int, seconds: float
-) -> None:
+def observe(controller: Controller, request: Request, drafts: Drafts | None, num_right: int, seconds: float) -> None:
     """A step of that duration, by the controller's own clock."""
     from quire.core.plan import Plan, Sampled
 

@@ -1,0 +1,171 @@
+"""DraftModel: a small model that guesses what the large one will say. It is a proposer.
+
+Its keys and values are in the same blocks as those of the large model: its layers are further layers of the cache. So
+block tables, prefix hits, copies and swaps serve both. It computes only tokens that it has not computed yet, when it is
+asked for drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.core.block_pool import BlockPool
+from quire.core.drafts import Drafts
+from quire.core.plan import Plan
+from quire.core.request import Request
+from quire.engine.batch import Batch, BatchBuffers
+from quire.engine.sampling_state import settings_of, signed
+from quire.kernels import Kernels
+from quire.kernels.arrays import Array
+from quire.kernels.paging import LayerCache
+from quire.models.decoder import Decoder
+
+CONFIDENT = 0.98  # the odds of a draft whose probability is 1
+
+
+@dataclass(slots=True)
+class Computed:
+    """The first tokens of a request whose keys and values the draft model has computed, and where."""
+
+    num_tokens: int
+    blocks: list[int | None]
+    num_preemptions: int
+
+
+class DraftModel:
+    """`reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool."""
+
+    name = "draft"
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: Sequence[LayerCache],
+        buffers: BatchBuffers,
+        ops: Kernels,
+        max_tokens: int,
+        pool: Callable[[], BlockPool],
+        reserve: Callable[[Request, int], int],
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._buffers = buffers
+        self._ops = ops
+        self._max_tokens = max_tokens
+        self._pool = pool
+        self._reserve = reserve
+        self._computed: dict[str, Computed] = {}
+        self._filled: dict[int, int] = {}  # full blocks that the draft model has filled: their number of allocations
+
+    def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
+        """Up to `depths` drafts for each request, as a chain."""
+        rows: list[Row] = []
+        found: list[Drafts | None] = [None] * len(requests)
+        for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
+            depth = min(depth, self._reserve(request, depth)) if depth else 0
+            if depth:
+                found[index] = drafts = Drafts([], None, [], self.name)
+                rows.append(Row(request, depth, self._count_computed(request), drafts))
+        self._catch_up(rows)
+        while rows:
+            states = self._run(rows)
+            self._draw(rows, states)
+            rows = [row for row in rows if len(row.drafts) < row.depth]
+        for request, drafts in zip(requests, found, strict=True):
+            if drafts is not None:
+                blocks = list(request.tables[0])
+                num_tokens = len(request.tokens) + len(drafts) - 1
+                self._computed[request.id] = Computed(num_tokens, blocks, request.num_preemptions)
+        return found
+
+    def finish(self, request_id: str) -> None:
+        self._computed.pop(request_id, None)
+
+    def reset(self) -> None:
+        self._computed.clear()
+        self._filled.clear()
+
+    def _count_computed(self, request: Request) -> int:
+        """How many of the request's first tokens are computed. At least the last one is computed again."""
+        tables, size = request.tables[0], self._buffers.block_size
+        last = len(request.tokens) - 1
+        known = self._computed.get(request.id)
+        num_tokens = 0
+        if known is not None and known.num_preemptions == request.num_preemptions:
+            num_tokens = min(known.num_tokens, last)
+            while num_tokens and known.blocks[: -(-num_tokens // size)] != tables[: -(-num_tokens // size)]:
+                num_tokens = (num_tokens - 1) // size * size  # a block was copied
+        allocations = self._pool().num_allocations
+        for index in range(num_tokens // size):  # confirmed: later requests with the same prefix have these blocks
+            if (block := tables[index]) is not None:
+                self._filled[block] = allocations[block]
+        index = num_tokens // size
+        while (index + 1) * size <= last:
+            block = tables[index]
+            if block is None or self._filled.get(block) != allocations[block]:
+                break
+            index += 1
+            num_tokens = index * size
+        return num_tokens
+
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        """Compute all tokens but the last of each request, in chunks."""
+        for row in rows:
+            while (left := len(row.request.tokens) - 1 - row.start) > 0:
+                count = min(left, self._max_tokens)
+                self._forward(self._buffers.fill(Plan(0, [row.request], [row.start], [count], [0])))
+                row.start += count
+
+    def _run(self, rows: Sequence[Row]) -> Array:
+        """Compute the last token of each row. Returns their hidden states."""
+        plan = Plan(
+            0,
+            [row.request for row in rows],
+            [row.start for row in rows],
+            [1] * len(rows),
+            [1] * len(rows),
+            {index: Drafts([row.drafts.tokens[-1]]) for index, row in enumerate(rows) if len(row.drafts)},
+        )
+        states = self._forward(self._buffers.fill(plan))
+        for row in rows:
+            row.start += 1
+        return states
+
+    def _forward(self, batch: Batch) -> Array:
+        return self._model(batch.tokens, batch.positions, batch.paging, self._layers)
+
+    def _draw(self, rows: Sequence[Row], states: Array) -> None:
+        """The next draft of each row: sampled with the request's noise, as the large model will sample. Nothing is cut
+        off by top-k, top-p and min-p: what is unlikely here may be likely there.
+        """
+        arrays = self._ops.arrays
+        logits = self._model.head(states)
+        settings = [(settings_of(row.request.params)[0], 0, 1.0, -math.inf) for row in rows]
+        tokens, max_logits = self._ops.sample(
+            arrays.put(np.asarray(logits).copy(), "float32"),
+            arrays.put(settings, "float64"),
+            arrays.put([signed(row.request.seed) for row in rows], "int64"),
+            arrays.put([len(row.request.tokens) + len(row.drafts) for row in rows], "int64"),
+        )
+        logprobs = self._ops.logprobs(logits, tokens, 0)[0]
+        columns = zip(rows, tokens.tolist(), max_logits.tolist(), logprobs.tolist(), strict=True)
+        for row, token, max_logit, logprob in columns:
+            if not math.isfinite(max_logit):
+                row.depth = len(row.drafts)
+                continue
+            row.drafts.tokens.append(token)
+            row.drafts.odds.append(CONFIDENT * math.exp(logprob))
+
+
+@dataclass(slots=True)
+class Row:
+    """A request while drafts are made for it."""
+
+    request: Request
+    depth: int
+    start: int  # position of the next token to compute
+    drafts: Drafts

@@ -1,0 +1,73 @@
+"""Asking: whether a model is asked for drafts, and for how many. Its time is spent before its drafts are known.
+
+So the decision uses how often its drafts for this request were right so far. A model that does not pay is asked again
+after 16, 32, 64, ... steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FIRST_RATE = 0.7  # of right drafts, before any was verified
+RATE_WEIGHT = 0.1
+MAX_DEPTH = 8
+FIRST_WAIT, MAX_WAIT = 16, 1024  # steps
+TIME_WEIGHT = 0.2
+MIN_GAIN = 1.02
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request's experience with a model."""
+
+    rate: float = FIRST_RATE  # of drafts that were right, if their parents were
+    wait: int = FIRST_WAIT  # steps until it is asked again, if it does not pay
+    left: int = 0  # of these
+
+    def learn(self, right: bool) -> None:
+        self.rate += RATE_WEIGHT * (right - self.rate)
+        if right:
+            self.wait = FIRST_WAIT
+
+
+@dataclass(slots=True)
+class DraftTimes:
+    """The measured seconds of one draft of a model, by the number of rows."""
+
+    _seconds: dict[int, float] = field(default_factory=dict)
+
+    def learn(self, num_rows: int, depth: int, seconds: float) -> None:
+        each_s, known = seconds / depth, self._seconds.get(num_rows)
+        self._seconds[num_rows] = each_s if known is None else known + TIME_WEIGHT * (min(each_s, 2 * known) - known)
+
+    def expect(self, num_rows: int) -> float:
+        """0 if nothing is known."""
+        if not self._seconds:
+            return 0.0
+        nearest = min(self._seconds, key=lambda each: abs(each - num_rows))
+        return self._seconds[nearest]
+
+
+def choose_depth(asked: Asked, ratios: Sequence[float], draft_share: float, num_rows: int, others: float) -> int:
+    """How many drafts in a row to ask for, 0 included.
+
+    `ratios` are durations of steps by drafts, and `draft_share` that of one draft, relative to a plain step. `others` is
+    the rate of tokens, relative to plain steps, that drafts without the model promise.
+    """
+    best, best_rate, expected, survival = 0, max(MIN_GAIN, others), 1.0, 1.0
+    for depth in range(1, min(MAX_DEPTH, len(ratios) - 1) + 1):
+        survival *= asked.rate
+        expected += survival
+        ratio = 1.0 + num_rows * (ratios[depth] - 1.0)  # if all rows have as many
+        rate = expected / (ratio + depth * draft_share)
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    if best:
+        return best
+    asked.left -= 1
+    if asked.left > 0:
+        return 0
+    asked.left = asked.wait
+    asked.wait = min(MAX_WAIT, 2 * asked.wait)
+    return 1 if others <= MIN_GAIN else 0
