@@ -183,6 +183,54 @@ def report_seconds(name: str, seconds: Sequence[float]) -> None:
     print(f"{name:48} p50 {median:8.1f} us, p99 {late:8.1f} us, most {ranked[-1] * 1e6:8.1f} us")
 
 
+def make_text(num_tokens: int, seed: int) -> list[int]:
+    """Tokens with the frequencies of words in a language, and with passages that occur again."""
+    random_ = random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        if tokens and random_.random() < 0.5:
+            start = random_.randrange(len(tokens))
+            tokens += tokens[start : start + random_.randrange(2, 40)]
+        else:
+            tokens += [int(random_.paretovariate(0.6)) % 49152 for _ in range(20)]
+    return tokens[:num_tokens]
+
+
+def speed(options: argparse.Namespace) -> None:
+    for num_tokens in (1024, 8192, 32768):
+        for batch in (1, 64):
+            measure_batch(num_tokens, batch)
+    measure_calls("100,000 equal tokens, 1 request", [[7] * 100_000], 200)
+
+
+def measure_batch(num_tokens: int, batch: int) -> None:
+    texts = [make_text(num_tokens + 200, seed) for seed in range(batch)]
+    measure_calls(f"{num_tokens} tokens, {batch} request(s)", texts, num_tokens)
+
+
+def measure_calls(name: str, texts: Sequence[list[int]], num_prompt: int) -> None:
+    """Indexes the texts but for their last 200 tokens, then proposes after each of those."""
+    proposer = SuffixProposer()
+    for nth in range(16):  # earlier answers of the tenant
+        proposer.propose([Context(f"old{nth}", make_text(4096, -nth), 0, b"")], [0])
+        proposer.finish(f"old{nth}")
+    first, seconds = [], []
+    grown = [text[:-200] for text in texts]
+    contexts = [Context(str(nth), tokens, num_prompt, b"") for nth, tokens in enumerate(grown)]
+    for context in contexts:
+        start = perf_counter()
+        proposer.propose([context], [5])
+        first.append(perf_counter() - start)
+    for nth in range(200):
+        for tokens, text in zip(grown, texts, strict=True):
+            tokens.append(text[nth - 200])
+        start = perf_counter()
+        proposer.propose(contexts, [5] * len(texts))
+        seconds.append((perf_counter() - start) / len(texts))
+    report_seconds(f"{name}: first call", first)
+    report_seconds(f"{name}: a request", seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -197,6 +245,7 @@ def main() -> None:
     replays.add_argument("answers_file")
     replays.add_argument("--drafts", type=count_list, default=[3, 5], help="numbers of drafts")
     replays.set_defaults(run=replay)
+    commands.add_parser("speed").set_defaults(run=speed)
     options = parser.parse_args()
     options.run(options)
 

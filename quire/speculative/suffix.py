@@ -84,6 +84,8 @@ class SuffixProposer:
             text = self._texts.RequestText(next(self._owners), context.prediction, context.num_prompt)
             request = self._requests[context.request_id] = _Indexed(text, context)
         request.tokens = context.tokens
+        if len(context.tokens) < request.num_published:  # the request began again
+            request.num_published = context.num_prompt
         return request
 
     def _publish(self, request: _Indexed) -> None:
