@@ -145,7 +145,8 @@ def read_answers(path: str) -> list[Answer]:
 def replay(options: argparse.Namespace) -> None:
     answers = read_answers(options.answers_file)
     kinds = sorted({answer.kind for answer in answers})
-    print(f"{len(answers)} answers, {sum(len(answer.tokens) for answer in answers)} tokens. Tokens a step, and x of plain")
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    print(f"{len(answers)} answers, {num_tokens} tokens. Tokens a step, and the speed as a multiple of plain decoding")
     print(f"{'':32}" + "".join(f"{kind[:11]:>14}" for kind in [*kinds, "all"]))
     for max_drafts in options.drafts:
         for tenant in (False, True):

@@ -207,7 +207,7 @@ void RequestText::follow_prediction(uint32_t token) {
 // The answer is where its last tokens are in the prediction, if more of them match there than at the cursor.
 void RequestText::realign(const std::vector<Occurrence>& found) {
   for (const Occurrence& each : found) {
-    if (each.next >= prediction_.size() || each.length <= num_agreed_) continue;
+    if (each.next > prediction_.size() || each.length <= num_agreed_) continue;
     cursor_ = each.next;
     num_agreed_ = each.length;
   }

@@ -1,7 +1,7 @@
 """What makes drafts: the interface between the controller and its proposers. Plug-ins implement it too.
 
-A proposer is named as `module:Class`. It only affects the speed: every draft is verified, so a wrong draft costs time and
-never changes an answer. `suffix.py` is an example.
+A proposer is named as `module:Class`. It affects only the speed: every draft is verified, so a wrong draft costs time
+and never changes an answer. `suffix.py` is an example.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Context(NamedTuple):
     """What a proposer sees of a request.
 
     request_id   identifies the request until `finish`
-    tokens       prompt and answer so far. It is a list that only grows between two calls, so a proposer processes what is
-                 new since its last call for the request. If it is shorter than before, the request began again
+    tokens       prompt and answer so far: a list that only grows. A proposer processes what is new since its last call
+                 for the request. If the list is shorter than before, the request began again
     num_prompt   how many of the tokens are the prompt
-    salt         the tenant's key. Requests with different salts must not influence each other's drafts: the time that an
-                 answer takes would tell one tenant what another one generates
+    salt         the tenant's key. Requests with different salts must not influence each other's drafts: otherwise the
+                 time that an answer takes tells one tenant what another one generates
     prediction   tokens that the client expects as the answer. May be empty
     """
 

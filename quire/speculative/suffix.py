@@ -66,7 +66,7 @@ class SuffixProposer:
             for request in requests:
                 if len(request.tokens) - request.num_published >= PUBLISH_TOKENS:
                     self._publish(request)
-        return [Drafts(*each, self.name) if each else None for each in found]
+        return [each and Drafts(each[0], each[1], each[2], self.name) for each in found]
 
     def finish(self, request_id: str) -> None:
         with self._lock:
