@@ -255,12 +255,16 @@ struct Branch {
   float odds, survival;
 };
 
+struct Span {
+  size_t begin, end;
+};
+
 struct Node {
   uint32_t token;
   int32_t parent;
   uint32_t depth;
   float odds, survival;
-  std::vector<uint32_t> votes;  // those that continue with this node's path
+  Span votes;  // those that continue with this node's path
 };
 
 // A longer match counts more: its continuation is right more often.
@@ -282,19 +286,17 @@ float estimate(const Choice& choice, float total) {
 class Growth {
  public:
   Growth(const SuffixIndex& own, std::vector<Vote> votes, bool only_chains)
-      : own_(own), votes_(std::move(votes)), max_children_(only_chains ? 1 : kMaxChildren) {}
+      : own_(own), votes_(std::move(votes)), num_votes_(votes_.size()), max_children_(only_chains ? 1 : kMaxChildren) {}
 
   void grow(uint32_t max_drafts) {
-    std::vector<uint32_t> all(votes_.size());
-    for (uint32_t nth = 0; nth < all.size(); nth++) all[nth] = nth;
-    branch(kRoot, all);
+    branch(kRoot);
     while (nodes_.size() < max_drafts && !branches_.empty()) {
       const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& left, const Branch& right) {
         return left.survival < right.survival;
       });
       const Branch chosen = *best;
       branches_.erase(best);
-      add(chosen, chosen.parent == kRoot ? all : nodes_[chosen.parent].votes);
+      add(chosen);
     }
   }
 
@@ -321,16 +323,18 @@ class Growth {
   }
 
  private:
-  void add(const Branch& chosen, const std::vector<uint32_t>& votes) {
+  void add(const Branch& chosen) {
     const uint32_t depth = depth_of(chosen.parent);
-    Node node{chosen.token, chosen.parent, depth + 1, chosen.odds, chosen.survival, {}};
-    for (const uint32_t vote : votes) {
-      if (read(votes_[vote], depth, chosen.parent) == chosen.token) node.votes.push_back(vote);
+    const Span from = votes_of(chosen.parent);
+    const size_t begin = votes_.size();
+    for (size_t nth = from.begin; nth < from.end; nth++) {
+      if (read(votes_[nth], depth, chosen.parent) == chosen.token) votes_.push_back(Vote(votes_[nth]));
     }
-    nodes_.push_back(std::move(node));
-    branch(static_cast<int32_t>(nodes_.size()) - 1, nodes_.back().votes);
+    nodes_.push_back({chosen.token, chosen.parent, depth + 1, chosen.odds, chosen.survival, {begin, votes_.size()}});
+    branch(static_cast<int32_t>(nodes_.size()) - 1);
   }
 
+  Span votes_of(int32_t node) const { return node == kRoot ? Span{0, num_votes_} : nodes_[node].votes; }
   uint32_t depth_of(int32_t node) const { return node == kRoot ? 0 : nodes_[node].depth; }
 
   // What follows an occurrence and `depth` more tokens. Behind the end of the request's text its drafts follow, so a
@@ -343,26 +347,29 @@ class Growth {
     return nodes_[node].token;
   }
 
-  void branch(int32_t parent, const std::vector<uint32_t>& votes) {
+  void branch(int32_t parent) {
     const uint32_t depth = depth_of(parent);
-    const float survival = parent == kRoot ? 1.0f : nodes_[parent].survival;
+    const Span from = votes_of(parent);
     choices_.clear();
     float total = 0.0f;
-    for (const uint32_t vote : votes) {
-      const uint32_t token = read(votes_[vote], depth, parent);
-      const uint32_t length = votes_[vote].length + depth;
-      const bool is_own = votes_[vote].index == &own_;
+    for (size_t nth = from.begin; nth < from.end; nth++) {
+      const Vote& vote = votes_[nth];
+      const uint32_t token = read(vote, depth, parent);
+      const uint32_t length = vote.length + depth;
+      const bool is_own = vote.index == &own_;
       const float weight = weigh(length) * (is_own ? 1.0f : kTenantWeight);
       total += weight;
       if (token != kSeparator) count(token, weight, is_own ? 1.0f : kTenantCount, length);
     }
-    const size_t kept = std::min(choices_.size(), max_children_);
-    // Equal weights stay in the order of votes: the most recent one comes first.
-    std::stable_sort(choices_.begin(), choices_.end(),
-                     [](const Choice& left, const Choice& right) { return left.weight > right.weight; });
-    for (size_t nth = 0; nth < kept; nth++) {
-      const float odds = estimate(choices_[nth], total);
-      if (odds >= kMinOdds) branches_.push_back({parent, choices_[nth].token, odds, odds * survival});
+    const float survival = parent == kRoot ? 1.0f : nodes_[parent].survival;
+    for (size_t nth = std::min(choices_.size(), max_children_); nth > 0; nth--) {
+      // Of equal weights the first is taken: votes with long n-grams come first, and then the most recent ones.
+      Choice& best = *std::max_element(choices_.begin(), choices_.end(), [](const Choice& left, const Choice& right) {
+        return left.weight < right.weight;
+      });
+      const float odds = estimate(best, total);
+      if (odds >= kMinOdds) branches_.push_back({parent, best.token, odds, odds * survival});
+      best.weight = 0.0f;
     }
   }
 
@@ -378,8 +385,8 @@ class Growth {
   }
 
   const SuffixIndex& own_;
-  const std::vector<Vote> votes_;
-  const size_t max_children_;
+  std::vector<Vote> votes_;  // all votes, and behind them those of each node
+  const size_t num_votes_, max_children_;
   std::vector<Choice> choices_;
   std::vector<Branch> branches_;
   std::vector<Node> nodes_;
@@ -393,6 +400,8 @@ void RequestText::propose(const TenantText* tenant, uint32_t max_drafts, bool on
   if (!tail.size || !max_drafts) return;
   std::vector<Vote> votes;
   std::vector<Occurrence> found;
+  found.reserve(kMaxFound);
+  votes.reserve(4 * kMaxFound);
   index_.find_own(kMaxFound, found);
   const bool is_predicted = size() >= num_prompt_ && !prediction_.empty();
   if (is_predicted) realign(found);
