@@ -3,25 +3,30 @@
 python benchmarks/suffix.py answers PROMPTS.jsonl ANSWERS.jsonl [--model MODEL] [--prompts 20] [--tokens 256]
 python benchmarks/suffix.py replay ANSWERS.jsonl [--drafts 3,5]
 python benchmarks/suffix.py speed
+python benchmarks/suffix.py fit ANSWERS.jsonl
 
 PROMPTS.jsonl is Spec-Bench's question.jsonl. `answers` stores the model's greedy answers, `replay` runs no model.
+`fit` prints the constants of `estimate` in csrc/suffix.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from arguments import count, count_list
 
 from quire import LLM, SamplingParams
 from quire.config import DEFAULT_MODEL
 from quire.core.drafts import ROOT, Drafts
+from quire.kernels.cpu.native import load
 from quire.speculative.proposer import Context
 from quire.speculative.suffix import SuffixProposer
 
@@ -232,6 +237,59 @@ def measure_calls(name: str, texts: Sequence[list[int]], num_prompt: int) -> Non
     report_seconds(f"{name}: a request", seconds)
 
 
+def fit(options: argparse.Namespace) -> None:
+    """Logistic regression of whether a token is right, over the three likeliest tokens at each position."""
+    native: Any = load()
+    tenant = native.TenantText(65536)
+    features: list[list[float]] = []
+    right: list[bool] = []
+    for owner, answer in enumerate(read_answers(options.answers_file), 1):
+        request = native.RequestText(owner, [], len(answer.prompt))
+        tokens = list(answer.prompt)
+        for token in answer.tokens:
+            native.propose_repeats([request], [None], [tokens], [0], True)
+            for other, columns in rank_choices(request.occurrences(), request.occurrences(tenant))[:3]:
+                features.append(columns)
+                right.append(other == token)
+            tokens.append(token)
+        native.publish_answer(request, tenant, tokens)
+    names = ("constant", "log length", "log count", "log share / (1 - share + 0.02)")
+    for name, value in zip(names, regress(np.array(features), np.array(right, float)), strict=True):
+        print(f"{name:32} {value:6.3f}")
+
+
+def rank_choices(own: Sequence[tuple], others: Sequence[tuple]) -> list[tuple[int, list[float]]]:
+    """Tokens by their weight, as csrc/suffix.cpp weighs them, with the features of `estimate`."""
+    weights: dict[int, float] = defaultdict(float)
+    counts: dict[int, float] = defaultdict(float)
+    lengths: dict[int, int] = defaultdict(int)
+    total = 0.0
+    votes = [(*each, 1.0, 1.0) for each in own] + [(*each, 0.03, 0.25) for each in others]
+    for token, length, weight, count_ in votes:
+        total += weight * min(length, 16) ** 3
+        if token is not None:  # else the answer ended there
+            weights[token] += weight * min(length, 16) ** 3
+            counts[token] += count_
+            lengths[token] = max(lengths[token], length)
+    ranked = []
+    for token in sorted(weights, key=lambda token: -weights[token]):
+        share = weights[token] / total
+        odds_of_share = math.log(share / (1 - share + 0.02))
+        ranked.append((token, [math.log(lengths[token]), math.log(counts[token]), odds_of_share]))
+    return ranked
+
+
+def regress(features: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Newton's method."""
+    x = np.c_[np.ones(len(features)), features]
+    constants = np.zeros(x.shape[1])
+    for _ in range(30):
+        chance = 1 / (1 + np.exp(-x @ constants))
+        curvature = x.T @ (x * (chance * (1 - chance))[:, None])
+        constants += np.linalg.solve(curvature, x.T @ (right - chance))
+    return constants
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -247,6 +305,9 @@ def main() -> None:
     replays.add_argument("--drafts", type=count_list, default=[3, 5], help="numbers of drafts")
     replays.set_defaults(run=replay)
     commands.add_parser("speed").set_defaults(run=speed)
+    fits = commands.add_parser("fit")
+    fits.add_argument("answers_file")
+    fits.set_defaults(run=fit)
     options = parser.parse_args()
     options.run(options)
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint32_t kNoLimit = 0;
 constexpr uint32_t kMaxPosition = 0x7FFFFFFF;
+constexpr uint32_t kMaxLimit = 1u << 30;
 constexpr uint32_t kMinTable = 64;
 constexpr uint32_t kOverlap = 8;  // tokens before a piece of an answer that are stored with it, so that they lead to it
 
@@ -145,6 +146,8 @@ uint32_t SuffixIndex::match(uint32_t position, Tail tail) const {
   return length;
 }
 
+TenantText::TenantText(uint32_t limit) : index_(std::clamp(limit, 1u, kMaxLimit)) {}
+
 void TenantText::append(uint64_t owner, const uint32_t* tokens, uint32_t size) {
   if (index_.end() > kMaxPosition - size) *this = TenantText(index_.limit());  // positions are used up
   if (pieces_.empty() || pieces_.back().owner != owner) {
@@ -274,11 +277,11 @@ float weigh(uint32_t length) {
 }
 
 // The chance that a token is right, by its longest match, the number of its votes and its share of all weight. The
-// constants are a logistic regression over 24,000 tokens of greedy answers (benchmarks/suffix.py).
+// constants are a logistic regression over 24,000 tokens of greedy answers (`benchmarks/suffix.py fit`).
 float estimate(const Choice& choice, float total) {
   const float share = choice.weight / total;
-  const float logit = -1.65f + 0.52f * std::log(static_cast<float>(std::min(choice.length, kMaxMatch))) +
-                      0.57f * std::log(choice.count) + 0.60f * std::log(share / (1.0f - share + 0.02f));
+  const float logit = -1.67f + 0.53f * std::log(static_cast<float>(std::min(choice.length, kMaxMatch))) +
+                      0.65f * std::log(choice.count) + 0.59f * std::log(share / (1.0f - share + 0.02f));
   return 1.0f / (1.0f + std::exp(-logit));
 }
 

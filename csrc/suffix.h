@@ -79,7 +79,7 @@ class SuffixIndex {
 // Answers of one tenant's requests, the last `limit` tokens of them.
 class TenantText {
  public:
-  explicit TenantText(uint32_t limit) : index_(limit) {}
+  explicit TenantText(uint32_t limit);
 
   void append(uint64_t owner, const uint32_t* tokens, uint32_t size);
   // Occurrences in texts of other owners.

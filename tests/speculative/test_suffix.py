@@ -93,8 +93,8 @@ def reference_occurrences(text: Sequence[Any], tail: Sequence[int]) -> list[tupl
 
 
 def reference_odds(length: int, count: int, share: float) -> float:
-    logit = -1.65 + 0.52 * math.log(min(length, MAX_MATCH)) + 0.57 * math.log(count)
-    return 1 / (1 + math.exp(-logit - 0.60 * math.log(share / (1 - share + 0.02))))
+    logit = -1.67 + 0.53 * math.log(min(length, MAX_MATCH)) + 0.65 * math.log(count)
+    return 1 / (1 + math.exp(-logit - 0.59 * math.log(share / (1 - share + 0.02))))
 
 
 def reference_children(text: list[int], path: list[int]) -> list[tuple[int, float]]:
@@ -322,8 +322,9 @@ def test_the_least_recent_tenant_is_dropped(make: type[SuffixProposer]):
     assert [salt for salt, drafts in found.items() if drafts] == [b"one", b"three"]
 
 
-def test_without_tenants_no_answer_is_kept(make: type[SuffixProposer]):
-    proposer = make(max_tenants=0)
+@pytest.mark.parametrize("limits", [{"max_tenants": 0}, {"tenant_tokens": 0}])
+def test_without_tenants_no_answer_is_kept(make: type[SuffixProposer], limits: dict[str, int]):
+    proposer = make(**limits)
     finish_answer(proposer, range(100, 300))
     assert propose(proposer, [104, 105, 106]) is None
 
