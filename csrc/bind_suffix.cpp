@@ -1,5 +1,6 @@
-// Python bindings of drafts from repeated text. Tokens are read from Python sequences, only those that are new since the
-// last call. Indexing and proposing release the GIL. Calls for one request or one tenant must not overlap.
+// Python bindings of drafts from repeated text. Tokens are read from Python sequences, only those that are new since
+// the last call. Indexing and proposing release the GIL. Calls for one request or one tenant must not overlap, and a
+// request must not occur twice in one call.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -21,7 +22,9 @@ uint32_t read_token(PyObject* object) {
   if (!object) throw nb::python_error();
   const long long token = PyLong_AsLongLong(object);
   if (token == -1 && PyErr_Occurred()) throw nb::python_error();
-  if (token < 0 || token > kMaxToken) throw nb::value_error(("There is no token " + std::to_string(token) + ".").c_str());
+  if (token < 0 || token > kMaxToken) {
+    throw nb::value_error(("There is no token " + std::to_string(token) + ".").c_str());
+  }
   return static_cast<uint32_t>(token);
 }
 

@@ -294,8 +294,8 @@ class Growth {
   void grow(uint32_t max_drafts) {
     branch(kRoot);
     while (nodes_.size() < max_drafts && !branches_.empty()) {
-      const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& left, const Branch& right) {
-        return left.survival < right.survival;
+      const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& a, const Branch& b) {
+        return a.survival < b.survival;
       });
       const Branch chosen = *best;
       branches_.erase(best);

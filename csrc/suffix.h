@@ -49,12 +49,12 @@ class SuffixIndex {
   uint32_t end() const { return end_; }
   uint32_t limit() const { return limit_; }
   uint32_t token(uint32_t position) const { return tokens_[position & mask_]; }
-  // The tokens of the last document, at most kMaxMatch of them. Only without a limit: the memory of a ring wraps around.
+  // The tokens of the last document, at most kMaxMatch of them. Only without a limit: a ring's memory wraps around.
   Tail tail() const;
   size_t num_bytes() const;
 
-  // Occurrences of this index's own tail, and of another text's. `found` is empty. Occurrences of long n-grams come first,
-  // then the most recent ones. There are at most `max_found`, and so many links are followed for each order.
+  // Occurrences of this index's own tail, and of another text's. `found` is empty. Occurrences of long n-grams come
+  // first, then the most recent ones. There are at most `max_found`, and so many links are followed for each order.
   void find_own(uint32_t max_found, std::vector<Occurrence>& found) const;
   void find(Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const;
 
