@@ -26,7 +26,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 # A build directory cannot change its generator, so there is one for each generator.
 NATIVE = build/native$(if $(NINJA),,-make)
 SANITIZED := build/sanitized
-SANITIZED_TESTS ?= tests/kernels/native
+SANITIZED_TESTS ?= tests/kernels/native tests/speculative
 ARM := build/arm
 ARM_TESTS ?= $(addprefix tests/kernels/native/test_,bits.py logits.py logprobs.py matmul.py pool.py sample.py)
 PORTABLE := build/portable

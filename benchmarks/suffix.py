@@ -3,25 +3,30 @@
 python benchmarks/suffix.py answers PROMPTS.jsonl ANSWERS.jsonl [--model MODEL] [--prompts 20] [--tokens 256]
 python benchmarks/suffix.py replay ANSWERS.jsonl [--drafts 3,5]
 python benchmarks/suffix.py speed
+python benchmarks/suffix.py fit ANSWERS.jsonl
 
 PROMPTS.jsonl is Spec-Bench's question.jsonl. `answers` stores the model's greedy answers, `replay` runs no model.
+`fit` prints the constants of `estimate` in csrc/suffix.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from arguments import count, count_list
 
 from quire import LLM, SamplingParams
 from quire.config import DEFAULT_MODEL
 from quire.core.drafts import ROOT, Drafts
+from quire.kernels.cpu.native import load
 from quire.speculative.proposer import Context
 from quire.speculative.suffix import SuffixProposer
 
@@ -145,9 +150,8 @@ def read_answers(path: str) -> list[Answer]:
 def replay(options: argparse.Namespace) -> None:
     answers = read_answers(options.answers_file)
     kinds = sorted({answer.kind for answer in answers})
-    print(
-        f"{len(answers)} answers, {sum(len(answer.tokens) for answer in answers)} tokens. Tokens a step, and x of plain"
-    )
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    print(f"{len(answers)} answers, {num_tokens} tokens. Tokens a step, and the speed as a multiple of plain decoding")
     print(f"{'':32}" + "".join(f"{kind[:11]:>14}" for kind in [*kinds, "all"]))
     for max_drafts in options.drafts:
         for tenant in (False, True):
@@ -185,6 +189,107 @@ def report_seconds(name: str, seconds: Sequence[float]) -> None:
     print(f"{name:48} p50 {median:8.1f} us, p99 {late:8.1f} us, most {ranked[-1] * 1e6:8.1f} us")
 
 
+def make_text(num_tokens: int, seed: int) -> list[int]:
+    """Tokens with the frequencies of words in a language, and with passages that occur again."""
+    random_ = random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        if tokens and random_.random() < 0.5:
+            start = random_.randrange(len(tokens))
+            tokens += tokens[start : start + random_.randrange(2, 40)]
+        else:
+            tokens += [int(random_.paretovariate(0.6)) % 49152 for _ in range(20)]
+    return tokens[:num_tokens]
+
+
+def speed(options: argparse.Namespace) -> None:
+    for num_tokens in (1024, 8192, 32768):
+        for batch in (1, 64):
+            measure_batch(num_tokens, batch)
+    measure_calls("100,000 equal tokens, 1 request", [[7] * 100_000], 200)
+
+
+def measure_batch(num_tokens: int, batch: int) -> None:
+    texts = [make_text(num_tokens + 200, seed) for seed in range(batch)]
+    measure_calls(f"{num_tokens} tokens, {batch} request(s)", texts, num_tokens)
+
+
+def measure_calls(name: str, texts: Sequence[list[int]], num_prompt: int) -> None:
+    """Indexes the texts but for their last 200 tokens, then proposes after each of those."""
+    proposer = SuffixProposer()
+    for nth in range(16):  # earlier answers of the tenant
+        proposer.propose([Context(f"old{nth}", make_text(4096, -nth), 0, b"")], [0])
+        proposer.finish(f"old{nth}")
+    first, seconds = [], []
+    grown = [text[:-200] for text in texts]
+    contexts = [Context(str(nth), tokens, num_prompt, b"") for nth, tokens in enumerate(grown)]
+    for context in contexts:
+        start = perf_counter()
+        proposer.propose([context], [5])
+        first.append(perf_counter() - start)
+    for nth in range(200):
+        for tokens, text in zip(grown, texts, strict=True):
+            tokens.append(text[nth - 200])
+        start = perf_counter()
+        proposer.propose(contexts, [5] * len(texts))
+        seconds.append((perf_counter() - start) / len(texts))
+    report_seconds(f"{name}: first call", first)
+    report_seconds(f"{name}: a request", seconds)
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Logistic regression of whether a token is right, over the three likeliest tokens at each position."""
+    native: Any = load()
+    tenant = native.TenantText(65536)
+    features: list[list[float]] = []
+    right: list[bool] = []
+    for owner, answer in enumerate(read_answers(options.answers_file), 1):
+        request = native.RequestText(owner, [], len(answer.prompt))
+        tokens = list(answer.prompt)
+        for token in answer.tokens:
+            native.propose_repeats([request], [None], [tokens], [0], True)
+            for other, columns in rank_choices(request.occurrences(), request.occurrences(tenant))[:3]:
+                features.append(columns)
+                right.append(other == token)
+            tokens.append(token)
+        native.publish_answer(request, tenant, tokens)
+    names = ("constant", "log length", "log count", "log share / (1 - share + 0.02)")
+    for name, value in zip(names, regress(np.array(features), np.array(right, float)), strict=True):
+        print(f"{name:32} {value:6.3f}")
+
+
+def rank_choices(own: Sequence[tuple], others: Sequence[tuple]) -> list[tuple[int, list[float]]]:
+    """Tokens by their weight, as csrc/suffix.cpp weighs them, with the features of `estimate`."""
+    weights: dict[int, float] = defaultdict(float)
+    counts: dict[int, float] = defaultdict(float)
+    lengths: dict[int, int] = defaultdict(int)
+    total = 0.0
+    votes = [(*each, 1.0, 1.0) for each in own] + [(*each, 0.03, 0.25) for each in others]
+    for token, length, weight, count_ in votes:
+        total += weight * min(length, 16) ** 3
+        if token is not None:  # else the answer ended there
+            weights[token] += weight * min(length, 16) ** 3
+            counts[token] += count_
+            lengths[token] = max(lengths[token], length)
+    ranked = []
+    for token in sorted(weights, key=lambda token: -weights[token]):
+        share = weights[token] / total
+        odds_of_share = math.log(share / (1 - share + 0.02))
+        ranked.append((token, [math.log(lengths[token]), math.log(counts[token]), odds_of_share]))
+    return ranked
+
+
+def regress(features: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Newton's method."""
+    x = np.c_[np.ones(len(features)), features]
+    constants = np.zeros(x.shape[1])
+    for _ in range(30):
+        chance = 1 / (1 + np.exp(-x @ constants))
+        curvature = x.T @ (x * (chance * (1 - chance))[:, None])
+        constants += np.linalg.solve(curvature, x.T @ (right - chance))
+    return constants
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -199,6 +304,10 @@ def main() -> None:
     replays.add_argument("answers_file")
     replays.add_argument("--drafts", type=count_list, default=[3, 5], help="numbers of drafts")
     replays.set_defaults(run=replay)
+    commands.add_parser("speed").set_defaults(run=speed)
+    fits = commands.add_parser("fit")
+    fits.add_argument("answers_file")
+    fits.set_defaults(run=fit)
     options = parser.parse_args()
     options.run(options)
 

@@ -1,5 +1,6 @@
-// Python bindings of drafts from repeated text. Tokens are read from Python sequences, only those that are new since the
-// last call. Indexing and proposing release the GIL. Calls for one request or one tenant must not overlap.
+// Python bindings of drafts from repeated text. Tokens are read from Python sequences, only those that are new since
+// the last call. Indexing and proposing release the GIL. Calls for one request or one tenant must not overlap, and a
+// request must not occur twice in one call.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -18,9 +19,12 @@ namespace quire {
 namespace {
 
 uint32_t read_token(PyObject* object) {
+  if (!object) throw nb::python_error();
   const long long token = PyLong_AsLongLong(object);
   if (token == -1 && PyErr_Occurred()) throw nb::python_error();
-  if (token < 0 || token > kMaxToken) throw nb::value_error(("There is no token " + std::to_string(token) + ".").c_str());
+  if (token < 0 || token > kMaxToken) {
+    throw nb::value_error(("There is no token " + std::to_string(token) + ".").c_str());
+  }
   return static_cast<uint32_t>(token);
 }
 
@@ -32,7 +36,9 @@ uint32_t count_tokens(nb::handle tokens) {
 }
 
 uint32_t read_nth(nb::handle tokens, uint32_t nth) {
-  if (PyList_CheckExact(tokens.ptr())) return read_token(PyList_GET_ITEM(tokens.ptr(), nth));
+  if (PyList_CheckExact(tokens.ptr()) && PyLong_CheckExact(PyList_GET_ITEM(tokens.ptr(), nth))) {
+    return read_token(PyList_GET_ITEM(tokens.ptr(), nth));
+  }
   return read_token(nb::steal(PySequence_GetItem(tokens.ptr(), nth)).ptr());
 }
 
@@ -112,11 +118,11 @@ void publish(RequestText& request, TenantText& tenant, nb::handle tokens) {
 
 // For tests: (token that follows, length) of each place where the request's last tokens occur, in its own text or in a
 // tenant's.
-nb::list find_occurrences(const RequestText& request, const TenantText* tenant, uint32_t max_visits) {
+nb::list find_occurrences(const RequestText& request, const TenantText* tenant, uint32_t max_found) {
   std::vector<Occurrence> found;
   const SuffixIndex& index = tenant ? tenant->index() : request.index();
-  if (tenant) tenant->find(request.owner(), request.index().tail(), max_visits, found);
-  else request.index().find_own(max_visits, found);
+  if (tenant) tenant->find(request.owner(), request.index().tail(), max_found, found);
+  else request.index().find_own(max_found, found);
   nb::list occurrences;
   for (const Occurrence& each : found) {
     const bool is_end = each.next == index.end() || index.token(each.next) == kSeparator;
@@ -135,7 +141,7 @@ void bind_suffix(nb::module_& module) {
   nb::class_<RequestText>(module, "RequestText")
       .def("__init__", make_request, "owner"_a, "prediction"_a, "num_prompt"_a)
       .def("__len__", [](const RequestText& text) { return text.size(); })
-      .def("occurrences", find_occurrences, "tenant"_a.none() = nb::none(), "max_visits"_a = kMaxVisits)
+      .def("occurrences", find_occurrences, "tenant"_a.none() = nb::none(), "max_found"_a = kMaxFound)
       .def_prop_ro("num_bytes", [](const RequestText& text) { return text.index().num_bytes(); });
   module.def("propose_repeats", propose, "requests"_a, "tenants"_a, "tokens"_a, "max_drafts"_a, "only_chains"_a);
   module.def("publish_answer", publish, "request"_a, "tenant"_a, "tokens"_a);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace quire {
 
@@ -9,6 +10,7 @@ namespace {
 
 constexpr uint32_t kNoLimit = 0;
 constexpr uint32_t kMaxPosition = 0x7FFFFFFF;
+constexpr uint32_t kMaxLimit = 1u << 30;
 constexpr uint32_t kMinTable = 64;
 constexpr uint32_t kOverlap = 8;  // tokens before a piece of an answer that are stored with it, so that they lead to it
 
@@ -106,11 +108,11 @@ size_t SuffixIndex::num_bytes() const {
          kNumOrders * latest_[0].capacity() * sizeof(uint32_t);
 }
 
-void SuffixIndex::find_own(uint32_t max_visits, std::vector<Occurrence>& found) const {
-  if (run_) follow(previous_[(end_ - 1) & mask_], tail(), max_visits, found);
+void SuffixIndex::find_own(uint32_t max_found, std::vector<Occurrence>& found) const {
+  if (run_) follow(previous_[(end_ - 1) & mask_], tail(), max_found, found);
 }
 
-void SuffixIndex::find(Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const {
+void SuffixIndex::find(Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const {
   Links starts = {};
   if (begin_ == end_) return;
   for (int nth = 0; nth < kNumOrders && kOrders[nth] <= tail.size; nth++) {
@@ -118,15 +120,15 @@ void SuffixIndex::find(Tail tail, uint32_t max_visits, std::vector<Occurrence>& 
     for (uint32_t back = kOrders[nth]; back-- > 0;) hash = mix(hash, tail.tokens[tail.size - 1 - back]);
     starts[nth] = latest_[nth][hash & (latest_[nth].size() - 1)];
   }
-  follow(starts, tail, max_visits, found);
+  follow(starts, tail, max_found, found);
 }
 
 // An occurrence of a longer n-gram is one of a shorter n-gram too. It is taken where the longer one leads to it.
-void SuffixIndex::follow(Links starts, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const {
+void SuffixIndex::follow(Links starts, Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const {
   uint32_t too_long = kMaxMatch + 1;
   for (int nth = kNumOrders - 1; nth >= 0; nth--) {
     uint32_t at = starts[nth];
-    for (uint32_t visit = 0; visit < max_visits && at > begin_; visit++) {
+    for (uint32_t visit = 0; visit < max_found && at > begin_ && found.size() < max_found; visit++) {
       const uint32_t position = at - 1;
       const uint32_t length = match(position, tail);
       if (length >= kOrders[nth] && length < too_long) found.push_back({position + 1, length});
@@ -144,10 +146,10 @@ uint32_t SuffixIndex::match(uint32_t position, Tail tail) const {
   return length;
 }
 
+TenantText::TenantText(uint32_t limit) : index_(std::clamp(limit, 1u, kMaxLimit)) {}
+
 void TenantText::append(uint64_t owner, const uint32_t* tokens, uint32_t size) {
-  if (index_.end() > kMaxPosition - size) {  // positions are used up: begin again
-    *this = TenantText(index_.limit());
-  }
+  if (index_.end() > kMaxPosition - size) *this = TenantText(index_.limit());  // positions are used up
   if (pieces_.empty() || pieces_.back().owner != owner) {
     index_.separate();
     pieces_.push_back({index_.end(), owner});
@@ -162,11 +164,10 @@ uint64_t TenantText::owner_of(uint32_t position) const {
   return after == pieces_.begin() ? 0 : (after - 1)->owner;
 }
 
-void TenantText::find(uint64_t owner, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const {
-  const size_t before = found.size();
-  index_.find(tail, max_visits, found);
+void TenantText::find(uint64_t owner, Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const {
+  index_.find(tail, max_found, found);
   const auto is_own = [&](const Occurrence& each) { return owner_of(each.next - 1) == owner; };
-  found.erase(std::remove_if(found.begin() + before, found.end(), is_own), found.end());
+  found.erase(std::remove_if(found.begin(), found.end(), is_own), found.end());
 }
 
 void DraftTree::clear() {
@@ -187,18 +188,31 @@ void RequestText::clear() {
   index_.separate();
   base_ = index_.end();
   num_published_ = num_prompt_;
-  num_predicted_ = 0;
-  is_predicted_ = !prediction_.empty();
+  cursor_ = 0;
+  num_agreed_ = kMaxMatch;  // a client that predicts is trusted until its first error
 }
 
 void RequestText::append(const uint32_t* tokens, uint32_t size) {
   // A long text is most likely a prompt. The answer may then be a quarter of it before memory grows.
   if (size > kMinTable) index_.reserve(index_.end() + size + size / 4);
   for (uint32_t nth = 0; nth < size; nth++) {
-    if (is_predicted_ && this->size() >= num_prompt_) {
-      is_predicted_ = num_predicted_ < prediction_.size() && prediction_[num_predicted_++] == tokens[nth];
-    }
+    if (cursor_ < prediction_.size() && this->size() >= num_prompt_) follow_prediction(tokens[nth]);
     index_.append(tokens[nth]);
+  }
+}
+
+// A token that is not expected is taken for another one in its place. `realign` corrects that.
+void RequestText::follow_prediction(uint32_t token) {
+  num_agreed_ = prediction_[cursor_] == token ? num_agreed_ + 1 : 0;
+  cursor_++;
+}
+
+// The answer is where its last tokens are in the prediction, if more of them match there than at the cursor.
+void RequestText::realign(const std::vector<Occurrence>& found) {
+  for (const Occurrence& each : found) {
+    if (each.next > prediction_.size() || each.length <= num_agreed_) continue;
+    cursor_ = each.next;
+    num_agreed_ = each.length;
   }
 }
 
@@ -219,7 +233,8 @@ namespace {
 constexpr int32_t kRoot = -1;
 constexpr float kMinOdds = 0.02f;
 constexpr size_t kMaxChildren = 3;
-constexpr uint32_t kFullWeight = 16;  // a longer match has no more weight
+constexpr uint32_t kFullWeight = 16;      // a longer match has no more weight
+constexpr uint32_t kPredictionBonus = 2;  // tokens that a match with the prediction counts for, beyond its length
 // A vote from another answer of the tenant decides only where the request's own text says little.
 constexpr float kTenantWeight = 0.03f, kTenantCount = 0.25f;
 
@@ -243,12 +258,16 @@ struct Branch {
   float odds, survival;
 };
 
+struct Span {
+  size_t begin, end;
+};
+
 struct Node {
   uint32_t token;
   int32_t parent;
   uint32_t depth;
   float odds, survival;
-  std::vector<uint32_t> votes;  // those that continue with this node's path
+  Span votes;  // those that continue with this node's path
 };
 
 // A longer match counts more: its continuation is right more often.
@@ -258,31 +277,29 @@ float weigh(uint32_t length) {
 }
 
 // The chance that a token is right, by its longest match, the number of its votes and its share of all weight. The
-// constants are a logistic regression over 24,000 tokens of greedy answers (benchmarks/suffix.py).
+// constants are a logistic regression over 24,000 tokens of greedy answers (`benchmarks/suffix.py fit`).
 float estimate(const Choice& choice, float total) {
   const float share = choice.weight / total;
-  const float logit = -1.65f + 0.52f * std::log(static_cast<float>(std::min(choice.length, kMaxMatch))) +
-                      0.57f * std::log(choice.count) + 0.60f * std::log(share / (1.0f - share + 0.02f));
+  const float logit = -1.67f + 0.53f * std::log(static_cast<float>(std::min(choice.length, kMaxMatch))) +
+                      0.65f * std::log(choice.count) + 0.59f * std::log(share / (1.0f - share + 0.02f));
   return 1.0f / (1.0f + std::exp(-logit));
 }
 
 // Grows a tree from the votes: the branch that is most likely reached becomes a node, until there are enough.
 class Growth {
  public:
-  Growth(const SuffixIndex& own, std::vector<Vote> votes, bool is_chain)
-      : own_(own), votes_(std::move(votes)), max_children_(is_chain ? 1 : kMaxChildren) {}
+  Growth(const SuffixIndex& own, std::vector<Vote> votes, bool only_chains)
+      : own_(own), votes_(std::move(votes)), num_votes_(votes_.size()), max_children_(only_chains ? 1 : kMaxChildren) {}
 
   void grow(uint32_t max_drafts) {
-    std::vector<uint32_t> all(votes_.size());
-    for (uint32_t nth = 0; nth < all.size(); nth++) all[nth] = nth;
-    branch(kRoot, all);
+    branch(kRoot);
     while (nodes_.size() < max_drafts && !branches_.empty()) {
-      const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& left, const Branch& right) {
-        return left.survival < right.survival;
+      const auto best = std::max_element(branches_.begin(), branches_.end(), [](const Branch& a, const Branch& b) {
+        return a.survival < b.survival;
       });
       const Branch chosen = *best;
       branches_.erase(best);
-      add(chosen, chosen.parent == kRoot ? all : nodes_[chosen.parent].votes);
+      add(chosen);
     }
   }
 
@@ -309,16 +326,18 @@ class Growth {
   }
 
  private:
-  void add(const Branch& branch_, const std::vector<uint32_t>& votes) {
-    const uint32_t depth = depth_of(branch_.parent);
-    Node node{branch_.token, branch_.parent, depth + 1, branch_.odds, branch_.survival, {}};
-    for (const uint32_t vote : votes) {
-      if (read(votes_[vote], depth, branch_.parent) == branch_.token) node.votes.push_back(vote);
+  void add(const Branch& chosen) {
+    const uint32_t depth = depth_of(chosen.parent);
+    const Span from = votes_of(chosen.parent);
+    const size_t begin = votes_.size();
+    for (size_t nth = from.begin; nth < from.end; nth++) {
+      if (read(votes_[nth], depth, chosen.parent) == chosen.token) votes_.push_back(Vote(votes_[nth]));
     }
-    nodes_.push_back(std::move(node));
-    branch(static_cast<int32_t>(nodes_.size()) - 1, nodes_.back().votes);
+    nodes_.push_back({chosen.token, chosen.parent, depth + 1, chosen.odds, chosen.survival, {begin, votes_.size()}});
+    branch(static_cast<int32_t>(nodes_.size()) - 1);
   }
 
+  Span votes_of(int32_t node) const { return node == kRoot ? Span{0, num_votes_} : nodes_[node].votes; }
   uint32_t depth_of(int32_t node) const { return node == kRoot ? 0 : nodes_[node].depth; }
 
   // What follows an occurrence and `depth` more tokens. Behind the end of the request's text its drafts follow, so a
@@ -331,26 +350,29 @@ class Growth {
     return nodes_[node].token;
   }
 
-  void branch(int32_t parent, const std::vector<uint32_t>& votes) {
+  void branch(int32_t parent) {
     const uint32_t depth = depth_of(parent);
-    const float survival = parent == kRoot ? 1.0f : nodes_[parent].survival;
+    const Span from = votes_of(parent);
     choices_.clear();
     float total = 0.0f;
-    for (const uint32_t vote : votes) {
-      const uint32_t token = read(votes_[vote], depth, parent);
-      const uint32_t length = votes_[vote].length + depth;
-      const bool is_own = votes_[vote].index == &own_;
+    for (size_t nth = from.begin; nth < from.end; nth++) {
+      const Vote& vote = votes_[nth];
+      const uint32_t token = read(vote, depth, parent);
+      const uint32_t length = vote.length + depth;
+      const bool is_own = vote.index == &own_;
       const float weight = weigh(length) * (is_own ? 1.0f : kTenantWeight);
       total += weight;
       if (token != kSeparator) count(token, weight, is_own ? 1.0f : kTenantCount, length);
     }
-    const size_t kept = std::min(choices_.size(), max_children_);
-    // Equal weights stay in the order of votes: the most recent one comes first.
-    std::stable_sort(choices_.begin(), choices_.end(),
-                     [](const Choice& left, const Choice& right) { return left.weight > right.weight; });
-    for (size_t nth = 0; nth < kept; nth++) {
-      const float odds = estimate(choices_[nth], total);
-      if (odds >= kMinOdds) branches_.push_back({parent, choices_[nth].token, odds, odds * survival});
+    const float survival = parent == kRoot ? 1.0f : nodes_[parent].survival;
+    for (size_t nth = std::min(choices_.size(), max_children_); nth > 0; nth--) {
+      // Of equal weights the first is taken: votes with long n-grams come first, and then the most recent ones.
+      Choice& best = *std::max_element(choices_.begin(), choices_.end(), [](const Choice& left, const Choice& right) {
+        return left.weight < right.weight;
+      });
+      const float odds = estimate(best, total);
+      if (odds >= kMinOdds) branches_.push_back({parent, best.token, odds, odds * survival});
+      best.weight = 0.0f;
     }
   }
 
@@ -366,8 +388,8 @@ class Growth {
   }
 
   const SuffixIndex& own_;
-  const std::vector<Vote> votes_;
-  const size_t max_children_;
+  std::vector<Vote> votes_;  // all votes, and behind them those of each node
+  const size_t num_votes_, max_children_;
   std::vector<Choice> choices_;
   std::vector<Branch> branches_;
   std::vector<Node> nodes_;
@@ -375,21 +397,27 @@ class Growth {
 
 }  // namespace
 
-void RequestText::propose(const TenantText* tenant, uint32_t max_drafts, bool is_chain, DraftTree& drafts) const {
+void RequestText::propose(const TenantText* tenant, uint32_t max_drafts, bool only_chains, DraftTree& drafts) {
   drafts.clear();
   const Tail tail = index_.tail();
   if (!tail.size || !max_drafts) return;
-  std::vector<Occurrence> found;
   std::vector<Vote> votes;
-  if (is_predicted_ && size() >= num_prompt_ && num_predicted_ < prediction_.size()) {
-    votes.push_back({&index_, num_predicted_, kMaxMatch});
+  std::vector<Occurrence> found;
+  found.reserve(kMaxFound);
+  votes.reserve(4 * kMaxFound);
+  index_.find_own(kMaxFound, found);
+  const bool is_predicted = size() >= num_prompt_ && !prediction_.empty();
+  if (is_predicted) realign(found);
+  if (is_predicted && cursor_ < prediction_.size()) {
+    votes.push_back({&index_, cursor_, std::min(num_agreed_ + kPredictionBonus, kMaxMatch)});
   }
-  index_.find_own(kMaxVisits, found);
-  for (const Occurrence& each : found) votes.push_back({&index_, each.next, each.length});
+  for (const Occurrence& each : found) {
+    if (!is_predicted || each.next != cursor_) votes.push_back({&index_, each.next, each.length});
+  }
   found.clear();
-  if (tenant) tenant->find(owner_, tail, kMaxVisits, found);
+  if (tenant) tenant->find(owner_, tail, kMaxFound, found);
   for (const Occurrence& each : found) votes.push_back({&tenant->index(), each.next, each.length});
-  Growth growth(index_, std::move(votes), is_chain);
+  Growth growth(index_, std::move(votes), only_chains);
   growth.grow(std::min(max_drafts, kMaxDrafts));
   growth.write(drafts);
 }

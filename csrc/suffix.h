@@ -18,9 +18,9 @@ constexpr uint32_t kMaxToken = 0x7FFFFFFF;
 constexpr uint32_t kSeparator = 0xFFFFFFFF;  // between two documents; equals no token
 
 constexpr int kNumOrders = 3;
-constexpr std::array<uint32_t, kNumOrders> kOrders = {1, 2, 4};  // the n of n-grams; the first must be 1
+constexpr std::array<uint32_t, kNumOrders> kOrders = {1, 2, 8};  // the n of n-grams; the first must be 1
 constexpr uint32_t kMaxMatch = 32;                               // longer matches are not told apart
-constexpr uint32_t kMaxVisits = 64;                              // links that a query follows for each order
+constexpr uint32_t kMaxFound = 32;                               // occurrences that a query uses
 constexpr uint32_t kMaxDrafts = 64;
 
 // An earlier place where the text's last `length` tokens occur. `next` is the position of the token that follows them.
@@ -49,14 +49,14 @@ class SuffixIndex {
   uint32_t end() const { return end_; }
   uint32_t limit() const { return limit_; }
   uint32_t token(uint32_t position) const { return tokens_[position & mask_]; }
-  // The tokens of the last document, at most kMaxMatch of them. Only without a limit: the memory of a ring wraps around.
+  // The tokens of the last document, at most kMaxMatch of them. Only without a limit: a ring's memory wraps around.
   Tail tail() const;
   size_t num_bytes() const;
 
-  // Occurrences of this index's own tail, and of another text's. Those with the longest n-grams come first, and of these
-  // the most recent. All occurrences of a tail are found if there are at most `max_visits` of each n-gram.
-  void find_own(uint32_t max_visits, std::vector<Occurrence>& found) const;
-  void find(Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const;
+  // Occurrences of this index's own tail, and of another text's. `found` is empty. Occurrences of long n-grams come
+  // first, then the most recent ones. There are at most `max_found`, and so many links are followed for each order.
+  void find_own(uint32_t max_found, std::vector<Occurrence>& found) const;
+  void find(Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const;
 
  private:
   using Links = std::array<uint32_t, kNumOrders>;  // a position + 1 for each order, or 0
@@ -65,7 +65,7 @@ class SuffixIndex {
   void grow_tables(uint32_t num_tokens);
   void make_room();
   size_t hash(uint32_t position, uint32_t order) const;
-  void follow(Links starts, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const;
+  void follow(Links starts, Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const;
   uint32_t match(uint32_t position, Tail tail) const;
 
   std::vector<uint32_t> tokens_;                          // by position & mask_
@@ -79,11 +79,11 @@ class SuffixIndex {
 // Answers of one tenant's requests, the last `limit` tokens of them.
 class TenantText {
  public:
-  explicit TenantText(uint32_t limit) : index_(limit) {}
+  explicit TenantText(uint32_t limit);
 
   void append(uint64_t owner, const uint32_t* tokens, uint32_t size);
   // Occurrences in texts of other owners.
-  void find(uint64_t owner, Tail tail, uint32_t max_visits, std::vector<Occurrence>& found) const;
+  void find(uint64_t owner, Tail tail, uint32_t max_found, std::vector<Occurrence>& found) const;
 
   // The owner of the last text; 0 if there is none.
   uint64_t last_owner() const { return pieces_.empty() ? 0 : pieces_.back().owner; }
@@ -125,19 +125,22 @@ class RequestText {
   // Appends those tokens of the answer to the tenant's text that were not yet appended.
   void publish(TenantText& tenant);
   // `tenant` may be null.
-  void propose(const TenantText* tenant, uint32_t max_drafts, bool is_chain, DraftTree& drafts) const;
+  void propose(const TenantText* tenant, uint32_t max_drafts, bool only_chains, DraftTree& drafts);
 
   const SuffixIndex& index() const { return index_; }
 
  private:
-  SuffixIndex index_;
+  void follow_prediction(uint32_t token);
+  void realign(const std::vector<Occurrence>& found);
+
+  SuffixIndex index_;  // the prediction, a separator, and the request's tokens
   uint64_t owner_;
   std::vector<uint32_t> prediction_;
   uint32_t num_prompt_;
-  uint32_t base_ = 0;           // position of the prompt's first token
-  uint32_t num_published_;      // tokens, counted from the prompt's first
-  uint32_t num_predicted_ = 0;  // tokens of the answer; all of them are the prediction's
-  bool is_predicted_;           // whether the answer so far is how the prediction begins
+  uint32_t base_ = 0;        // position of the prompt's first token
+  uint32_t num_published_;   // tokens, counted from the prompt's first
+  uint32_t cursor_ = 0;      // the prediction's token that is expected next
+  uint32_t num_agreed_ = 0;  // tokens of the answer in a row that were expected
 };
 
 }  // namespace quire

@@ -61,25 +61,31 @@ class DraftModel:
         self._computed: dict[str, Computed] = {}
         self._filled: dict[int, int] = {}  # full blocks that the draft model has filled: their number of allocations
 
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            start, last = self._count_computed(request), len(request.tokens) - 1
+            while start < last:
+                count = min(last - start, self._max_tokens)
+                self._forward(self._buffers.fill(Plan(0, [request], [start], [count], [0])))
+                start += count
+            self._note(request, last)
+
     def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
-        """Up to `depths` drafts for each request, as a chain."""
+        """Up to `depths` drafts for each request, as a chain. `catch_up` was called for those with a depth."""
         rows: list[Row] = []
         found: list[Drafts | None] = [None] * len(requests)
         for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             depth = min(depth, self._reserve(request, depth)) if depth else 0
             if depth:
                 found[index] = drafts = Drafts([], None, [], self.name)
-                rows.append(Row(request, depth, self._count_computed(request), drafts))
-        self._catch_up(rows)
+                rows.append(Row(request, depth, len(request.tokens) - 1, drafts))
         while rows:
             states = self._run(rows)
             self._draw(rows, states)
             rows = [row for row in rows if len(row.drafts) < row.depth]
-        for request, drafts in zip(requests, found, strict=True):
-            if drafts is not None:
-                blocks = list(request.tables[0])
-                num_tokens = len(request.tokens) + len(drafts) - 1
-                self._computed[request.id] = Computed(num_tokens, blocks, request.num_preemptions)
+        for request, made in zip(requests, found, strict=True):
+            if made is not None:
+                self._note(request, len(request.tokens) + len(made) - 1)
         return found
 
     def finish(self, request_id: str) -> None:
@@ -90,7 +96,7 @@ class DraftModel:
         self._filled.clear()
 
     def _count_computed(self, request: Request) -> int:
-        """How many of the request's first tokens are computed. At least the last one is computed again."""
+        """How many of the request's first tokens are computed, without the last one."""
         tables, size = request.tables[0], self._buffers.block_size
         last = len(request.tokens) - 1
         known = self._computed.get(request.id)
@@ -112,13 +118,8 @@ class DraftModel:
             num_tokens = index * size
         return num_tokens
 
-    def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Compute all tokens but the last of each request, in chunks."""
-        for row in rows:
-            while (left := len(row.request.tokens) - 1 - row.start) > 0:
-                count = min(left, self._max_tokens)
-                self._forward(self._buffers.fill(Plan(0, [row.request], [row.start], [count], [0])))
-                row.start += count
+    def _note(self, request: Request, num_tokens: int) -> None:
+        self._computed[request.id] = Computed(num_tokens, list(request.tables[0]), request.num_preemptions)
 
     def _run(self, rows: Sequence[Row]) -> Array:
         """Compute the last token of each row. Returns their hidden states."""

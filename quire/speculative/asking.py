@@ -52,8 +52,8 @@ class DraftTimes:
 def choose_depth(asked: Asked, ratios: Sequence[float], draft_share: float, num_rows: int, others: float) -> int:
     """How many drafts in a row to ask for, 0 included.
 
-    `ratios` are durations of steps by drafts, and `draft_share` that of one draft, relative to a plain step. `others` is
-    the rate of tokens, relative to plain steps, that drafts without the model promise.
+    `ratios` are durations of steps by drafts, and `draft_share` that of one draft, relative to a plain step. `others`
+    is the rate of tokens, relative to plain steps, that drafts without the model promise.
     """
     best, best_rate, expected, survival = 0, max(MIN_GAIN, others), 1.0, 1.0
     for depth in range(1, min(MAX_DEPTH, len(ratios) - 1) + 1):

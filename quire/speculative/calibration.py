@@ -9,9 +9,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 CENTERS = (0.02, 0.05, 0.1, 0.18, 0.28, 0.4, 0.52, 0.64, 0.75, 0.84, 0.91, 0.96, 0.99)  # of the bins
-EDGES = tuple((low + high) / 2 for low, high in zip(CENTERS, CENTERS[1:], strict=False))
+EDGES = tuple((low + high) / 2 for low, high in pairwise(CENTERS))
 PRIOR_DRAFTS = 6.0  # how many drafts a bin must have seen to outweigh the proposer's own odds
 MAX_DRAFTS = 2000.0  # of a bin; older ones are forgotten
 LEARNING_RATE = 0.15  # of a request's own shift

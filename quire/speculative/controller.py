@@ -107,13 +107,17 @@ class Controller:
     def finish(self, request_id: str) -> None:
         """A request has ended."""
         if self._records.pop(request_id, None) is not None:
-            for proposer in (*self.proposers, *self.models):
+            for proposer in self.proposers:
                 proposer.finish(request_id)
+            for model in self.models:
+                model.finish(request_id)
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
-        for proposer in (*self.proposers, *self.models):
+        for proposer in self.proposers:
             proposer.reset()
+        for model in self.models:
+            model.reset()
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
@@ -206,6 +210,9 @@ class Controller:
             depths.append(min(limit, choose_depth(asked, ratios, share, num_rows, others)))
         if not any(depths):
             return
+        begin_s = self._clock()
+        model.catch_up([request for request, depth in zip(rows, depths, strict=True) if depth])
+        self._begin_s += self._clock() - begin_s  # as the prompt's own time, it is not charged to drafts
         begin_s = self._clock()
         found = model.propose_requests(rows, depths)
         times.learn(num_rows, max(depths), self._clock() - begin_s)

@@ -1,7 +1,7 @@
 """What makes drafts: the interface between the controller and its proposers. Plug-ins implement it too.
 
-A proposer is named as `module:Class`. It only affects the speed: every draft is verified, so a wrong draft costs time and
-never changes an answer. `suffix.py` is an example.
+A proposer is named as `module:Class`. It affects only the speed: every draft is verified, so a wrong draft costs time
+and never changes an answer. `suffix.py` is an example.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Context(NamedTuple):
     """What a proposer sees of a request.
 
     request_id   identifies the request until `finish`
-    tokens       prompt and answer so far. It is a list that only grows between two calls, so a proposer processes what is
-                 new since its last call for the request. If it is shorter than before, the request began again
+    tokens       prompt and answer so far: a list that only grows. A proposer processes what is new since its last call
+                 for the request. If the list is shorter than before, the request began again
     num_prompt   how many of the tokens are the prompt
-    salt         the tenant's key. Requests with different salts must not influence each other's drafts: the time that an
-                 answer takes would tell one tenant what another one generates
+    salt         the tenant's key. Requests with different salts must not influence each other's drafts: otherwise the
+                 time that an answer takes tells one tenant what another one generates
     prediction   tokens that the client expects as the answer. May be empty
     """
 
@@ -63,6 +63,10 @@ class ModelProposer(Protocol):
     """A proposer that runs a model of its own on the engine's cache. A call takes time, so it is not always called."""
 
     name: str
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Compute what is missing of the requests' tokens, without the last one."""
+        ...
 
     def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
         """Up to `depths` drafts in a row for each request."""

@@ -36,7 +36,7 @@ class SuffixProposer:
     """One index for each request, and one for each tenant: a salt.
 
     max_tenants     tenants whose answers are kept, or 0. The one that answered least recently is dropped first
-    tenant_tokens   tokens that are kept of a tenant's answers. The oldest are dropped
+    tenant_tokens   tokens that are kept of a tenant's answers, or 0. The oldest are dropped first
     only_chains     propose no trees
     """
 
@@ -45,7 +45,7 @@ class SuffixProposer:
     def __init__(self, *, max_tenants: int = 64, tenant_tokens: int = 65536, only_chains: bool = False) -> None:
         module = load()
         self._texts: Any = ngram if isinstance(module, Missing) else module
-        self._max_tenants = max_tenants
+        self._max_tenants = max_tenants if tenant_tokens > 0 else 0
         self._tenant_tokens = tenant_tokens
         self._only_chains = only_chains
         self._requests: dict[str, _Indexed] = {}
@@ -66,7 +66,7 @@ class SuffixProposer:
             for request in requests:
                 if len(request.tokens) - request.num_published >= PUBLISH_TOKENS:
                     self._publish(request)
-        return [Drafts(*each, self.name) if each else None for each in found]
+        return [each and Drafts(each[0], each[1], each[2], self.name) for each in found]
 
     def finish(self, request_id: str) -> None:
         with self._lock:
@@ -84,6 +84,8 @@ class SuffixProposer:
             text = self._texts.RequestText(next(self._owners), context.prediction, context.num_prompt)
             request = self._requests[context.request_id] = _Indexed(text, context)
         request.tokens = context.tokens
+        if len(context.tokens) < request.num_published:  # the request began again
+            request.num_published = context.num_prompt
         return request
 
     def _publish(self, request: _Indexed) -> None:

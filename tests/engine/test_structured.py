@@ -142,7 +142,7 @@ def test_samples_of_one_prompt_each_follow_their_own() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_drafts_of_constrained_requests_change_nothing(sampled: bool) -> None:
-    """Each draft is verified with the mask behind the drafts before it, and a draft that is not allowed is never right."""
+    """Each draft is verified with the mask behind the drafts before it. One that is not allowed is never right."""
     many = [request("json", number, sampled=sampled) for number in range(3)]
     expected = {each.id: tokens for each, tokens in zip(many, engine().answer(many), strict=True)}
     tiny, rng, num_accepted = engine(), random.Random(4), 0
