@@ -38,7 +38,8 @@ PROMPTS = {
         "slate from the quarries in the hills. A railway brought the slate down to the harbour. When roofs were "
         "covered with tiles instead, the quarries closed one after the other, and in 1946 the railway was closed "
         "too. Volunteers opened it again in 1954, first for one mile and later for the whole line. Today the railway "
-        "carries visitors from the harbour to the quarries, and the harbour has more sailing boats than it ever had ships.",
+        "carries visitors from the harbour to the quarries, and the harbour has more sailing boats than it ever had "
+        "ships.",
         "Which of these statements are about money? Repeat them word for word.\n\n1. The library opens at nine.\n2. "
         "The museum costs four euros for adults and two for children.\n3. Dogs are not allowed on the beach.\n4. The "
         "ferry takes bicycles for one euro each.\n5. The market is on Saturdays.\n6. Parking is free after six.",

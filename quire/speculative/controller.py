@@ -73,13 +73,13 @@ class Controller:
 
         A step that computes prompts has no drafts: its duration grows with every token.
         """
-        self._begin_s = begin_s = self._clock()
+        self._begin_s = self._clock()
         step_s = self.times.plain_s(len(running))
         if step_s is None or num_waiting or any(map(has_prompt, running)):
             return
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)
-            self._propose_s = self._clock() - begin_s
+            self._propose_s = self._clock() - self._begin_s
 
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Learn from a step that has ended. Called after its commit."""
