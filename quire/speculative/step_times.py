@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DRIFT_WEIGHT, ENTRY_WEIGHT = 0.15, 0.03
-FIRST_WEIGHT = 0.5  # of the first measurements of an entry
-PRIOR_STEPS = 2.0  # weight of the guess for an entry that was measured a few times
-MAX_RATIO = 2.0  # a measurement counts as at most this many times the estimate: it may be an interruption
+DRIFT_WEIGHT = 0.15
+FASTER_WEIGHT, SLOWER_WEIGHT = 0.2, 0.04  # of a measurement below or above its entry: interruptions only take longer
+PRIOR_STEPS = 3.0  # weight of the guess for an entry that was measured a few times
+MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate
 
 
 @dataclass(slots=True)
@@ -39,8 +39,7 @@ class StepTimes:
             return
         ratio = min(MAX_RATIO, seconds / (entry.seconds * self._drift))
         entry.count += 1
-        weight = max(FIRST_WEIGHT / entry.count, ENTRY_WEIGHT)
-        entry.seconds *= 1.0 + weight * (ratio - 1.0)
+        entry.seconds *= 1.0 + (FASTER_WEIGHT if ratio < 1.0 else SLOWER_WEIGHT) * (ratio - 1.0)
         self._drift *= 1.0 + DRIFT_WEIGHT * (ratio - 1.0)
 
     def is_known(self, num_rows: int, num_drafts: int) -> bool:
