@@ -147,7 +147,7 @@ void add_attention(Program& program, const std::string& type, int block_size, in
 }
 
 Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, Address query_starts, Address seq_lens,
-               const std::vector<Group>& groups, Address ancestors, int64_t ancestors_stride) {
+               const std::vector<Group>& groups, Address paths, int64_t path_stride) {
   Step step;
   step.num_tokens = num_tokens;
   step.num_rows = num_rows;
@@ -157,16 +157,16 @@ Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, 
   step.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
   for (const auto& [tables, stride, slots] : groups)
     step.groups.push_back({reinterpret_cast<const int32_t*>(tables), stride, reinterpret_cast<const int64_t*>(slots)});
-  step.ancestors = reinterpret_cast<const uint8_t*>(ancestors);
-  step.ancestors_stride = ancestors_stride;
+  step.paths = reinterpret_cast<const int32_t*>(paths);
+  step.path_stride = path_stride;
   return step;
 }
 
 void run(const Program& program, int threads, int num_tokens, int num_rows, Address tokens, Address positions,
-         Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address ancestors,
-         int64_t ancestors_stride) {
-  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
-                              ancestors_stride);
+         Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address paths,
+         int64_t path_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
+                              path_stride);
   ReleasedGil released;
   program.run(threads, step);
 }
@@ -174,10 +174,10 @@ void run(const Program& program, int threads, int num_tokens, int num_rows, Addr
 std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, int threads, int num_tokens,
                                                        int num_rows, Address tokens, Address positions,
                                                        Address query_starts, Address seq_lens,
-                                                       const std::vector<Group>& groups, Address ancestors,
-                                                       int64_t ancestors_stride) {
-  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
-                              ancestors_stride);
+                                                       const std::vector<Group>& groups, Address paths,
+                                                       int64_t path_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
+                              path_stride);
   std::vector<int64_t> times;
   {
     ReleasedGil released;
@@ -281,9 +281,9 @@ void bind_program(nb::module_& module) {
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
            "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
-           "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a)
+           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
-           "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
+           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
              "quantized"_a, "y"_a);
   module.def("built", built);

@@ -128,8 +128,8 @@ def attention(
 
     Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
     only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
-    scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: a token sees the
-    ancestors in its mask, which includes itself. Its position is the length of the row's context plus its depth.
+    scores s into c * tanh(s / c) before that. With `paging.paths` the tokens of a row may be a draft tree: a token sees
+    the context and its path, and its position is the length of the context plus its depth.
     """
     out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):
@@ -179,12 +179,11 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     start, stop = paging.host_query_starts[row], paging.host_query_starts[row + 1]
     n = stop - start
     context = paging.host_seq_lens[row] - n
-    if paging.ancestors is None:
-        own, depth = torch.ones(n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)
-    else:
-        own = paging.ancestors[start:stop, :n]
-        depth = own.sum(1) - 1
-    query_positions = context + depth
+    own = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    if paging.paths is not None and paging.has_tree(row):
+        paths = paging.paths[start:stop]
+        own = (paths[:, :, None] == torch.arange(n, device=device)).any(1)
+    query_positions = context + own.sum(1) - 1
     past = torch.arange(first_key(paging, row, window), context, device=device)
     key_positions = torch.cat((past, query_positions))
     visible = torch.cat((own.new_ones(n, len(past)), own), dim=1)

@@ -45,7 +45,7 @@ def on_gpu(paging: Paging) -> Paging:
         move(paging.query_starts), move(paging.seq_lens), [move(table) for table in paging.block_tables],
         [move(slots) for slots in paging.slot_mapping], paging.block_size, paging.host_query_starts,
         paging.host_seq_lens,
-        None if paging.ancestors is None else move(paging.ancestors),
+        None if paging.paths is None else move(paging.paths),
     )  # fmt: skip
 
 
