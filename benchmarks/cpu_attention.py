@@ -54,7 +54,9 @@ class Layers:
     def time(self, paging: Paging, num_runs: int) -> float:
         """Microseconds of all layers."""
         num_tokens = paging.host_query_starts[-1]
-        return 1e6 * min(timeit.repeat(lambda: self.tape.run(None, None, paging, num_tokens), repeat=num_runs, number=1))
+        return 1e6 * min(
+            timeit.repeat(lambda: self.tape.run(None, None, paging, num_tokens), repeat=num_runs, number=1)
+        )
 
 
 def step(num_rows: int, num_queries: int, context: int, block_size: int) -> Paging:
@@ -64,9 +66,7 @@ def step(num_rows: int, num_queries: int, context: int, block_size: int) -> Pagi
     tables = np.arange(1, num_rows * width + 1, dtype=np.int32).reshape(num_rows, width)
     np.random.default_rng(1).shuffle(tables.reshape(-1))
     lens = [seq_len] * num_rows
-    return Paging(
-        np.array(starts, np.int32), np.array(lens, np.int32), [tables], [], block_size, starts, lens
-    )
+    return Paging(np.array(starts, np.int32), np.array(lens, np.int32), [tables], [], block_size, starts, lens)
 
 
 def main() -> None:

@@ -171,7 +171,7 @@ struct Attention {
       }
       bundle.begin = larger(bundle.begin, chunk.begin);
       bundle.end = smaller(bundle.end, kChunkKeys);
-      bundle.read_end = smaller(bundle.end, chunk.end);
+      bundle.read_end = chunk.end > bundle.begin ? smaller(bundle.end, chunk.end) : 0;
     }
   }
 

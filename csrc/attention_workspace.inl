@@ -16,7 +16,7 @@ namespace QUIRE_ISA {
 struct Bundle {
   int row, count;
   int begin, end;  // keys of the chunk; empty if end <= begin
-  int read_end;    // those before it are read from the chunk; in a draft tree, own tokens come after it
+  int read_end;    // those before it are read from the chunk, none if it is 0; own tokens of a tree come after it
 
   int first_vector() const { return begin / kLanes; }
   int last_vector() const { return (end + kLanes - 1) / kLanes; }

@@ -34,6 +34,7 @@ __all__ = [
     "linear",
     "logits",
     "logprobs",
+    "move_kv",
     "penalize",
     "record",
     "rms_norm",
@@ -112,6 +113,25 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     block, offset = slots // cache.block_size, slots % cache.block_size
     cache.k[block, offset] = k.to(cache.k.dtype)
     cache.v[block, offset] = v.to(cache.v.dtype)
+
+
+def move_kv(layers: Sequence[LayerCache], moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy keys and values of tokens to other slots, in all layers of the groups in `moves`.
+
+    For each group: slots of the sources and of the targets, [n] int64 each. No source is the target of an earlier move.
+    Groups that do not grow come last and have no moves.
+    """
+    size = layers[0].block_size
+    places = [[(slots // size, slots % size) for slots in pair] for pair in moves]
+    for layer in layers:
+        if layer.group >= len(moves):
+            continue
+        source, target = places[layer.group]
+        is_latent = layer.v.data_ptr() == layer.k.data_ptr()
+        for kept in (layer.k,) if is_latent else (layer.k, layer.v):
+            # Indexing is not implemented for all types of one byte.
+            items = kept.view(torch.uint8) if kept.element_size() == 1 else kept
+            items[target] = items[source]
 
 
 def attention(
