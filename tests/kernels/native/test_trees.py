@@ -7,12 +7,16 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.cache import CacheTensors, lay_out, shape_blocks
+from quire.engine.memory import CacheSize
 from quire.kernels import reference
-from tests.tools.native import NativePagedCache, draw, each_cache_type, each_isa, kept, ops_of
+from quire.kernels.cache_spec import KVCacheSpec
+from tests.tools.native import NativePagedCache, draw, each_cache_type, each_isa, kept, kernels_of, ops_of
 from tests.tools.paged import PagedCache
 from tests.tools.trees import Parents, draw_parents, path_of, paths_of
 
@@ -209,10 +213,28 @@ def test_moved_tokens_are_read_as_if_they_had_been_stored_there(
     stored.lengths[0] -= 1
     for layer in range(num_layers):
         q = draw(1, 6, 48, seed=layer + 100)
-        out, want = (
-            ops.attention(q, cache.layers[layer], retaken(cache), scale=0.2) for cache in (moved, stored)
-        )
+        out, want = (ops.attention(q, cache.layers[layer], retaken(cache), scale=0.2) for cache in (moved, stored))
         assert torch.equal(out, want)
+
+
+@each_cache_type
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_the_cache_of_an_engine_moves_tokens(kind: str, block_size: int) -> None:
+    """Two layers, byte by byte against a cache where the tokens were stored at their targets."""
+    ops = kernels_of()
+    specs = [KVCacheSpec(2, 16), KVCacheSpec(2, 16)]
+    layout, size = lay_out(specs, shape_blocks(specs, ops, kind, block_size)), CacheSize(4, block_size, 0, 16, 1)
+    moved, stored = (CacheTensors(layout, size, ops.arrays, move_kv=ops.move_kv) for _ in range(2))
+    slots, targets = np.array([5, 8, 13, 14]), np.array([5, 6, 7, 8])
+    for layer in range(2):
+        k, v = (draw(4, 2, 16, seed=2 * layer + nth).numpy() for nth in range(2))
+        ops.store_kv(k, v, moved.layers[layer], slots)
+        for at in (slots, targets):
+            ops.store_kv(k, v, stored.layers[layer], at)
+    moved.move_tokens([list(zip(slots.tolist()[1:], targets.tolist()[1:], strict=True))])
+    for mine, wanted in zip(moved._stacks, stored._stacks, strict=True):
+        assert mine.any()
+        assert np.array_equal(mine, wanted)
 
 
 def retaken(cache: PagedCache) -> Any:
