@@ -1,9 +1,10 @@
 """The time of attention with quire's own CPU kernels, for rows of one and of several queries.
 
-    python benchmarks/cpu_attention.py [--queries 1,2,4,6,8] [--context 128,1024] [--rows 1] [--kv-dtype bfloat16]
+    python benchmarks/cpu_attention.py [--queries 1,2,4,6,8] [--context 128,1024] [--rows 1] [--trees]
 
 Each number is the time of all layers, in microseconds: the least of many runs. A factor is relative to one query. The
 default shape is that of smollm2:135m, with one cache for each layer, so that a layer finds its keys as a model does.
+With --trees the queries of a row are a draft tree: half of them are a chain, and each other one is a branch of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.cpu.native import Missing, find
 from quire.kernels.cpu.native_ops import NativeOps
 from quire.kernels.cpu.tape import Tape
-from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.paging import LayerCache, Paging, tree_paths
 
 
 class Layers:
@@ -59,14 +60,17 @@ class Layers:
         )
 
 
-def step(num_rows: int, num_queries: int, context: int, block_size: int) -> Paging:
+def step(num_rows: int, num_queries: int, context: int, block_size: int, *, trees: bool) -> Paging:
     seq_len = context + num_queries
     starts = [0, *accumulate([num_queries] * num_rows)]
     width = -(-seq_len // block_size)
     tables = np.arange(1, num_rows * width + 1, dtype=np.int32).reshape(num_rows, width)
     np.random.default_rng(1).shuffle(tables.reshape(-1))
     lens = [seq_len] * num_rows
-    return Paging(np.array(starts, np.int32), np.array(lens, np.int32), [tables], [], block_size, starts, lens)
+    chain = num_queries // 2
+    parents = [*range(-1, chain - 1), *(nth % (chain + 1) - 1 for nth in range(num_queries - 1 - chain))]
+    paths = tree_paths(starts, [parents] * num_rows) if trees and num_queries > 1 else None
+    return Paging(np.array(starts, np.int32), np.array(lens, np.int32), [tables], [], block_size, starts, lens, paths)
 
 
 def main() -> None:
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--trees", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--isa", help="an instruction set; the best one otherwise")
     parser.add_argument("--runs", type=int, default=100)
@@ -95,7 +100,9 @@ def main() -> None:
     for context in contexts:
         first = None
         for count in counts:
-            time_us = layers.time(step(options.rows, count, context, options.block_size), options.runs)
+            time_us = layers.time(
+                step(options.rows, count, context, options.block_size, trees=options.trees), options.runs
+            )
             first = first or time_us
             print(f"  context {context:5}, {count:2} queries a row: {time_us:8.0f} us  x {time_us / first:.2f}")
 
