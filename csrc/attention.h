@@ -26,6 +26,8 @@ struct CacheShape {
   int64_t value_head_bytes() const { return int64_t{head_dim} * block_size * item() + scale_bytes(); }
 };
 
+constexpr int kMaxTreeTokens = 96;  // of one row, the root included; Python's limit is lower
+
 // One layer's cache and the rows of a step. They are described in `kernels/paging.py`.
 struct Cache {
   CacheShape shape;
@@ -41,8 +43,19 @@ struct Rows {
   const int32_t* tables;        // [num_rows, table_stride]
   int64_t table_stride;
   const int64_t* slots;         // [num_tokens]
-  const uint8_t* ancestors;     // [num_tokens, ancestors_stride] or null
-  int64_t ancestors_stride;
+  const int32_t* paths;         // [num_tokens, path_stride] or null if no row has a tree; paging.py describes them
+  int64_t path_stride;
+
+  const int32_t* path(int64_t token) const { return paths + token * path_stride; }
+  bool has_tree(int row) const { return paths != nullptr && path(query_starts[row])[0] >= 0; }
+
+  // The length of a token's path, itself not counted.
+  int depth(int64_t token) const {
+    const int32_t* own = path(token);
+    int length = 1;
+    while (length < path_stride && own[length] >= 0) ++length;
+    return length - 1;
+  }
 };
 
 struct AttentionCall {

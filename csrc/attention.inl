@@ -5,6 +5,7 @@
 //   attention_products.inl  computes the two products
 //   attention_mask.inl      tells which keys a query sees
 //   attention_weights.inl   turns scores into weights
+//   attention_tree.inl      adds the own tokens of a draft tree
 //   attention_softmax.inl   merges partial results
 //
 // Keys are processed in chunks of 256, counted from position 0. Each chunk is computed separately: scores, their
@@ -19,6 +20,7 @@
 #include "attention_products.inl"
 #include "attention_mask.inl"
 #include "attention_softmax.inl"
+#include "attention_tree.inl"
 #include "attention_weights.inl"
 #include "attention_workspace.inl"
 #include "kv_store.inl"
@@ -27,8 +29,6 @@
 
 namespace quire {
 namespace QUIRE_ISA {
-
-constexpr int kDirectRows = 12;  // up to this many rows read the pages in place; more rows share a copy
 
 // Where a stretch's keys and values come from.
 struct Source {
@@ -44,28 +44,28 @@ struct Attention {
   int group, head_dim;
   Workspace space;
   AttentionMask mask;
+  OwnTokens<Item> own;
 
   explicit Attention(const AttentionCall& call)
       : call(call), state{call.cache.shape.head_dim}, group(call.heads / call.cache.shape.kv_heads),
-        head_dim(call.cache.shape.head_dim), mask{call, nullptr, nullptr} {
+        head_dim(call.cache.shape.head_dim), mask{call, nullptr}, own(call, mask, space, group) {
     int task_queries = Tasks(call).tile_queries, most_queries = 0;
     for (int row = 0; row < call.rows.num_rows; ++row) most_queries = larger(most_queries, queries_of(row));
     int stretch_queries = smaller(task_queries * kStretchTasks, most_queries);
-    int num_depths = AttentionMask::needs_depths(call) ? most_queries : 0;
-    carve({task_queries, stretch_queries, group, head_dim, num_depths}, space);
+    carve({task_queries, stretch_queries, group, head_dim, call.rows.paths != nullptr}, space);
     mask.queries = space.queries;
-    mask.depths = space.depths;
   }
 
   void run(const Stretch& stretch, const Unit* following) {
     const Task& first = stretch.units[0].task;
     const float* q = gather_queries(stretch);
     const Source source{open_pages(call.cache, call.rows, first.row, first.head), reads_pages(stretch)};
+    if (first.tree) own.open(source.pages, first);
     for (int index = stretch.first_chunk(); index < stretch.last_chunk(); ++index) {
       Chunk chunk;
       open_chunk(stretch, source.pages, index * kChunkKeys, chunk);
-      bool last = index == stretch.last_chunk() - 1;
-      if (side_by_side(source.pages.block_size)) look_ahead(stretch, source.pages, last ? following : nullptr, chunk);
+      const Unit* next = index == stretch.last_chunk() - 1 ? following : nullptr;
+      if (chunk.located) look_ahead(stretch, source.pages, next, chunk);
       for (int i = 0; i < stretch.count; ++i) {
         const Unit& unit = stretch.units[i];
         int row = (unit.task.first_query - first.first_query) * group;
@@ -112,18 +112,22 @@ struct Attention {
     return space.q;
   }
 
+  // The rows of one task read the pages in place: their keys stay in the core's cache. More rows share a copy.
   bool reads_pages(const Stretch& stretch) const {
-    int rows = stretch.units[0].task.num_queries * group;
-    return side_by_side(call.cache.shape.block_size) && stretch.count == 1 && rows <= kDirectRows;
+    return side_by_side(call.cache.shape.block_size) && stretch.count == 1;
   }
 
   void open_chunk(const Stretch& stretch, const Pages& pages, int position, Chunk& chunk) {
-    set_wanted(chunk, position, stretch.first_key(), stretch.last_key());
-    if (side_by_side(pages.block_size)) {
+    const Task& task = stretch.units[0].task;
+    int last_key = task.tree ? smaller(task.context, stretch.last_key()) : stretch.last_key();
+    set_wanted(chunk, position, stretch.first_key(), last_key);
+    chunk.located = side_by_side(pages.block_size) && chunk.begin < chunk.end;
+    if (chunk.located) {
       locate(pages, chunk);
     } else if (Item::scaled) {
       copy_scales(pages, space.copy, chunk);
     }
+    if (Item::scaled && task.tree) own.set_scales(task, chunk);
     space.copy.restart(chunk);
   }
 
@@ -143,7 +147,7 @@ struct Attention {
     const Task& task = unit.task;
     const int rows = task.num_queries * group;
     const bool first = index == unit.first_chunk, last = index == unit.last_chunk - 1;
-    mask.set_task(task);
+    if (!mask.has(task)) mask.set_task(task);
     set_bundles(rows, chunk);
     if (unit.parts != nullptr) {
       float* part = unit.parts + int64_t{index - task.first_chunk()} * rows * state.stride();
@@ -159,47 +163,55 @@ struct Attention {
     space.num_bundles = 0;
     for (int row = 0; row < rows;) {
       Bundle& bundle = space.bundles[space.num_bundles++];
-      bundle = {row, even_part(rows - row, kMaxRows), chunk.end, chunk.begin};
+      bundle = {row, even_part(rows - row, kMaxRows), kChunkKeys, 0, 0};
       row += bundle.count;
       for (int i = bundle.row / group; i <= (row - 1) / group; ++i) {
         bundle.begin = smaller(bundle.begin, mask.queries[i].first_key - chunk.position);
         bundle.end = larger(bundle.end, mask.queries[i].last_key - chunk.position);
       }
       bundle.begin = larger(bundle.begin, chunk.begin);
-      bundle.end = smaller(bundle.end, chunk.end);
+      bundle.end = smaller(bundle.end, kChunkKeys);
+      bundle.read_end = chunk.end > bundle.begin ? smaller(bundle.end, chunk.end) : 0;
     }
   }
 
-  // Computes one chunk for some rows, from scores to states. All rows use a copied vector before the next one is
-  // copied.
+  // Computes one chunk for some rows, from scores to states.
   void run_chunk(const Source& source, const float* q, Chunk& chunk, float* into) {
-    const Vectors all{0, kChunkVectors};
-    if (source.in_place) {
-      score_rows<Item>(q, chunk, all);
-      soften_rows(chunk, into);
-      weigh_rows<Item>(chunk, all, into);
-      return;
-    }
+    const bool has_own = own.are_in(chunk);
+    score_chunk(source, q, chunk);
+    if (has_own) own.add_products(q, chunk);
+    soften_rows(chunk, into);
+    weigh_chunk(source, chunk, into);
+    if (has_own) own.add_values(chunk, into);
+  }
+
+  // All rows use a copied vector before the next one is copied.
+  void score_chunk(const Source& source, const float* q, Chunk& chunk) {
+    if (source.in_place) return score_rows<Item>(q, chunk, {0, kChunkVectors});
     const Vectors wanted = wanted_vectors();
-    const int first = wanted.first / kCopyVectors * kCopyVectors;
-    for (int vector = first; vector < wanted.last; vector += kCopyVectors) {
+    for (int vector = wanted.first; vector < wanted.last; vector += kCopyVectors) {
       copy_keys<Item>(source.pages, space.copy, smaller(vector + kCopyVectors, wanted.last), chunk);
       score_rows<CopiedItem>(q, chunk, {vector, vector + kCopyVectors});
     }
-    soften_rows(chunk, into);
-    for (int vector = first; vector < wanted.last; vector += kCopyVectors) {
+  }
+
+  void weigh_chunk(const Source& source, Chunk& chunk, float* into) {
+    if (source.in_place) return weigh_rows<Item>(chunk, {0, kChunkVectors}, into);
+    const Vectors wanted = wanted_vectors();
+    for (int vector = wanted.first; vector < wanted.last; vector += kCopyVectors) {
       copy_values<Item>(source.pages, space.copy, smaller(vector + kCopyVectors, wanted.last), chunk);
       weigh_rows<CopiedItem>(chunk, {vector, vector + kCopyVectors}, into);
     }
   }
 
-  // The chunk's vectors that any of the bundles needs.
+  // The chunk's vectors that any of the bundles needs, from a multiple of kCopyVectors on.
   Vectors wanted_vectors() const {
     Vectors wanted{kChunkVectors, 0};
     for (int i = 0; i < space.num_bundles; ++i) {
       wanted.first = smaller(wanted.first, space.bundles[i].first_vector());
-      wanted.last = larger(wanted.last, space.bundles[i].last_vector());
+      wanted.last = larger(wanted.last, space.bundles[i].read_vector());
     }
+    wanted.first = wanted.first / kCopyVectors * kCopyVectors;
     return wanted;
   }
 
@@ -207,7 +219,7 @@ struct Attention {
   void score_rows(const float* q, const Chunk& chunk, Vectors vectors) {
     for (int i = 0; i < space.num_bundles; ++i) {
       const Bundle& bundle = space.bundles[i];
-      int from = larger(vectors.first, bundle.first_vector()), to = smaller(vectors.last, bundle.last_vector());
+      int from = larger(vectors.first, bundle.first_vector()), to = smaller(vectors.last, bundle.read_vector());
       float* scores = space.scores + bundle.row * kChunkKeys;
       score<ChunkItem>(bundle.count, q + bundle.row * head_dim, head_dim, chunk, from, to, scores);
     }
@@ -225,7 +237,7 @@ struct Attention {
   void weigh_rows(const Chunk& chunk, Vectors vectors, float* into) {
     for (int i = 0; i < space.num_bundles; ++i) {
       const Bundle& bundle = space.bundles[i];
-      int begin = larger(vectors.first * kLanes, bundle.begin), end = smaller(vectors.last * kLanes, bundle.end);
+      int begin = larger(vectors.first * kLanes, bundle.begin), end = smaller(vectors.last * kLanes, bundle.read_end);
       const float* weights = space.scores + bundle.row * kChunkKeys;
       float* sums = into + bundle.row * state.stride();
       weigh<ChunkItem>(bundle.count, weights, head_dim, chunk, begin, end, sums, state.stride());

@@ -23,7 +23,8 @@ struct Task {
   int row, head;                       // of the rows and of the key heads
   int first_query, num_queries;        // among the row's queries
   int context, seq_len;                // the row's length before its queries, and with them
-  int first_key, last_key;             // keys that at least one query may see: [first_key, last_key)
+  int first_key, last_key;             // positions that at least one query may see: [first_key, last_key)
+  bool tree;                           // the row's queries are a draft tree
 
   int first_chunk() const { return first_key / kChunkKeys; }
   int last_chunk() const { return (last_key + kChunkKeys - 1) / kChunkKeys; }
@@ -71,11 +72,12 @@ struct Tasks {
     task.num_queries = smaller(tile_queries, num_queries - query);
     task.seq_len = call.rows.seq_lens[row];
     task.context = task.seq_len - num_queries;
-    // Queries of a tree may have any position in their row and see any of its tokens.
-    bool tree = call.rows.ancestors != nullptr;
-    int position = task.context + (tree ? 0 : query);
+    task.tree = call.rows.has_tree(row);
+    // Queries of a tree are at any depth up to the length of the longest path.
+    int position = task.context + (task.tree ? 0 : query);
+    int span = task.tree ? smaller(num_queries, static_cast<int>(call.rows.path_stride)) : task.num_queries;
     task.first_key = call.window > 0 ? larger(0, position - call.window + 1) : 0;
-    task.last_key = tree ? task.seq_len : position + task.num_queries;
+    task.last_key = position + span;
     return task;
   }
 };

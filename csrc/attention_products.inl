@@ -32,7 +32,8 @@ struct Chunk {
   const float* value_scales[kChunkVectors];
   int64_t key_stride;
   int position;    // of the first key, a multiple of kChunkKeys
-  int begin, end;  // the wanted keys, counted from `position`
+  int begin, end;  // the wanted keys, counted from `position`; empty if end <= begin
+  bool located;    // the pointers were set to pages
 
   // The prefetch stream, 16 * head_dim items each, in the order of use: all wanted keys, all wanted values, what
   // follows.

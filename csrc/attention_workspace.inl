@@ -16,10 +16,14 @@ namespace QUIRE_ISA {
 struct Bundle {
   int row, count;
   int begin, end;  // keys of the chunk; empty if end <= begin
+  int read_end;    // those before it are read from the chunk, none if it is 0; own tokens of a tree come after it
 
   int first_vector() const { return begin / kLanes; }
   int last_vector() const { return (end + kLanes - 1) / kLanes; }
+  int read_vector() const { return (read_end + kLanes - 1) / kLanes; }
 };
+
+constexpr int kOwnKeys = static_cast<int>(round_up(kMaxTreeTokens + kLanes, kCopyKeys));
 
 struct Workspace {
   float* q;          // [stretch rows][head_dim]
@@ -30,7 +34,8 @@ struct Workspace {
   Query* queries;    // [task queries]
   Bundle* bundles;   // [task rows], the first num_bundles are set
   int num_bundles;
-  int* depths;       // [row's queries]: depths in a draft tree
+  float* own_scores;  // [task rows][kChunkKeys], for draft trees: of own tokens by slot
+  Copy own_copy;      // of kOwnKeys keys
 };
 
 // Divides one buffer into arrays. Without a buffer it only counts bytes.
@@ -49,8 +54,16 @@ struct Carver {
 // The sizes of the arrays that a call needs.
 struct Sizes {
   int task_queries, stretch_queries;  // upper bounds
-  int group, head_dim, depths;
+  int group, head_dim;
+  bool trees;
 };
+
+static void carve_copy(Carver& carver, int64_t head_dim, int num_keys, Copy& copy) {
+  copy.keys = carver.take<float>(head_dim * num_keys);
+  copy.values = carver.take<float>(head_dim * num_keys);
+  copy.key_scales = carver.take<float>(kChunkKeys);
+  copy.value_scales = carver.take<float>(kChunkKeys);
+}
 
 static size_t carve(uint8_t* data, const Sizes& sizes, Workspace& space) {
   Carver carver{data};
@@ -61,13 +74,13 @@ static size_t carve(uint8_t* data, const Sizes& sizes, Workspace& space) {
   space.scores = carver.take<float>(task_rows * kChunkKeys);
   space.total = carver.take<float>(stretch_rows * stride);
   space.part = carver.take<float>(task_rows * stride);
-  space.copy.keys = carver.take<float>(int64_t{sizes.head_dim} * kChunkKeys);
-  space.copy.values = carver.take<float>(int64_t{sizes.head_dim} * kChunkKeys);
-  space.copy.key_scales = carver.take<float>(kChunkKeys);
-  space.copy.value_scales = carver.take<float>(kChunkKeys);
+  carve_copy(carver, sizes.head_dim, kChunkKeys, space.copy);
   space.queries = carver.take<Query>(sizes.task_queries);
   space.bundles = carver.take<Bundle>(task_rows);
-  space.depths = carver.take<int>(sizes.depths);
+  if (sizes.trees) {
+    space.own_scores = carver.take<float>(task_rows * kChunkKeys);
+    carve_copy(carver, sizes.head_dim, kOwnKeys, space.own_copy);
+  }
   return carver.used;
 }
 

@@ -1,6 +1,6 @@
 // The Python class `Program`. Ops are added with numbers and addresses. Python keeps the addresses valid for the
 // lifetime of the program. `run` releases the GIL and returns when the step is computed. This file also binds the
-// product for logits, which is computed outside of a program.
+// product for logits and the moves of tokens in the cache, which are computed outside of a program.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "kv_move.h"
 #include "panel_store.h"
 #include "program.h"
 
@@ -26,6 +27,8 @@ namespace {
 
 using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
+using GroupMoves = std::tuple<Address, Address, int64_t>;  // sources, targets, their number
+using Layer = std::tuple<std::string, int, int, int, View, View, int>;  // arguments of make_cache, and the group
 
 Activations rows_of(const Quantized& rows, bool by_rows = true) {
   return {reinterpret_cast<uint8_t*>(rows.first), rows.second, by_rows};
@@ -147,7 +150,7 @@ void add_attention(Program& program, const std::string& type, int block_size, in
 }
 
 Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, Address query_starts, Address seq_lens,
-               const std::vector<Group>& groups, Address ancestors, int64_t ancestors_stride) {
+               const std::vector<Group>& groups, Address paths, int64_t path_stride) {
   Step step;
   step.num_tokens = num_tokens;
   step.num_rows = num_rows;
@@ -157,16 +160,16 @@ Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, 
   step.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
   for (const auto& [tables, stride, slots] : groups)
     step.groups.push_back({reinterpret_cast<const int32_t*>(tables), stride, reinterpret_cast<const int64_t*>(slots)});
-  step.ancestors = reinterpret_cast<const uint8_t*>(ancestors);
-  step.ancestors_stride = ancestors_stride;
+  step.paths = reinterpret_cast<const int32_t*>(paths);
+  step.path_stride = path_stride;
   return step;
 }
 
 void run(const Program& program, int threads, int num_tokens, int num_rows, Address tokens, Address positions,
-         Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address ancestors,
-         int64_t ancestors_stride) {
-  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
-                              ancestors_stride);
+         Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address paths,
+         int64_t path_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
+                              path_stride);
   ReleasedGil released;
   program.run(threads, step);
 }
@@ -174,10 +177,10 @@ void run(const Program& program, int threads, int num_tokens, int num_rows, Addr
 std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, int threads, int num_tokens,
                                                        int num_rows, Address tokens, Address positions,
                                                        Address query_starts, Address seq_lens,
-                                                       const std::vector<Group>& groups, Address ancestors,
-                                                       int64_t ancestors_stride) {
-  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, ancestors,
-                              ancestors_stride);
+                                                       const std::vector<Group>& groups, Address paths,
+                                                       int64_t path_stride) {
+  const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
+                              path_stride);
   std::vector<int64_t> times;
   {
     ReleasedGil released;
@@ -246,6 +249,20 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
   return choice;
 }
 
+// Layers of groups that have no moves are left out.
+void move_tokens(int threads, const std::vector<Layer>& layers, const std::vector<GroupMoves>& groups) {
+  std::vector<LayerMoves> moved;
+  for (const auto& [type, block_size, kv_heads, head_dim, keys, values, group] : layers) {
+    if (static_cast<size_t>(group) >= groups.size()) continue;
+    const auto& [sources, targets, count] = groups[static_cast<size_t>(group)];
+    if (count == 0) continue;
+    moved.push_back({make_cache(type, block_size, kv_heads, head_dim, keys, values),
+                     {reinterpret_cast<const int64_t*>(sources), reinterpret_cast<const int64_t*>(targets), count}});
+  }
+  ReleasedGil released;
+  move_kv(threads, moved);
+}
+
 std::vector<std::string> built() {
   std::vector<std::string> names;
   for (const char* name : kInstructionSets) {
@@ -281,11 +298,12 @@ void bind_program(nb::module_& module) {
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
            "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
-           "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a)
+           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
-           "query_starts"_a, "seq_lens"_a, "groups"_a, "ancestors"_a, "ancestors_stride"_a);
+           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
              "quantized"_a, "y"_a);
+  module.def("move_kv", move_tokens, "threads"_a, "layers"_a, "groups"_a);
   module.def("built", built);
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(

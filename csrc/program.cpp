@@ -8,8 +8,8 @@ namespace quire {
 
 Rows Step::rows(int group) const {
   const StepGroup& own = groups[static_cast<size_t>(group)];
-  return {num_rows,         num_tokens, query_starts, seq_lens, own.tables,
-          own.table_stride, own.slots,  ancestors,    ancestors_stride};
+  return {num_rows,         num_tokens, query_starts, seq_lens,   own.tables,
+          own.table_stride, own.slots,  paths,        path_stride};
 }
 
 namespace {

@@ -25,8 +25,8 @@ struct Step {
   const int32_t* query_starts;
   const int32_t* seq_lens;
   std::vector<StepGroup> groups;
-  const uint8_t* ancestors;
-  int64_t ancestors_stride;
+  const int32_t* paths;
+  int64_t path_stride;
 
   Rows rows(int group) const;
 };

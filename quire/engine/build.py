@@ -124,7 +124,7 @@ def build_engine(
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
         shape = BufferShape(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,

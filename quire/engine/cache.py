@@ -16,7 +16,7 @@ Two memory layouts. Planes, for layers of equal size; packed, for groups whose l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, groupby
@@ -254,11 +254,30 @@ def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def keep_sources(moves: Sequence[tuple[int, int]]) -> bool:
+    """Whether no move's source is the target of an earlier move."""
+    targets: set[int] = set()
+    for source, target in moves:
+        if source in targets:
+            return False
+        targets.add(target)
+    return True
+
+
 class CacheTensors:
     """The memory of all blocks. Block 0 is the null block: padded table entries point to it, and it is never read."""
 
-    def __init__(self, layout: CacheLayout, size: CacheSize, arrays: Arrays, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        arrays: Arrays,
+        num_host_blocks: int = 0,
+        move_kv: Callable[[Sequence[LayerCache], Sequence[tuple[Array, Array]]], None] | None = None,
+    ) -> None:
+        """`move_kv` is the backend's op. It is needed only for `move_tokens`."""
         self._arrays = arrays
+        self._move_kv = move_kv
         try:
             self._stacks = [arrays.map_bytes((count, size.num_blocks + 1, width)) for count, width in layout.stacks]
         except (OSError, MemoryError) as error:  # of the host: a limit on the process that free memory does not show
@@ -281,6 +300,23 @@ class CacheTensors:
         for source, target in copies:
             for stack in self._stacks:
                 stack[:, target] = stack[:, source]
+
+    def move_tokens(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copy the keys and values of tokens to other slots, in all layers, asynchronously on a GPU.
+
+        For each group that grows: its moves, each (source slot, target slot). A target may be the source of an earlier
+        move. No source is the target of an earlier one. So if tokens are moved towards the front of their row, those in
+        front come first.
+        """
+        assert self._move_kv is not None
+        assert all(keep_sources(pairs) for pairs in moves), moves
+        if any(moves):
+            self._move_kv(self.layers, [self._put_slots(pairs) for pairs in moves])
+
+    def _put_slots(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """Sources and targets."""
+        columns = self._arrays.put([[pair[side] for pair in pairs] for side in (0, 1)], "int64")
+        return columns[0], columns[1]
 
     def _view_layer(self, layer: LayerLayout, block_size: int) -> LayerCache:
         spec, block = layer.spec, layer.block

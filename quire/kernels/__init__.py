@@ -7,7 +7,7 @@ backends take an op that they lack from the reference. quire's CPU kernels need 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.kernels.arrays import Array, Arrays
     from quire.kernels.cache_spec import BlockShape, KVCacheSpec
     from quire.kernels.cpu.native import Native
+    from quire.kernels.paging import LayerCache
 
 __all__ = ["Kernels", "select_native", "select_torch"]
 
@@ -40,6 +41,7 @@ class Kernels:
     add: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[..., tuple[Tensor, Tensor]]
     store_kv: Callable[..., None]
+    move_kv: Callable[[Sequence[LayerCache], Sequence[tuple[Array, Array]]], None]
     attention: Callable[..., Tensor]
     activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]

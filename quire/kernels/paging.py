@@ -5,11 +5,18 @@ The runner fills a `Paging` once a step from the scheduler's plan. Kernels read 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.kernels.arrays import Array
+
+MAX_TREE_NODES = 64  # of one row, the root not counted
+NO_TOKEN = -1  # fills a row of `Paging.paths` behind the path's end
 
 
 @dataclass(slots=True)
@@ -18,6 +25,10 @@ class Paging:
 
     A row is one request's next tokens: row r owns tokens query_starts[r] : query_starts[r + 1] of the step, and its
     context, those tokens included, is seq_lens[r] long. Its tokens are the last ones of that context.
+
+    The tokens of a row are a chain, each after the one before it, or a draft tree. In a tree, a token sees the context
+    and its path: its ancestors, root first, and itself. Its slot is that of its index in the row, as in a chain. Its
+    position is the length of the context plus its depth.
     """
 
     query_starts: Array  # [rows + 1] int32
@@ -27,9 +38,12 @@ class Paging:
     block_size: int
     host_query_starts: list[int]
     host_seq_lens: list[int]
-    ancestors: Array | None = None  # [tokens, max_query] bool, for draft trees: which of its row's tokens a token sees
+    paths: Array | None = None  # [tokens, longest path] int32, if any row has a draft tree: see `tree_paths`
     encoder_lens: Array | None = None  # [rows] int32: tokens in the encoder groups, if any
     work: Any = None  # a backend's own data about these rows, computed once a step
+
+    def has_tree(self, row: int) -> bool:
+        return self.paths is not None and bool(self.paths[self.host_query_starts[row], 0] >= 0)
 
     @property
     def max_query_len(self) -> int:
@@ -38,6 +52,33 @@ class Paging:
     @property
     def max_seq_len(self) -> int:
         return max(self.host_seq_lens, default=0)
+
+
+def tree_paths(query_starts: Sequence[int], parents: Sequence[Sequence[int] | None]) -> NDArray[np.int32]:
+    """`Paging.paths` of a step: for each token the indices in its row of its ancestors, root first, and of itself.
+
+    parents[r] are the `Drafts.parents` of row r: its token i + 1 is node i, and its token 0, the root, is `ROOT`. For a
+    row that is a chain it is None, and its tokens have no path. So long prompts need no wide array.
+
+        row 0: a tree, nodes 0 and 1 a chain, 2 and 3 a branch      row 1: a chain of two tokens
+        parents [[-1, 0, -1, 2], None]
+        paths   [[0 - -] [0 1 -] [0 1 2] [0 3 -] [0 3 4] [- - -] [- - -]], where - is NO_TOKEN
+    """
+    paths: list[list[int]] = []
+    for start, stop, nodes in zip(query_starts, query_starts[1:], parents, strict=False):
+        if nodes is None:
+            paths += [[] for _ in range(start, stop)]
+            continue
+        assert len(nodes) + 1 == stop - start, (len(nodes), stop - start)
+        assert len(nodes) <= MAX_TREE_NODES
+        paths.append([0])
+        for index, parent in enumerate(nodes, 1):
+            assert -1 <= parent < index - 1, nodes
+            paths.append([*paths[start + parent + 1], index])
+    filled = np.full((len(paths), max(1, *map(len, paths)) if paths else 1), NO_TOKEN, np.int32)
+    for path, row in zip(paths, filled, strict=True):
+        row[: len(path)] = path
+    return filled
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ __all__ = [
     "linear",
     "logits",
     "logprobs",
+    "move_kv",
     "penalize",
     "record",
     "rms_norm",
@@ -114,6 +115,25 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     cache.v[block, offset] = v.to(cache.v.dtype)
 
 
+def move_kv(layers: Sequence[LayerCache], moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy keys and values of tokens to other slots, in all layers of the groups in `moves`.
+
+    For each group: slots of the sources and of the targets, [n] int64 each. No source is the target of an earlier move.
+    Groups that do not grow come last and have no moves.
+    """
+    size = layers[0].block_size
+    places = [[(slots // size, slots % size) for slots in pair] for pair in moves]
+    for layer in layers:
+        if layer.group >= len(moves):
+            continue
+        source, target = places[layer.group]
+        is_latent = layer.v.data_ptr() == layer.k.data_ptr()
+        for kept in (layer.k,) if is_latent else (layer.k, layer.v):
+            # Indexing is not implemented for all types of one byte.
+            items = kept.view(torch.uint8) if kept.element_size() == 1 else kept
+            items[target] = items[source]
+
+
 def attention(
     q: Tensor,
     cache: LayerCache,
@@ -128,8 +148,8 @@ def attention(
 
     Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
     only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
-    scores s into c * tanh(s / c) before that. With `paging.ancestors` a row's own tokens form a tree: a token sees the
-    ancestors in its mask, which includes itself. Its position is the length of the row's context plus its depth.
+    scores s into c * tanh(s / c) before that. With `paging.paths` the tokens of a row may be a draft tree: a token sees
+    the context and its path, and its position is the length of the context plus its depth.
     """
     out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):
@@ -179,12 +199,11 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     start, stop = paging.host_query_starts[row], paging.host_query_starts[row + 1]
     n = stop - start
     context = paging.host_seq_lens[row] - n
-    if paging.ancestors is None:
-        own, depth = torch.ones(n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)
-    else:
-        own = paging.ancestors[start:stop, :n]
-        depth = own.sum(1) - 1
-    query_positions = context + depth
+    own = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    if paging.paths is not None and paging.has_tree(row):
+        paths = paging.paths[start:stop]
+        own = (paths[:, :, None] == torch.arange(n, device=device)).any(1)
+    query_positions = context + own.sum(1) - 1
     past = torch.arange(first_key(paging, row, window), context, device=device)
     key_positions = torch.cat((past, query_positions))
     visible = torch.cat((own.new_ones(n, len(past)), own), dim=1)

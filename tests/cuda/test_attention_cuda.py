@@ -15,6 +15,7 @@ from quire.kernels.cuda import ops
 from quire.kernels.cuda.rope import MOST
 from quire.kernels.paging import LayerCache, Paging
 from tests.tools.paged import PagedCache
+from tests.tools.trees import draw_parents, paths_of
 
 pytestmark = pytest.mark.cuda
 
@@ -45,7 +46,7 @@ def on_gpu(paging: Paging) -> Paging:
         move(paging.query_starts), move(paging.seq_lens), [move(table) for table in paging.block_tables],
         [move(slots) for slots in paging.slot_mapping], paging.block_size, paging.host_query_starts,
         paging.host_seq_lens,
-        None if paging.ancestors is None else move(paging.ancestors),
+        None if paging.paths is None else move(paging.paths),
     )  # fmt: skip
 
 
@@ -101,16 +102,10 @@ def side_by_side(cache: LayerCache) -> LayerCache:
 
 
 def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
-    rng, parts = random.Random(seed), []
-    widest = max(count for _, count in rows)
-    for _, count in rows:
-        mask = torch.zeros(count, widest, dtype=torch.bool)
-        for token in range(count):
-            if token:
-                mask[token] = mask[rng.randrange(token)]
-            mask[token, token] = True
-        parts.append(mask)
-    return torch.cat(parts)
+    """Every other row of several tokens is a tree."""
+    rng, counts = random.Random(seed), [count for _, count in rows]
+    parents = [draw_parents(count - 1, rng) if count > 1 and nth % 2 == 0 else None for nth, count in enumerate(counts)]
+    return paths_of(counts, parents)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

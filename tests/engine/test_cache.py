@@ -163,6 +163,37 @@ def test_blocks_are_copied_in_order() -> None:
     assert cache.layers[0].k.flatten().tolist() == [0.0, 5.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize("name", MIXED_SPECS)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_tokens_move_in_all_layers_of_their_group(name: str, block_size: int) -> None:
+    """Latents share their memory with their values. Encoder tokens and states do not move."""
+    layout = mixed_layout(MIXED_SPECS[name], block_size)
+    num_moved = len(layout.windows)
+    size = CacheSize(3 * num_moved + 3, block_size, 0, 12, 3)
+    cache = CacheTensors(layout, size, HOST, move_kv=select_torch(CPU).move_kv)
+    for part in cache._stacks:
+        part.random_(0, 100)
+    # Groups have disjoint blocks. The second move's target is the first one's source.
+    first = [block_size * (1 + 3 * group) for group in range(num_moved)]
+    moves = [[(slot + 1, slot), (slot + 2, slot + 1)] for slot in first]
+    before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
+    cache.move_tokens(moves)
+    for layer, tensors in zip(cache.layers, before, strict=True):
+        for now, then in zip((layer.k, layer.v), tensors, strict=True):
+            expected = then.clone()
+            for source, target in moves[layer.group] if layer.group < len(moves) else []:
+                expected[divmod(target, block_size)] = then[divmod(source, block_size)]
+            block = 1 + 3 * min(layer.group, num_moved)
+            own = slice(block, block + 3)
+            assert torch.equal(now.nan_to_num()[own], expected.nan_to_num()[own])
+
+
+def test_a_source_that_was_overwritten_is_a_mistake() -> None:
+    cache = CacheTensors(layout_of([None]), CacheSize(3, 4, 0, 12, 3), HOST, move_kv=select_torch(CPU).move_kv)
+    with pytest.raises(AssertionError):
+        cache.move_tokens([[(6, 5), (5, 4)]])
+
+
 def test_block_bytes() -> None:
     block = BlockShape((16, 2, 64), (16, 2, 64), "bfloat16")
     assert layout_of([None] * 3, block).block_bytes == 2 * 3 * 16 * 2 * 64 * 2

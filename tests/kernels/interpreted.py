@@ -25,6 +25,7 @@ from quire.kernels.paging import LayerCache
 from tests.cuda.sampling import check_logits_processors, check_logprobs, check_random
 from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
+from tests.tools.trees import paths_of
 
 patch_tensor = interpreter._patch_lang_tensor
 
@@ -55,6 +56,21 @@ def check_attention(dim: int, window: int | None, contexts: list[int], slopes: t
         decode_attention(q, LayerCache(k, v, 0, 16), paging, splits, got, Scoring(dim**-0.5, window, slopes, None))
         worst = float((got - expected).abs().max())
         assert worst < 0.01, (dim, window, worst)
+
+
+def check_trees(window: int | None, slopes: torch.Tensor | None) -> None:
+    """Two trees beside a chain and a single token."""
+    torch.manual_seed(0)
+    paged = PagedCache(kv_heads=1, head_dim=32, windows=[window], block_size=16, dtype=torch.float16)
+    trees = [[-1, 0, -1, 2, 2, 0], None, None, [-1, -1, 0, 1]]
+    for rows, paths in (([(0, 40), (1, 3)], None), ([(0, 7), (1, 1), (2, 20), (3, 5)], paths_of([7, 1, 20, 5], trees))):
+        num_tokens = sum(count for _, count in rows)
+        paging, layer = paged.step(rows, paths), paged.layers[0]
+        q, k, v = (torch.randn(num_tokens, heads, 32).half() for heads in (2, 1, 1))
+        reference.store_kv(k, v, layer, paging.slot_mapping[0])
+        expected = reference.attention(q, layer, paging, scale=0.2, window=window, slopes=slopes)
+        k, v = (x.transpose(1, 2).nan_to_num(0.0).contiguous() for x in (layer.k, layer.v))
+        close(attention(q, LayerCache(k, v, 0, 16), paging, scale=0.2, window=window, slopes=slopes), expected)
 
 
 def check_norms(size: int) -> None:
@@ -103,6 +119,9 @@ if __name__ == "__main__":
     for dim, window in ((160, 40), (160, None), (64, 40)):
         check_attention(dim, window, contexts)
     check_attention(64, None, contexts, slopes=torch.tensor([0.25, 0.0625]))
+    for tree_window in (None, 3):
+        check_trees(tree_window, None)
+        check_trees(tree_window, torch.tensor([0.25, 0.0625]))
     for size in (1, 48, 577):
         check_norms(size)
     check_activations()

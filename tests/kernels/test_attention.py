@@ -8,8 +8,10 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.cpu import ops as cpu
+from quire.kernels.paging import NO_TOKEN
 from tests.kernels.naive import Query, attend, causal, tree
 from tests.tools.paged import PagedCache
+from tests.tools.trees import paths_of
 
 pytestmark = pytest.mark.cpu
 
@@ -40,12 +42,12 @@ class Rows:
     def draw(self, count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, self.shape[2], generator=self.generator).to(self.dtype)
 
-    def step(self, ops, rows: list[tuple[int, int]], ancestors: Tensor | None = None, **options) -> Tensor:
+    def step(self, ops, rows: list[tuple[int, int]], paths: Tensor | None = None, **options) -> Tensor:
         """Store a step's keys and values, attend, and return (what came out, what should have)."""
         heads, kv_heads, _ = self.shape
         tokens = sum(count for _, count in rows)
         self.q, k, v = self.draw(tokens, heads), self.draw(tokens, kv_heads), self.draw(tokens, kv_heads)
-        self.paging = self.cache.step(rows, ancestors)
+        self.paging = self.cache.step(rows, paths)
         layer = self.cache.layers[0]
         ops.store_kv(k, v, layer, self.paging.slot_mapping[0])
         for store, new in ((self.k, k), (self.v, v)):
@@ -118,7 +120,8 @@ def test_softcap(ops, window: int | None) -> None:
     check(ops, Rows(window=window), MIXED, softcap=0.4)
 
 
-PARENTS = [None, 0, 0, 1, 1, 2, None]
+PARENTS = [None, 0, 0, 1, 1, 2, 0]  # of tokens; token 0 is the root
+NODES = [-1, -1, 0, 0, 1, -1]  # the same as `Drafts` has them
 
 
 @BACKENDS
@@ -126,16 +129,22 @@ PARENTS = [None, 0, 0, 1, 1, 2, None]
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.0])], ids=["plain", "alibi"])
 @pytest.mark.parametrize("context", [0, 9])
 def test_trees(ops, window: int | None, slopes: Tensor | None, context: int) -> None:
+    """Beside a row of one token, a chain, and a tree that is a chain."""
     rows = Rows(window=window)
     rows.step(ops, [(0, context), (1, 2)] if context else [(1, 2)])
-    queries = [tree(context, PARENTS), tree(2, [None])]
-    ancestors = torch.zeros(8, 7, dtype=torch.bool)
-    for token, query in enumerate(queries[0]):
-        for _, index in query.keys[context:]:
-            ancestors[token, index - context] = True
-    ancestors[7, 0] = True
-    out = rows.step(ops, [(0, 7), (1, 1)], ancestors, slopes=slopes)
-    torch.testing.assert_close(out.double(), rows.expected([0, 1], queries, slopes=slopes), atol=2e-6, rtol=0)
+    queries = [tree(context, PARENTS), causal(2, 1), causal(0, 9), causal(0, 2)]
+    paths = paths_of([7, 1, 9, 2], [NODES, None, None, [-1]])
+    assert paths.shape == (19, 3)
+    out = rows.step(ops, [(0, 7), (1, 1), (2, 9), (3, 2)], paths, slopes=slopes)
+    torch.testing.assert_close(out.double(), rows.expected([0, 1, 2, 3], queries, slopes=slopes), atol=2e-6, rtol=0)
+
+
+def test_paths() -> None:
+    """The tree of docs/speculation.md, and a chain."""
+    none = NO_TOKEN
+    assert paths_of([5, 2], [[-1, 0, -1, 2], None]).tolist() == [
+        [0, none, none], [0, 1, none], [0, 1, 2], [0, 3, none], [0, 3, 4], [none] * 3, [none] * 3,
+    ]  # fmt: skip
 
 
 def test_keys_of_another_dtype() -> None:

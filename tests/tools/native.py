@@ -60,7 +60,7 @@ def as_arrays(x: Any) -> Any:
     if isinstance(x, LayerCache):
         return replace(x, k=as_arrays(x.k), v=as_arrays(x.v))
     if isinstance(x, Paging):
-        names = ("query_starts", "seq_lens", "block_tables", "slot_mapping", "ancestors", "encoder_lens")
+        names = ("query_starts", "seq_lens", "block_tables", "slot_mapping", "paths", "encoder_lens")
         return replace(x, **{name: as_arrays(getattr(x, name)) for name in names})
     return type(x)(map(as_arrays, x)) if type(x) in (list, tuple) else x
 

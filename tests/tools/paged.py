@@ -40,7 +40,7 @@ class PagedCache:
         for blocks in self.free:
             random.Random(seed).shuffle(blocks)
 
-    def step(self, rows: Sequence[tuple[int, int]], ancestors: torch.Tensor | None = None) -> Paging:
+    def step(self, rows: Sequence[tuple[int, int]], paths: torch.Tensor | None = None) -> Paging:
         """The Paging of a step where each (sequence, count) goes on by `count` tokens."""
         starts = [0, *accumulate(count for _, count in rows)]
         slots = [[self._grow(group, *row) for row in rows] for group in range(len(self.windows))]
@@ -55,7 +55,7 @@ class PagedCache:
             block_size=self.block_size,
             host_query_starts=starts,
             host_seq_lens=lengths,
-            ancestors=ancestors,
+            paths=paths,
         )
 
     def positions(self, rows: Sequence[tuple[int, int]]) -> torch.Tensor:

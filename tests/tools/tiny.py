@@ -94,7 +94,7 @@ class TinyEngine:
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
         vocab_size = config.vocab_size
         shape = BufferShape(
             max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, ops.arrays,

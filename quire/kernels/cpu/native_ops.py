@@ -23,6 +23,7 @@ from quire.kernels.cpu.tape_ops import Blocks, Floats, Recorded
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
+LANES = 16  # tokens in a vector of keys
 PARTIALS = 1 << 18  # floats for partial results of contexts that several threads share: 1 MiB
 CACHE_TYPES = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # by the numpy type that holds them
 
@@ -35,6 +36,8 @@ class NativeOps:
     def __init__(self, native: Native) -> None:
         self.native = native
         self._partials = np.empty(PARTIALS, np.float32)
+        self._layers: Sequence[LayerCache] = ()  # of the last `move_kv`, and their descriptions for C++
+        self._described: list[Any] = []
 
     def rms_norm(self, x: Any, weight: Floats, eps: float, residual: Any = None) -> Any:
         if not isinstance(x, Value):
@@ -74,6 +77,16 @@ class NativeOps:
             self._at_once(lambda k, v: self.store_kv(k, v, cache, None), (k, v), paging=paging)
             return
         k.tape.put(Recorded("store", {**describe_cache(cache, k.tail[1]), "k": k.read(), "v": v.read()}))
+
+    def move_kv(self, layers: Sequence[LayerCache], moves: Sequence[tuple[Ids, Ids]]) -> None:
+        if layers is not self._layers:
+            self._layers, self._described = layers, [layer_arguments(layer) for layer in layers if layer.k.ndim == 3]
+        for layer in layers:
+            if layer.k.ndim == 4:  # a latent, in the layout of the reference
+                move_latents(layer, moves)
+        assert all(slots.dtype == np.int64 and slots.flags.c_contiguous for pair in moves for slots in pair)
+        groups = [(address(sources), address(targets), len(sources)) for sources, targets in moves]
+        self.native.module.move_kv(self.native.threads, self._described, groups)
 
     def attention(
         self,
@@ -265,6 +278,20 @@ def step_of_slots(cache: LayerCache, slots: Any) -> Paging:
     empty = np.zeros((0, 0), np.int32)
     tables = [empty for _ in range(cache.group + 1)]
     return Paging(empty, empty, tables, [slots for _ in tables], cache.block_size, [0], [])
+
+
+def layer_arguments(cache: LayerCache) -> tuple[Any, ...]:
+    """A layer as an argument of `move_kv` in C++."""
+    kind, (heads, items) = CACHE_TYPES[cache.k.dtype.name], cache.k.shape[1:]
+    lanes = -(-cache.block_size // LANES) * LANES
+    head_dim = items // lanes - (4 if kind == "int8" else 0)  # the scales of `lanes` tokens are behind the codes
+    return kind, cache.block_size, heads, head_dim, Blocks(cache.k).view(), Blocks(cache.v).view(), cache.group
+
+
+def move_latents(cache: LayerCache, moves: Sequence[tuple[Ids, Ids]]) -> None:
+    if cache.group < len(moves):
+        source, target = (divmod(slots, cache.block_size) for slots in moves[cache.group])
+        cache.k[target] = cache.k[source]
 
 
 def describe_cache(cache: LayerCache, head_dim: int) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def attention(
 def _attend_chunk(q: Tensor, cache: LayerCache, paging: Paging, row: int, scale: float, window: int | None) -> Tensor:
     """q [n, heads, dim] of one row -> [n, heads, dim]."""
     k, v = reference.read_row(cache, paging, row, window)
-    whole = len(q) == len(k) and paging.ancestors is None and (window is None or len(q) <= window)
+    whole = len(q) == len(k) and not paging.has_tree(row) and (window is None or len(q) <= window)
     visible = None if whole else reference.see(paging, row, window, q.device)[2]
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],

@@ -260,7 +260,7 @@ def step_arguments(tokens: Ids | None, positions: Ids | None, paging: Paging | N
         (address(table), table.strides[0] // 4, 0 if slots is None else address(slots))
         for table, slots in zip_longest(paging.block_tables, paging.slot_mapping)  # fixed groups have no slots
     ]
-    mask = paging.ancestors
+    paths = paging.paths
     return (
         num_tokens,
         len(paging.host_seq_lens),
@@ -269,8 +269,8 @@ def step_arguments(tokens: Ids | None, positions: Ids | None, paging: Paging | N
         address(paging.query_starts),
         address(paging.seq_lens),
         groups,
-        address(mask) if mask is not None else 0,
-        mask.strides[0] if mask is not None else 0,
+        address(paths) if paths is not None else 0,
+        paths.strides[0] // 4 if paths is not None else 0,
     )
 
 

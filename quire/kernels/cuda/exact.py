@@ -18,13 +18,13 @@ from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention import dispatch
 from quire.kernels.cuda.gemm.skinny import Tile, multiply
 from quire.kernels.cuda.norm import layer_norm, rms_norm
-from quire.kernels.cuda.ops import cache_shapes
+from quire.kernels.cuda.ops import cache_shapes, move_kv
 from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 
 __all__ = [
     "activate", "apply_token_bitmask", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear",
-    "penalize", "rms_norm", "silu_mul", "store_kv",
+    "move_kv", "penalize", "rms_norm", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 FEW_ROWS = 64

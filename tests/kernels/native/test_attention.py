@@ -52,14 +52,14 @@ class Pair:
     def draw(self, tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, self.head_dim, generator=self.generator)
 
-    def check(self, step: Step, ancestors: Tensor | None = None, **options: Any) -> None:
+    def check(self, step: Step, **options: Any) -> None:
         tokens = sum(count for _, count in step)
         q, k, v = self.draw(tokens, self.heads), self.draw(tokens, self.kv_heads), self.draw(tokens, self.kv_heads)
         options = {"scale": self.head_dim**-0.5, "window": self.window, **options}
-        paging = self.own.step(step, ancestors)
+        paging = self.own.step(step)
         self.ops.store_kv(k, v, self.own.layers[0], paging.slot_mapping[0])
         out = self.ops.attention(q, self.own.layers[0], paging, **options)
-        paging = self.plain.step(step, ancestors)
+        paging = self.plain.step(step)
         reference.store_kv(kept(k, self.kind), kept(v, self.kind), self.plain.layers[0], paging.slot_mapping[0])
         expected = reference.attention(q, self.plain.layers[0], paging, **options)
         torch.testing.assert_close(out, expected, atol=3e-6, rtol=3e-6)
@@ -148,35 +148,6 @@ def test_alibi_and_softcap(name: str, kind: str, window: int | None) -> None:
         pair = Pair(ops_of(name), kind, window=window)
         for step in MIXED:
             pair.check(step, **options)
-
-
-def draw_tree(num_tokens: int, rng: random.Random) -> Tensor:
-    """Which tokens each sees, of a random tree: [tokens, tokens]"""
-    seen = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
-    for token in range(num_tokens):
-        if (parent := rng.randint(-1, token - 1)) >= 0:
-            seen[token] = seen[parent]
-        seen[token, token] = True
-    return seen
-
-
-@each_isa
-@each_cache_type
-@pytest.mark.parametrize("window", [None, 1, 2, 4])
-@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.0])], ids=["plain", "alibi"])
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_trees(name: str, kind: str, window: int | None, slopes: Tensor | None, block_size: int) -> None:
-    rng = random.Random(window or 0)
-    for contexts in ([0, 9], [250, 63], [255, 1]):
-        pair = Pair(ops_of(name), kind, window=window, block_size=block_size, num_blocks=200)
-        pair.check([(row, context) for row, context in enumerate(contexts) if context])
-        counts = [rng.choice([1, 7, 30]), rng.choice([1, 12])]
-        ancestors = torch.zeros(sum(counts), max(counts), dtype=torch.bool)
-        first = 0
-        for count in counts:
-            ancestors[first : first + count, :count] = draw_tree(count, rng)
-            first += count
-        pair.check(list(enumerate(counts)), ancestors, slopes=slopes)
 
 
 @each_isa

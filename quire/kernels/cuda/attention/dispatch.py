@@ -41,13 +41,14 @@ class Work:
     splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `split_kv.split_contexts`
     items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen_items.plan_items`
     tiles: Tiles | None = None  # of the others, for `prefill`
+    mask: Tensor | None = None  # of the step, for `prefill`, if a row has a draft tree: `mask_tokens`
 
 
 def find_work(paging: Paging) -> Work:
     """The step's Work. The first layer makes it."""
     if paging.work is None:
         counts = count_queries(paging)
-        trees = paging.ancestors is not None
+        trees = paging.paths is not None
         paging.work = Work(not trees and 1 in counts, trees or any(count != 1 for count in counts))
     work: Work = paging.work
     return work
@@ -72,9 +73,27 @@ def find_items(work: Work, paging: Paging, window: int | None, q: Tensor, cache:
 
 def find_tiles(work: Work, paging: Paging) -> Tiles:
     if work.tiles is None:
-        tiles = cut_tiles(count_queries(paging), trees=paging.ancestors is not None)
+        tiles = cut_tiles(count_queries(paging), trees=paging.paths is not None)
         work.tiles = Tiles(send(Tiles.flatten(tiles), paging.seq_lens.device))
     return work.tiles
+
+
+def find_mask(work: Work, paging: Paging) -> Tensor | None:
+    if work.mask is None and paging.paths is not None:
+        work.mask = mask_tokens(paging)
+    return work.mask
+
+
+def mask_tokens(paging: Paging) -> Tensor:
+    """Which tokens of its row a token sees, [tokens, max_query] uint8: those of its path or, in a chain, those up to
+    itself."""
+    paths, width = paging.paths, paging.max_query_len
+    assert paths is not None
+    nth = send(np.concatenate([np.arange(count) for count in count_queries(paging)]), paths.device)
+    in_chain = torch.arange(width, device=paths.device) <= nth[:, None]
+    in_tree = torch.zeros(len(paths), width + 1, dtype=torch.bool, device=paths.device)
+    in_tree.scatter_(1, torch.where(paths < 0, width, paths).long(), True)  # the last column takes what is no token
+    return torch.where(paths[:, :1] < 0, in_chain, in_tree[:, :width]).to(torch.uint8)
 
 
 def count_queries(paging: Paging) -> list[int]:
@@ -145,12 +164,13 @@ def attention(
         attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
 
     def attend_others() -> None:
-        if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
+        if not exact and paging.paths is None and varlen_items.suits(q.dtype, cache, scoring):
             from quire.kernels.cuda.attention.varlen import varlen_attention  # needs Hopper
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
-            prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
+            mask = find_mask(work, paging)
+            prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, mask=mask, exact=exact)
 
     if work.has_singles and work.has_others:
         run_both(on_side=attend_singles, on_main=attend_others)

@@ -169,18 +169,20 @@ def key_tile(dim: int, dtype: torch.dtype) -> int:
 
 
 def prefill_attention(
-    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring, *, exact: bool = False
-) -> None:
-    """Attention of the queries of the tiles. The rows of other queries in `out` are not written."""
+    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring, *,
+    mask: Tensor | None = None, exact: bool = False,
+) -> None:  # fmt: skip
+    """Attention of the queries of the tiles. The rows of other queries in `out` are not written. mask [tokens,
+    max_query] uint8, for draft trees: which tokens of its row a token sees."""
     kv_heads, page, dim = cache.k.shape[1:]
-    tables, mask = paging.block_tables[cache.group], paging.ancestors
+    tables = paging.block_tables[cache.group]
     scale, window, slopes, softcap = scoring
     unused = paging.seq_lens
     width, heads = triton.next_power_of_2(dim), q.shape[1]
     _prefill[(max(tiles.capacity * heads, PROGRAMS),)](
         q, cache.k, cache.v, out, *workspace("prefill", PROGRAMS, TILE_QUERIES, width, q.device), tables,
         paging.seq_lens, paging.query_starts, tiles.numbers, slopes if slopes is not None else unused,
-        mask.view(torch.uint8) if mask is not None else unused, scale, softcap or 0.0, window or 0, q.stride(0),
+        mask if mask is not None else unused, scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
         GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
