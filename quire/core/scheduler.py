@@ -141,6 +141,11 @@ class Scheduler:
         return self._num_waiting
 
     @property
+    def may_admit(self) -> bool:
+        """Whether the next step may admit a waiting request: there is a row for it, and it was not too large before."""
+        return bool(self._num_waiting) and len(self.running) < self.max_requests and self._blocked is None
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests)
 

@@ -7,7 +7,6 @@ from itertools import accumulate
 from operator import add
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan
@@ -15,7 +14,7 @@ from quire.core.request import Request
 from quire.engine.buffers import Buffer, DirectUploader, TableBuffer, Uploader
 from quire.engine.sampling_state import SamplingState
 from quire.kernels.arrays import Array, Arrays
-from quire.kernels.paging import Paging
+from quire.kernels.paging import Paging, tree_paths
 
 
 @dataclass(slots=True)
@@ -69,6 +68,7 @@ class BatchBuffers:
         max_tokens, max_rows, block_size, arrays = shape.max_tokens, shape.max_rows, shape.block_size, shape.arrays
         self.uploader = uploader if uploader is not None else DirectUploader(arrays)
         max_blocks = -(-shape.max_len // block_size)
+        self._arrays = arrays
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.state = SamplingState(max_rows, shape.vocab_size, arrays, self.uploader)
@@ -129,11 +129,19 @@ class BatchBuffers:
                 self.block_size,
                 query_starts,
                 seq_lens,
+                paths=self._find_paths(plan, query_starts),
                 encoder_lens=self.encoder_lens.upload(num_rows) if self.encoder_lens else None,
             ),
             find_samples(plan, query_starts, seq_lens, entries),
             self.last_token_entries.upload(num_rows) if has_unknown else None,
         )
+
+    def _find_paths(self, plan: Plan, query_starts: list[int]) -> Array | None:
+        """The paths of draft trees. None if all drafts are chains."""
+        if all(drafts.is_chain for drafts in plan.drafts.values()):
+            return None
+        parents = [plan.drafts[row].parents if row in plan.drafts else None for row in range(len(plan))]
+        return self._arrays.put(tree_paths(query_starts, parents), "int32")
 
     def _pad(self, num_tokens: int, size: int, num_rows: int, rows: int) -> None:
         for buffer, value in ((self.tokens, 0), (self.positions, 0), *((slots, -1) for slots in self.slot_mapping)):
@@ -216,18 +224,3 @@ def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entri
             samples.nodes.append(ROOT + nth)
             samples.entries.append(entries[row])
     return samples
-
-
-def find_paths(plan: Plan, query_starts: list[int]) -> NDArray[np.int32] | None:
-    """`Paging.paths` of a plan with draft trees, [tokens, longest path]. None if it has only chains."""
-    trees = {row: drafts for row, drafts in plan.drafts.items() if not drafts.is_chain}
-    if not trees:
-        return None
-    paths = np.full((query_starts[-1], 1 + max(max(drafts.depths()) for drafts in trees.values())), -1, np.int32)
-    for row, drafts in trees.items():
-        first = query_starts[row]
-        paths[first, 0] = 0
-        for node in range(len(drafts)):
-            path = [0, *(1 + each for each in drafts.path(node))]
-            paths[first + 1 + node, : len(path)] = path
-    return paths

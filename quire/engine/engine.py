@@ -196,7 +196,7 @@ class Engine:
     def _launch(self) -> bool:
         now_s = time.monotonic()
         if self.controller is not None and not self._launched:
-            self.controller.propose(self.scheduler.running, self.scheduler.num_waiting)
+            self.controller.propose(self.scheduler.running, self.scheduler.may_admit)
         plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False

@@ -64,7 +64,7 @@ def build_controller(
     methods = parse_speculate(config.speculate)
     if methods is None or (not methods and not is_free(ops)):
         return None
-    proposers: list[Proposer] = [SuffixProposer(only_chains=True)]
+    proposers: list[Proposer] = [SuffixProposer()]
     proposers += [load_plugin(method.value) for method in methods if method.kind == "plugin"]
     return Controller(proposers, max_tokens_per_step, vocab_size, FREE_DRAFTS[ops.device], models)
 

@@ -68,14 +68,14 @@ class Controller:
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
 
-    def propose(self, running: Sequence[Request], num_waiting: int) -> None:
-        """Set `Request.drafts` for the next step. `running` are all rows of it, unless waiting requests are admitted.
+    def propose(self, running: Sequence[Request], may_admit: bool) -> None:
+        """Set `Request.drafts` for the next step. `running` are all rows of it, unless it admits a waiting request.
 
         A step that computes prompts has no drafts: its duration grows with every token.
         """
         self._begin_s = self._clock()
         step_s = self.times.plain_s(len(running))
-        if step_s is None or num_waiting or any(map(has_prompt, running)):
+        if step_s is None or may_admit or any(map(has_prompt, running)):
             return
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)

@@ -165,6 +165,8 @@ def test_a_constraint_names_forced_tokens_and_counts_allowed_ones() -> None:
     assert one.constraint is not None
     assert one.constraint.num_allowed(tokens) == len(tokens)
     assert one.constraint.num_allowed([*tokens[:3], 1, *tokens[3:]]) <= 3
+    assert one.constraint.num_allowed([*tokens[:3], TOKENIZER.vocab_size + 3]) == 3
+    assert one.constraint.num_allowed(tokens) == len(tokens)
     forced = list(one.constraint.forced())
     assert tokens[: len(forced)] == forced
 

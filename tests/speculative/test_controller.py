@@ -147,7 +147,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
         request.num_planned = 2
         num_steps = num_verified = 0
         while request.num_output < 400:
-            controller.propose([request], 0)
+            controller.propose([request], may_admit=False)
             drafts, request.drafts = request.drafts, None
             ahead = answers["a"][request.num_output :]
             num_right = 0

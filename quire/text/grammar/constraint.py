@@ -31,6 +31,7 @@ class GrammarConstraint:
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
+        self._num_tokens = num_tokens
         self._num_bytes = (num_tokens + 7) // 8
         self._forced: deque[int] = deque()
         self._has_looked = False
@@ -57,15 +58,20 @@ class GrammarConstraint:
         return self._forced
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Forced tokens are compared first: of several spellings of a text only one is allowed."""
+        """Forced tokens are compared first: of several spellings of a text only one is allowed.
+
+        An id that the tokenizer lacks would put the matcher into its error state.
+        """
         self._look_ahead()
+        unknown = next((index for index, token in enumerate(tokens) if token >= self._num_tokens), len(tokens))
+        tokens = tokens[:unknown]
         for index, (token, forced) in enumerate(zip(tokens, self._forced, strict=False)):
             if token != forced:
                 return index
         return 0 if self.error else int(self._matcher.validate_tokens(list(tokens)))
 
     def copy(self) -> GrammarConstraint:
-        twin = GrammarConstraint(self._matcher.deep_copy(), 8 * self._num_bytes)
+        twin = GrammarConstraint(self._matcher.deep_copy(), self._num_tokens)
         twin._forced, twin._has_looked, twin.error = self._forced.copy(), self._has_looked, self.error
         return twin
 
