@@ -158,6 +158,13 @@ def test_a_node_does_not_read_its_siblings(name: str, kind: str, block_size: int
             assert torch.equal(out[~is_below], expected[~is_below])
 
 
+def test_a_tree_that_is_too_large_is_refused() -> None:
+    sequences = Sequences(ops_of(), "float32", {}, block_size=16)
+    paths = torch.zeros(97, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="97 tokens, more than 96"):
+        sequences.run([(TREE, 97)], sequences.draw(97, seed=0), paths)
+
+
 @each_isa
 @each_cache_type
 @pytest.mark.parametrize("seed", range(8))
