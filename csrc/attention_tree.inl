@@ -1,7 +1,7 @@
 // The own tokens of a row whose queries are a draft tree. A query sees the context and its path as if both were one
 // sequence: the score of an ancestor is at the index of its position, whatever its slot. So chunks, lanes and the order
-// of sums are those of a chain, and so are the bits. attention.inl computes the context for all queries together, as for
-// a chain. This file adds the own tokens:
+// of sums are those of a chain, and so are the bits. attention.inl computes the context for all queries together, as
+// for a chain. This file adds the own tokens:
 //   1. Products of all queries with all own keys, by slot. These are few vectors, and a bundle of rows reads them once.
 //   2. The products of each query's path are copied to the positions of the path. Other products are ignored.
 //   3. When the scores have become weights, those of the path are copied back to the slots.
@@ -19,6 +19,10 @@
 
 namespace quire {
 namespace QUIRE_ISA {
+
+struct Depths {
+  int first, last;  // [first, last)
+};
 
 // `Item` is the type of the cache. `mask` has the task.
 template <class Item>
@@ -53,7 +57,7 @@ struct OwnTokens {
   // Whether a query of the task may see own tokens in the chunk.
   bool are_in(const Chunk& chunk) const { return mask.task.tree && base(chunk) < kChunkKeys; }
 
-  // Sets the scales of an INT8 chunk's vectors that have own tokens. The first of them may have keys of the context too.
+  // Sets the scales of an INT8 chunk's vectors that have own tokens. The first one may have keys of the context too.
   void set_scales(const Task& task, Chunk& chunk) {
     const int end = larger(0, task.context - chunk.position), mixed = end / kLanes;
     if (mixed >= kChunkVectors) return;
@@ -107,8 +111,8 @@ struct OwnTokens {
     return call.rows.path(call.rows.query_starts[mask.task.row] + mask.task.first_query + row / group);
   }
 
-  // The depths of the tokens of its path that a row sees in the chunk: [first, last).
-  Vectors depths_in(int row, const Chunk& chunk) const {
+  // The depths of the tokens of its path that a row sees in the chunk.
+  Depths depths_in(int row, const Chunk& chunk) const {
     const Query& query = mask.queries[row / group];
     const int first = larger(query.first_key, chunk.position);
     const int last = smaller(query.last_key, chunk.position + kChunkKeys);
@@ -128,7 +132,7 @@ struct OwnTokens {
     const int32_t* path = path_of(row);
     const float* from = by_slot(row);
     float* to = space.scores + row * kChunkKeys + base(chunk);
-    const Vectors depths = depths_in(row, chunk);
+    const Depths depths = depths_in(row, chunk);
     for (int depth = depths.first; depth < depths.last; ++depth) {
       to[depth] = scaled(from[path[depth]], slots.key_scales, path[depth]);
     }
@@ -138,7 +142,7 @@ struct OwnTokens {
     const int32_t* path = path_of(row);
     const float* from = space.scores + row * kChunkKeys + base(chunk);
     float* to = by_slot(row);
-    const Vectors depths = depths_in(row, chunk);
+    const Depths depths = depths_in(row, chunk);
     for (int depth = depths.first; depth < depths.last; ++depth) {
       to[path[depth]] = scaled(from[depth], slots.value_scales, path[depth]);
     }
@@ -152,7 +156,7 @@ struct OwnTokens {
   template <class SlotItem>
   void weigh_path(int row, int count, const Chunk& chunk, float* into) const {
     const int32_t* path = path_of(row);
-    const Vectors depths = depths_in(row, chunk);
+    const Depths depths = depths_in(row, chunk);
     const float* weights = space.own_scores + row * kChunkKeys;
     float* sums = into + row * state.stride();
     for (int first = depths.first, last; first < depths.last; first = last) {

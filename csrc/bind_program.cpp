@@ -149,6 +149,16 @@ void add_attention(Program& program, const std::string& type, int block_size, in
   program.add(std::move(op));
 }
 
+// Working memory of attention is limited to trees of this size.
+void check_trees(const Step& step) {
+  for (int row = 0; step.paths != nullptr && row < step.num_rows; row++) {
+    const int first = step.query_starts[row], count = step.query_starts[row + 1] - first;
+    if (count > kMaxTreeTokens && step.paths[first * step.path_stride] >= 0)
+      throw nb::value_error(("a draft tree has " + std::to_string(count) + " tokens, more than " +
+                             std::to_string(kMaxTreeTokens) + ".").c_str());
+  }
+}
+
 Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, Address query_starts, Address seq_lens,
                const std::vector<Group>& groups, Address paths, int64_t path_stride) {
   Step step;
@@ -162,6 +172,7 @@ Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, 
     step.groups.push_back({reinterpret_cast<const int32_t*>(tables), stride, reinterpret_cast<const int64_t*>(slots)});
   step.paths = reinterpret_cast<const int32_t*>(paths);
   step.path_stride = path_stride;
+  check_trees(step);
   return step;
 }
 

@@ -1,5 +1,5 @@
-// Copies keys and values of tokens to other slots of the cache, in the layout of attention.h. When a path of a draft tree
-// is accepted, its tokens are moved to the front of the row.
+// Copies keys and values of tokens to other slots of the cache, in the layout of attention.h. When a path of a draft
+// tree is accepted, its tokens are moved to the front of the row.
 #pragma once
 
 #include <cstdint>

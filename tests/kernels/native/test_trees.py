@@ -138,21 +138,31 @@ def test_chunks_of_256_keys(name: str, kind: str, context: int, block_size: int)
 def test_a_node_does_not_read_its_siblings(name: str, kind: str, block_size: int) -> None:
     """Keys and values of one node that are not numbers change its descendants and nothing else."""
     parents = [-1, 0, 1, -1, 3, 3, 0, 6]
+    count, paths = len(parents) + 1, paths_of([len(parents) + 1], [parents])
+
+    def run(context: int, threads: int, broken: int | None) -> Tensor:
+        sequences = Sequences(ops_of(name, threads), kind, {}, block_size=block_size)
+        q, k, v = sequences.draw(count, seed=1)
+        if broken is not None:
+            k[broken] = v[broken] = float("nan")
+        sequences.prefill(TREE, context)
+        return sequences.run([(TREE, count)], (q, k, v), paths)
+
     for context, threads in ((9, 1), (250, 2), (600, 3)):
-        ops, outs = ops_of(name, threads), []
-        for is_broken in (False, True):
-            sequences = Sequences(ops, kind, {}, block_size=block_size)
-            q, k, v = sequences.draw(len(parents) + 1, seed=1)
-            if is_broken:
-                k[4] = v[4] = float("nan")
-            sequences.prefill(TREE, context)
-            paths = paths_of([len(parents) + 1], [parents])
-            outs.append(sequences.run([(TREE, len(parents) + 1)], (q, k, v), paths))
-        below = [token for token in range(len(parents) + 1) if 4 in path_of(parents, token)]
-        others = [token for token in range(len(parents) + 1) if token not in below]
-        assert below == [4, 5, 6]
-        assert outs[1][below].isnan().all()
-        assert torch.equal(outs[0][others], outs[1][others])
+        expected = run(context, threads, None)
+        for broken in (1, 4):
+            out = run(context, threads, broken)
+            is_below = torch.tensor([broken in path_of(parents, token) for token in range(count)])
+            assert is_below.tolist().count(True) == {1: 5, 4: 3}[broken]
+            assert out[is_below].isnan().all()
+            assert torch.equal(out[~is_below], expected[~is_below])
+
+
+def test_a_tree_that_is_too_large_is_refused() -> None:
+    sequences = Sequences(ops_of(), "float32", {}, block_size=16)
+    paths = torch.zeros(97, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="97 tokens, more than 96"):
+        sequences.run([(TREE, 97)], sequences.draw(97, seed=0), paths)
 
 
 @each_isa
