@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--kv-dtype", default="auto")
     options = parser.parse_args()
-    config = EngineConfig(model=options.model, kernels="native", prefix_cache=False, kv_dtype=options.kv_dtype)
+    config = EngineConfig(
+        model=options.model, kernels="native", prefix_cache=False, kv_dtype=options.kv_dtype, speculate="off"
+    )
     client = InProcess(config, resolve(options.model).path)
     runner: Any = client.engine.runner
     for batch in map(int, options.batch.split(",")):

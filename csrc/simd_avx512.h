@@ -139,9 +139,9 @@ QUIRE_INLINE int store_pairs(void* to, uint32_t bits, f32 values, i32 numbers) {
 }
 
 constexpr int kMaxTile = 6;        // rows whose sums over two panels fit into registers
-// The number of panels that are multiplied with a tile at once. Two, because loads are the bottleneck. One row is
-// limited by memory, whose bandwidth is higher with more streams.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : 2; }
+// The number of panels that are multiplied with a tile at once. Two, because loads are the bottleneck. One and two rows
+// are limited by memory, whose bandwidth is higher with more streams.
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int kMaxDenseTile = 12;  // rows whose sums over two dense panels fit into registers
 
 // 32 values in [-127, 127] as bytes, rounded to nearest. NaN becomes an unspecified byte.

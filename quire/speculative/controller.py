@@ -29,7 +29,9 @@ log = logging.getLogger("quire.speculative")
 MAX_NODES = 16  # drafts of one row
 MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
-ENGINE_LOSS, REQUEST_LOSS = 0.004, 0.015  # shares of the time that speculation may lose
+ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
+ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
+PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
 UNKNOWN_ODDS = 0.5  # of a proposer that gives none
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 
@@ -38,9 +40,11 @@ MAX_FAILURES = 3  # of a proposer, until it is no longer called
 class Record:
     """What the controller knows about a running request."""
 
-    ledger: Ledger = field(default_factory=lambda: Ledger(REQUEST_LOSS))
+    ledger: Ledger = field(default_factory=lambda: Ledger(REQUEST_LOSS, REQUEST_GRACE))
     shifts: dict[str, float] = field(default_factory=dict)  # by proposer, see Calibration
     asked: dict[str, Asked] = field(default_factory=dict)  # by model
+    num_idle: int = 0  # calls of the proposers since drafts were last verified
+    pause: int = 0  # steps until they are called again
 
 
 class Controller:
@@ -57,7 +61,7 @@ class Controller:
         self._draft_times = {model.name: DraftTimes() for model in models}
         self.times = StepTimes(free_drafts)
         self.calibration = Calibration()
-        self.ledger = Ledger(ENGINE_LOSS)
+        self.ledger = Ledger(ENGINE_LOSS, ENGINE_GRACE)
         self.drafted: Counter[str] = Counter()  # since the start, by proposer
         self.accepted: Counter[str] = Counter()
         self._max_tokens = max_tokens_per_step
@@ -79,7 +83,7 @@ class Controller:
             return
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)
-            self._propose_s = self._clock() - self._begin_s
+        self._propose_s = self._clock() - self._begin_s
 
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Learn from a step that has ended. Called after its commit."""
@@ -92,17 +96,17 @@ class Controller:
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
             return  # prompts
         propose_s, self._propose_s = self._propose_s, 0.0
-        self.times.learn(num_rows, num_drafts, seconds - propose_s)
+        self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
         if step_s is None:
             return
         num_accepted = sum(map(len, sampled.accepted.values()))
-        plain_s = step_s * (1 + num_accepted / num_rows) if num_drafts else seconds - propose_s
-        self.ledger.add(seconds, plain_s)
+        if not num_drafts:
+            seconds = step_s  # nothing is gained or lost
+        self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
-                own_s = step_s * (1 + len(sampled.accepted.get(row, []))) if num_drafts else seconds - propose_s
-                record.ledger.add(seconds, own_s)
+                record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
 
     def finish(self, request_id: str) -> None:
         """A request has ended."""
@@ -121,7 +125,7 @@ class Controller:
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
-        rows = [request for request in running if may_draft(request)]
+        rows = [request for request in running if may_draft(request) and not self._pauses(request)]
         trees = self._ask(rows)
         for model in self.models:
             self._ask_model(model, rows, trees, step_s)
@@ -141,6 +145,20 @@ class Controller:
             tree = trees[index]
             assert tree is not None
             rows[index].drafts = trunk_first(tree, its_nodes)
+            self._records[rows[index].id].num_idle = 0
+
+    def _pauses(self, request: Request) -> bool:
+        """Whether to skip the request in this step: asking takes time too, and its last drafts were not worth it."""
+        record = self._records.get(request.id)
+        if record is None:
+            self._records[request.id] = Record()
+            return False
+        if record.pause:
+            record.pause -= 1
+            return True
+        record.num_idle += 1
+        record.pause = min(MAX_PAUSE, record.num_idle // PATIENCE)
+        return False
 
     def _best_count(self, survivals: Sequence[float], running: Sequence[Request], step_s: float) -> int:
         """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn."""
@@ -168,9 +186,6 @@ class Controller:
         """The drafts of each request: those of all proposers, merged into one tree."""
         if not rows:
             return []
-        for request in rows:
-            if request.id not in self._records:
-                self._records[request.id] = Record()
         contexts = [
             Context(request.id, request.tokens, request.num_prompt, request.salt, request.prediction)
             for request in rows

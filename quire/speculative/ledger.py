@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GRACE_STEPS = 1.0  # plain steps that may be lost before anything has been gained
 MAX_CREDIT_STEPS = 16.0  # plain steps of gain that later losses may use up
 
 
 @dataclass(slots=True)
 class Ledger:
-    """`max_loss` is the share of the time that may be lost."""
+    """`max_loss` is the share of the time that may be lost, and `grace` the plain steps that may be lost at first."""
 
     max_loss: float
+    grace: float = 1.0
     balance_s: float = 0.0  # gained minus lost, capped
     total_s: float = 0.0  # time seen
     gained_s: float = 0.0  # gained minus lost
@@ -30,4 +30,4 @@ class Ledger:
     def may_lose(self, seconds: float, step_s: float) -> bool:
         """Whether a loss of `seconds` is within the limit. `step_s` is the duration of a plain step."""
         self.balance_s = min(self.balance_s, MAX_CREDIT_STEPS * step_s)
-        return self.balance_s - seconds >= -(self.max_loss * self.total_s + GRACE_STEPS * step_s)
+        return self.balance_s - seconds >= -(self.max_loss * self.total_s + self.grace * step_s)
