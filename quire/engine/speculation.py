@@ -20,6 +20,7 @@ from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 
 FREE_DRAFTS = {"cpu": 12.0, "cuda": 128.0}  # how many drafts double the duration of a small step, until measured
+MAX_DRAFTS = {"cpu": 10, "cuda": 16}  # of a row
 NUM_COMPARED = 512  # tokens of two vocabularies
 
 
@@ -64,9 +65,16 @@ def build_controller(
     methods = parse_speculate(config.speculate)
     if methods is None or (not methods and not is_free(ops)):
         return None
-    proposers: list[Proposer] = [SuffixProposer()]
-    proposers += [load_plugin(method.value) for method in methods if method.kind == "plugin"]
-    return Controller(proposers, max_tokens_per_step, vocab_size, FREE_DRAFTS[ops.device], models)
+    plugins = [load_plugin(method.value) for method in methods if method.kind == "plugin"]
+    return Controller(
+        [SuffixProposer()],
+        max_tokens_per_step,
+        vocab_size,
+        FREE_DRAFTS[ops.device],
+        models,
+        plugins,
+        MAX_DRAFTS[ops.device],
+    )
 
 
 def is_free(ops: Kernels) -> bool:

@@ -26,7 +26,6 @@ from quire.speculative.step_times import StepTimes
 
 log = logging.getLogger("quire.speculative")
 
-MAX_NODES = 16  # drafts of one row
 MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
 ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
@@ -55,9 +54,16 @@ class Controller:
         vocab_size: int,
         free_drafts: float,
         models: Sequence[ModelProposer] = (),
+        plugins: Sequence[Proposer] = (),
+        max_drafts: int = 16,
     ) -> None:
-        self.proposers = list(proposers)
+        """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
+        checked.
+        """
+        self.proposers = [*proposers, *plugins]
+        self.plugins = list(plugins)
         self.models = list(models)
+        self._max_drafts = max_drafts
         self._draft_times = {model.name: DraftTimes() for model in models}
         self.times = StepTimes(free_drafts)
         self.calibration = Calibration()
@@ -190,7 +196,7 @@ class Controller:
             Context(request.id, request.tokens, request.num_prompt, request.salt, request.prediction)
             for request in rows
         ]  # fmt: skip
-        limits = [min(MAX_NODES, request.max_len - len(request.tokens) - 1) for request in rows]
+        limits = [min(self._max_drafts, request.max_len - len(request.tokens) - 1) for request in rows]
         trees: list[Drafts | None] = [None] * len(rows)
         for index, request in enumerate(rows):
             if request.constraint is not None and (forced := list(request.constraint.forced())[: limits[index]]):
@@ -210,7 +216,7 @@ class Controller:
     ) -> None:
         """Ask a model for the drafts of requests for which that promises more than the drafts there are."""
         num_rows, times = len(rows), self._draft_times[model.name]
-        ratios = self.times.ratios(num_rows, MAX_NODES)
+        ratios = self.times.ratios(num_rows, self._max_drafts)
         share = times.expect(num_rows) / step_s
         depths: list[int] = []
         for request, tree in zip(rows, trees, strict=True):
@@ -221,7 +227,7 @@ class Controller:
                 rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, len(tree) + 1)]
                 others = max(rates, default=1.0)
             asked = record.asked.setdefault(model.name, Asked())
-            limit = min(MAX_NODES, request.max_len - len(request.tokens) - 1)
+            limit = min(self._max_drafts, request.max_len - len(request.tokens) - 1)
             depths.append(min(limit, choose_depth(asked, ratios, share, num_rows, others)))
         if not any(depths):
             return
@@ -238,10 +244,11 @@ class Controller:
                 trees[index] = drafts if len(drafts) else trees[index]
 
     def _call(self, proposer: Proposer, contexts: Sequence[Context], limits: Sequence[int]) -> list[Drafts | None]:
-        """Call a proposer, and check what it returns. One that fails repeatedly is no longer called."""
+        """Call a proposer. One that fails repeatedly, or breaks the rules, is no longer called."""
         try:
             found = proposer.propose(contexts, limits)
-            check(found, limits, self._vocab_size)
+            if proposer in self.plugins:
+                check(found, limits, self._vocab_size)
             return found
         except Exception as error:
             self._failures[proposer.name] += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 FASTER_WEIGHT, SLOWER_WEIGHT = 0.1, 0.05  # of a measurement below or above: interruptions only take longer
 MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate
+MAX_AGE = 8  # steps after which ratios are computed again
 PRIOR_STEPS = 3.0  # weight of the guess for a number of drafts that was measured a few times
 MAX_COUNT = 20  # measurements after which an average moves by the weights above, and before it as a plain mean
 
@@ -42,8 +43,14 @@ class StepTimes:
 
     free_drafts: float
     _rows: dict[int, Rows] = field(default_factory=dict)
+    _ratios: dict[int, list[float]] = field(default_factory=dict)  # by rows, as they were a few steps ago
+    _age: int = 0  # of these, in steps
 
     def learn(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        self._age += 1
+        if self._age >= MAX_AGE:
+            self._age = 0
+            self._ratios.clear()
         rows = self._rows.get(bucket(num_rows))
         if rows is None:
             if not num_drafts:
@@ -66,7 +73,16 @@ class StepTimes:
         return None if rows is None else rows.plain.value
 
     def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        """For 0, 1, ... drafts: the duration of a step relative to one without drafts. It never decreases."""
+        """For 0, 1, ... drafts: the duration of a step relative to one without drafts. It never decreases.
+
+        There may be more numbers than wanted.
+        """
+        ratios = self._ratios.get(num_rows)
+        if ratios is None or len(ratios) <= max_drafts:
+            ratios = self._ratios[num_rows] = self._find_ratios(num_rows, max_drafts)
+        return ratios
+
+    def _find_ratios(self, num_rows: int, max_drafts: int) -> list[float]:
         slope = 1.0 / max(self.free_drafts, num_rows)
         rows = self._rows.get(bucket(num_rows))
         ratios: list[float] = []
@@ -80,7 +96,7 @@ class StepTimes:
         ratios += [low_ratio + slope * (count - low) for count in range(low, max(low, max_drafts) + 1)]
         for count in range(len(ratios) - 2, -1, -1):  # more drafts never take less time: what seems so is noise
             ratios[count] = min(ratios[count], ratios[count + 1])
-        return ratios[: max_drafts + 1]
+        return ratios
 
 
 def bucket(count: int) -> int:

@@ -76,7 +76,7 @@ HOSTILE: dict[str, Propose] = {
 
 def run(propose: Proposer, requests: Sequence[Request]) -> tuple[list[list[int]], Controller]:
     tiny = TinyEngine(LLAMA, model=MODELS["llama"])
-    controller = Controller([propose], 64, 97, 12.0)
+    controller = Controller([], 64, 97, 12.0, plugins=[propose])
     engine = Engine(tiny.scheduler, tiny.runner, None, controller)  # type: ignore[arg-type]
     for request in requests:
         engine.add(request)
@@ -142,7 +142,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
     """With steps of equal duration, as the engine's clock sees them."""
     answers = {"a": [token % 97 for token in range(400)]}
     for name, expected in (("right", 60), ("wrong", 399)):
-        controller = Controller([Scripted(name, answers, GOOD[name])], 64, 97, 12.0)
+        controller = Controller([], 64, 97, 12.0, plugins=[Scripted(name, answers, GOOD[name])])
         request = Request("a", [1, 2, 3], max_tokens=400)
         request.num_planned = 2
         num_steps = num_verified = 0
