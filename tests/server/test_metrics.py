@@ -23,3 +23,15 @@ def test_preemptions_and_swaps_are_counted_over_restarts() -> None:
     metrics.on_restart()
     metrics.on_step(StepOutputs(preemptions=1, swaps=1))
     assert figures(metrics) == (6, 3)
+
+
+def test_drafts_are_counted_by_proposer_over_restarts() -> None:
+    metrics = Metrics()
+    metrics.on_step(StepOutputs(drafted={"suffix": 5}, accepted={"suffix": 2}, speculation_s=0.5))
+    metrics.on_step(StepOutputs(drafted={"suffix": 9, "draft": 3}, accepted={"suffix": 4}))
+    metrics.on_restart()
+    metrics.on_step(StepOutputs(drafted={"suffix": 2}, accepted={"suffix": 1}))
+    text = metrics.render().decode()
+    assert 'quire_draft_tokens_total{source="suffix"} 11.0' in text
+    assert 'quire_draft_tokens_total{source="draft"} 3.0' in text
+    assert 'quire_accepted_draft_tokens_total{source="suffix"} 5.0' in text

@@ -285,3 +285,30 @@ def test_raw_stream_is_what_curl_sees(http):
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+class TestPrediction:
+    TEXT = "one two three four five six seven eight nine ten " * 3
+
+    def test_it_makes_no_difference_to_the_answer(self, client):
+        messages = [{"role": "user", "content": f"Repeat: {self.TEXT}"}]
+        plain = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=48)
+        for content in (plain.choices[0].message.content, [{"type": "text", "text": "something else entirely"}]):
+            prediction = {"type": "content", "content": content}
+            made = client.chat.completions.create(
+                model=MODEL, messages=messages, temperature=0, max_tokens=48, prediction=prediction
+            )
+            assert made.choices[0].message.content == plain.choices[0].message.content
+        details = plain.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens >= 0
+        assert details.rejected_prediction_tokens >= 0
+
+    @pytest.mark.parametrize(
+        "prediction",
+        ["text", {"type": "content"}, {"type": "image", "content": "x"}, {"type": "content", "content": 3}],
+    )
+    def test_a_wrong_one_is_refused(self, http, prediction):
+        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "prediction": prediction}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "prediction" in answer.json()["error"]["message"]
