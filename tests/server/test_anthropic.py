@@ -182,7 +182,10 @@ class TestTools:
         assert whole.content[0].name == "get_weather"
         assert whole.content[0].input["city"] in ("Paris", "Rome")
         with client.messages.stream(model=MODEL, messages=question, **fields) as stream:
-            assert document_of(stream.get_final_message()) == document_of(whole)
+            streamed, expected = document_of(stream.get_final_message()), document_of(whole)
+        for document in (streamed, expected):  # tokens after the call that came in the same step count too
+            assert document.pop("output_tokens") <= 80
+        assert streamed == expected
 
     def test_one_call_and_its_result(self, client):
         question: Any = {"role": "user", "content": "How is the weather in Rome?"}

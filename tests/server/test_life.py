@@ -153,6 +153,7 @@ def test_keys_queue_and_deadline(default_model, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# tenants\nann ann-secret-1\nbob bob-secret-2\n")
     options = ("--api-key-file", str(keys), "--max-requests", "2", "--max-queue-requests", "2")
+    options += ("--speculate", "off")  # requests must take longer than their deadline
     with Running(*SMALL, *options, "--request-timeout", "5", "--log-requests") as running, running.client() as http:
         assert http.get("/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong-secret"}, {"authorization": "Basic ann-secret-1"}):

@@ -33,7 +33,7 @@ def run_engine(engine: Any, prompts: Sequence[Sequence[int]], length: int = 4) -
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_the_default_model_bit_for_bit(default_model: Path, kind: str, scores: list[Scores]) -> None:
-    options = {"kernels": "native", "kv_dtype": kind, "kv_memory": 0.2, "max_len": 512}
+    options = {"kernels": "native", "kv_dtype": kind, "kv_memory": 0.2, "max_len": 512, "speculate": "off"}
     engine = start_engine(EngineConfig(**options, prefix_cache=False, threads=1), default_model)
     expected = [run_engine(engine, [prompt])[0] for prompt in PROMPTS]
     alone = scores[-1]
