@@ -28,6 +28,9 @@ class Paging:
     host_query_starts: list[int]
     host_seq_lens: list[int]
     ancestors: Array | None = None  # [tokens, max_query] bool, for draft trees: which of its row's tokens a token sees
+    # [tokens, max_depth + 1] int32, for draft trees: a token's ancestors within its row's tokens, root first, itself
+    # last, then -1. A token whose first entry is -1 is in a row that is a chain.
+    paths: Array | None = None
     encoder_lens: Array | None = None  # [rows] int32: tokens in the encoder groups, if any
     work: Any = None  # a backend's own data about these rows, computed once a step
 
