@@ -19,6 +19,7 @@ from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
+from quire.kernels.cuda.attention.verify import num_units
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
@@ -74,6 +75,11 @@ class GpuBuffers(BatchBuffers):
         tiles = Tiles(self.tiles.view(1 + 2 * max_tiles(size)))
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
+    def verify_batch(self, size: int, max_queries: int) -> Batch:
+        """The buffers that the graph of a step of drafts reads: `size` tokens, at most `max_queries` a row."""
+        rows = min(size, self.max_rows)
+        return self._captured(size, rows, Work(True, False, self._splits(rows), max_queries=max_queries))
+
     def ends_of(self, batch: Batch, rows: int) -> Ends:
         """The samples of a mixed batch."""
         splits = {self.last_window: self.end_splits.view(self._max_splits(rows))}
@@ -110,7 +116,16 @@ class GpuBuffers(BatchBuffers):
     def fill_decode(self, plan: Plan, size: int) -> Samples:
         """A decode step, padded to `size` rows."""
         samples = self._lay_out(plan, size, size).samples
-        self._fill_splits(np.arange(len(plan)), size)
+        self._fill_splits(np.arange(len(plan)), 1, size)
+        self._upload_samples(samples, size)
+        self.uploader.send()
+        return samples
+
+    def fill_verify(self, plan: Plan, size: int, max_queries: int) -> Samples:
+        """A step whose tokens are all sampled, at most `max_queries` of a row, padded to `size` tokens."""
+        rows = min(size, self.max_rows)
+        samples = self._lay_out(plan, size, rows).samples
+        self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, max_queries)
         self._upload_samples(samples, size)
         self.uploader.send()
         return samples
@@ -124,12 +139,12 @@ class GpuBuffers(BatchBuffers):
             tiles = cut_tiles(plan.counts)
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
             self.tiles.upload(1 + 2 * len(tiles))
-        self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
+        self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), 1, rows)
         self._upload_samples(samples, rows)
         self.sample_indices.host[len(samples) : rows] = 0
         self.sample_indices.upload(rows)
         its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
-        self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), lengths, self.last_window, rows)
+        self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), 1, lengths, self.last_window, rows)
         self.uploader.send()
         return samples
 
@@ -193,21 +208,27 @@ class GpuBuffers(BatchBuffers):
             buffer.host[: len(items)] = items
             buffer.upload(len(items))
 
-    def _fill_splits(self, rows: NDArray[np.int64], max_rows: int) -> None:
+    def _fill_splits(
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64] | int, max_rows: int, max_queries: int = 1
+    ) -> None:
         tokens, ends = self.query_starts.host[rows], self.seq_lens.host[rows].astype(np.int64)
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, tokens, ends, window, max_rows)
+            self._fill_split(buffer, rows, tokens, counts, ends, window, max_rows, max_queries)
 
     def _fill_split(
         self,
         buffer: Buffer,
         rows: NDArray[np.int64],
         tokens: NDArray[np.int64],
+        counts: NDArray[np.int64] | int,
         ends: NDArray[np.int64],
         window: int | None,
         max_rows: int,
+        max_queries: int = 1,
     ) -> None:
-        splits = split_rows(rows, tokens, ends, window, self.attention.kv_heads, exact=self.attention.exact)
+        attention = self.attention
+        units = num_units(max_queries, attention.num_queries_per_kv, attention.kv_heads)
+        splits = split_rows(rows, tokens, counts, ends, window, units, exact=attention.exact)
         size = self._max_splits(max_rows)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : size, 0] = PADDING_ROW

@@ -116,19 +116,18 @@ def split_rows(
     return splits
 
 
-def list_tokens(
-    rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def list_tokens(rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
     """Each token of the rows as an entry of its own, [n, FIELDS]: for `single_query` with trees."""
     splits = np.zeros((int(counts.sum()), FIELDS), np.int32)
     splits[:, 0] = np.repeat(rows, counts)
     splits[:, 5] = 1
-    splits[:, 7] = np.concatenate([np.arange(token, token + count) for token, count in zip(tokens, counts, strict=True)])
+    before = np.cumsum(counts) - counts
+    splits[:, 7] = np.repeat(tokens - before, counts) + np.arange(len(splits))
     return splits
 
 
 def cut_items(
-    counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
+    counts: Sequence[int] | NDArray[np.int64], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
 ) -> NDArray[np.int32]:
     """The items of the rows of several queries: see `varlen_items.plan_items`."""
     several = np.array(counts)
@@ -139,10 +138,7 @@ def cut_items(
 def cut_tiles(counts: Sequence[int], max_few: int = 1) -> list[tuple[int, int]]:
     """Tiles of rows that have more than `max_few` queries: (row, first query)."""
     return [
-        (row, first)
-        for row, count in enumerate(counts)
-        if count > max_few
-        for first in range(0, count, TILE_QUERIES)
+        (row, first) for row, count in enumerate(counts) if count > max_few for first in range(0, count, TILE_QUERIES)
     ]
 
 

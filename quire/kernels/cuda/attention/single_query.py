@@ -112,8 +112,8 @@ def single_query_attention(
     scoring: Scoring,
     exact_tile: int | None = None,
 ) -> None:
-    """As `decode_attention`. With `exact_tile`, exact, in tiles of that many keys; then `splits` must split no row. With
-    `paging.paths`, which needs `exact_tile`, an entry is one token of a row, and its range of keys is not used."""
+    """As `decode_attention`. With `exact_tile`, exact, in tiles of that many keys; then `splits` must split no row, and
+    with `paging.paths` an entry is one token of a row, and its range of keys is not used."""
     kv_heads, page, dim = cache.k.shape[1:]
     group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
@@ -122,15 +122,16 @@ def single_query_attention(
     tables, unused = paging.block_tables[cache.group], splits
     is_short = exact_tile is not None or q.dtype == torch.float32
     paths = paging.paths if exact_tile is not None else None
+    num_depths = 1 if paths is None else paths.shape[1]
     assert q.stride(2) == 1
     assert q.stride(1) == dim
     _single[(splits.shape[0] * kv_heads,)](
         q, cache.k, cache.v, out, partials, tops, arrived, tables, splits, slopes if slopes is not None else unused,
         paging.query_starts, paging.seq_lens, unused if paths is None else paths, scale, softcap or 0.0, window or 0,
         q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
-        0 if paths is None else paths.stride(0), 0 if paths is None else paths.shape[1], DIM=dim, WIDTH=width, GROUP=group, PAGE=page, TILE=exact_tile or 64,
-        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, QUERIES=queries,
-        FIELDS=FIELDS, KV_HEADS=kv_heads, HAS_PATHS=paths is not None,
-        DEPTHS=1 if paths is None else triton.next_power_of_2(paths.shape[1]), num_warps=4, num_stages=2 if is_short else 3,
+        0 if paths is None else paths.stride(0), num_depths, DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
+        TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
+        HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, HAS_PATHS=paths is not None,
+        DEPTHS=triton.next_power_of_2(num_depths), num_warps=4, num_stages=2 if is_short else 3,
         enable_fp_fusion=exact_tile is None, **pdl_options(),
     )  # fmt: skip
