@@ -4,6 +4,7 @@ numbers the largest there is: what must not be seen shows."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quire.kernels.cuda import ops
 from quire.kernels.cuda.rope import MOST
 from quire.kernels.paging import LayerCache, Paging
 from tests.tools.paged import PagedCache
+from tests.tools.trees import draw_trees, paths_of
 
 pytestmark = pytest.mark.cuda
 
@@ -34,6 +36,17 @@ MANY: Steps = [
     [(row, 1) for row in range(70)],
     [(3, 130), *((row, 1) for row in range(4, 70))],
 ]
+DRAFTS: Steps = [
+    [(row, row * 53 % 300 + 40) for row in range(9)],
+    [(0, 2), (1, 1), (2, 2)],
+    [(0, 6), (3, 16), (4, 1), (5, 9), (1, 3)],
+    [(row, row % 4 + 1) for row in range(9)],
+    [(7, 8)],
+    [(2, 5), (8, 90), (1, 1), (3, 16)],
+    [(row, 16) for row in range(9)],
+]
+MANY_DRAFTS: Steps = [[(row, row * 7 % 90 + 1) for row in range(70)], [(row, row % 5 + 1) for row in range(70)]]
+LONG_DRAFTS: Steps = [[(0, 5000), (1, 3000), (2, 64)], [(0, 6)], [(1, 16), (0, 3), (2, 2)], [(2, 4), (0, 1)]]
 LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
 
 
@@ -53,6 +66,7 @@ def check(
     steps: Steps, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16,
     window: int | None = None, softcap: float | None = None, with_slopes: bool = False, block_size: int = 16,
     trees: bool = False, seed: int = 0, kept: torch.dtype | None = None, packed: bool = False,
+    with_paths: bool = True,
 ) -> None:  # fmt: skip
     """Store step by step on both sides, and compare what each step gives."""
     torch.manual_seed(seed)
@@ -71,7 +85,7 @@ def check(
     for rows in steps:
         tokens = sum(count for _, count in rows)
         is_tree = trees and max(count for _, count in rows) < 64
-        paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if is_tree else None))
+        paging = on_gpu(paged.step(rows, draw_trees([count for _, count in rows], seed) if is_tree else None))
         q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
         reference.store_kv(k.cpu(), v.cpu(), plain, paging.slot_mapping[0].cpu())
         own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
@@ -80,6 +94,8 @@ def check(
             own = side_by_side(own)
         whole = LayerCache(*(x.to(dtype).transpose(1, 2).contiguous() for x in (own.k, own.v)), 0, block_size)
         expected = reference.attention(q, whole, paging, **options)
+        if is_tree and with_paths:
+            paging = replace(paging, ancestors=None, paths=paths_of(paging.ancestors))
         assert_near(ops.attention(q, own, paging, **options), expected, dtype)
 
 
@@ -98,19 +114,6 @@ def side_by_side(cache: LayerCache) -> LayerCache:
         view.copy_(part.flatten(1))
         views.append(view.view(cache.k.dtype).view(cache.k.shape))
     return LayerCache(views[0], views[1], cache.group, cache.block_size)
-
-
-def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
-    rng, parts = random.Random(seed), []
-    widest = max(count for _, count in rows)
-    for _, count in rows:
-        mask = torch.zeros(count, widest, dtype=torch.bool)
-        for token in range(count):
-            if token:
-                mask[token] = mask[rng.randrange(token)]
-            mask[token, token] = True
-        parts.append(mask)
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,9 +175,68 @@ def test_scoring(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 11}, {"with_slopes": True}], ids=["plain", "window", "slopes"])
-def test_trees(options):
+@pytest.mark.parametrize("with_paths", [True, False])
+def test_trees(options, with_paths):
     check([[(0, 40), (1, 3)]])
-    check([[(0, 7), (1, 12), (2, 1)]], trees=True, **options)
+    check([[(0, 7), (1, 12), (2, 1)]], trees=True, with_paths=with_paths, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"window": 40}, {"window": 3}, {"with_slopes": True}, {"with_slopes": True, "window": 100},
+        {"softcap": 4.0}, {"kept": torch.float8_e4m3fn}, {"block_size": 5}, {"packed": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_a_few_queries(options, trees):
+    check(DRAFTS, heads=32, kv_heads=8, dim=128, trees=trees, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("options", [{}, {"window": 40, "with_slopes": True}], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [
+        (4, 2, 64, torch.float16), (9, 3, 80, torch.bfloat16), (16, 1, 64, torch.bfloat16),
+        (4, 2, 256, torch.bfloat16), (4, 2, 64, torch.float32),
+    ],
+)  # fmt: skip
+def test_heads_of_rows_of_a_few_queries(heads, kv_heads, dim, dtype, options, trees):
+    check(DRAFTS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, trees=trees, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("options", [{}, {"window": 1200}, {"with_slopes": True}], ids=str)
+@pytest.mark.parametrize("steps", [MANY_DRAFTS, LONG_DRAFTS], ids=["many", "long"])
+def test_splits_of_rows_of_a_few_queries(steps, options, trees):
+    check(steps, heads=32, kv_heads=8, dim=128, trees=trees, **options)
+    check(steps, heads=9, kv_heads=3, dim=64, dtype=torch.float16, trees=trees, **options)
+
+
+def test_trees_of_many_nodes_and_chains_beside_them():
+    torch.manual_seed(0)
+    paged = PagedCache(kv_heads=2, head_dim=64, windows=[None], num_blocks=200, block_size=16, dtype=torch.bfloat16)
+    plain, rows = paged.layers[0], [(0, 64), (1, 20), (2, 33), (3, 1), (4, 70)]
+    for step in ([(0, 100), (1, 7), (2, 300), (3, 40)], rows):
+        counts = [count for _, count in step]
+        paging = on_gpu(paged.step(step))
+        k, v = (torch.randn(sum(counts), 2, 64).bfloat16() for _ in "kv")
+        reference.store_kv(k, v, plain, paging.slot_mapping[0].cpu())
+    masks, paths = draw_trees(counts, 3), None
+    starts = paging.host_query_starts
+    paths = paths_of(masks)
+    for row in (1, 4):  # chains
+        masks[starts[row] : starts[row + 1], : counts[row]] = torch.ones(counts[row], counts[row]).tril().bool()
+        masks[starts[row] : starts[row + 1], counts[row] :] = False
+        paths[starts[row] : starts[row + 1]] = -1
+    q = torch.randn(sum(counts), 8, 64, device=DEVICE).bfloat16()
+    own = LayerCache(*(poison(x.transpose(1, 2).contiguous().to(DEVICE)) for x in (plain.k, plain.v)), 0, 16)
+    whole = LayerCache(*(x.transpose(1, 2).contiguous() for x in (own.k, own.v)), 0, 16)
+    expected = reference.attention(q, whole, replace(paging, ancestors=masks.to(DEVICE)), scale=0.125)
+    got = ops.attention(q, own, replace(paging, paths=paths.to(DEVICE)), scale=0.125)
+    assert_near(got, expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 32])
