@@ -15,7 +15,9 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +127,7 @@ class TimedRunner:
     def __init__(self, runner: GpuRunner, depth: int) -> None:
         self._runner = runner
         self.depth = depth
-        self.steps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # tokens, beginning and end
+        self.steps: list[tuple[Key, torch.cuda.Event, torch.cuda.Event]] = []  # the graph, beginning and end
         self._replay = runner.graphs.replay
 
     def __getattr__(self, name: str) -> Any:
@@ -136,13 +138,13 @@ class TimedRunner:
 
         def replay(key: Key) -> torch.Tensor:
             begin.record()
+            self.steps.append((key, begin, end))
             return self._replay(key)
 
         self._runner.graphs.replay = replay
         running = self._runner.launch(plan, is_behind)
         end.record()
         self._runner.graphs.replay = self._replay
-        self.steps.append((plan.num_tokens, begin, end))
         return running
 
 
@@ -173,8 +175,9 @@ def time_steps(bench: gpu.Bench, batch: int, context: int, queries: int) -> tupl
     while engine.has_work:
         client.step()
     torch.cuda.synchronize()
-    times_ms = [begin.elapsed_time(end) for tokens, begin, end in timed.steps if tokens == batch * queries]
-    return statistics.median(times_ms[-TIMED_STEPS:]), statistics.median(gaps_ms[-TIMED_STEPS:])
+    print(Counter(key for key, _, _ in timed.steps), file=sys.stderr)
+    times_ms = [begin.elapsed_time(end) for _, begin, end in timed.steps[-TIMED_STEPS:]]
+    return statistics.median(times_ms), statistics.median(gaps_ms[-TIMED_STEPS:])
 
 
 def step_table(options: argparse.Namespace) -> str:

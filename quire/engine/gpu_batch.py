@@ -19,7 +19,7 @@ from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
-from quire.kernels.cuda.attention.verify import num_units
+from quire.kernels.cuda.attention.verify import is_fastest, num_units
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
@@ -78,6 +78,9 @@ class GpuBuffers(BatchBuffers):
     def verify_batch(self, size: int, max_queries: int) -> Batch:
         """The buffers that the graph of a step of drafts reads: `size` tokens, at most `max_queries` a row."""
         rows = min(size, self.max_rows)
+        if self._verifies_with_items(size, max_queries):
+            items = {window: buffer.view(self._max_items(size)) for window, buffer in self.items.items()}
+            return self._captured(size, rows, Work(False, True, items=items))
         return self._captured(size, rows, Work(True, False, self._splits(rows), max_queries=max_queries))
 
     def ends_of(self, batch: Batch, rows: int) -> Ends:
@@ -125,10 +128,19 @@ class GpuBuffers(BatchBuffers):
         """A step whose tokens are all sampled, at most `max_queries` of a row, padded to `size` tokens."""
         rows = min(size, self.max_rows)
         samples = self._lay_out(plan, size, rows).samples
-        self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, max_queries)
+        if self._verifies_with_items(size, max_queries):
+            self._fill_items(plan, 0)
+        else:
+            group, kv_heads = self.attention.num_queries_per_kv, self.attention.kv_heads
+            units = num_units(max_queries, group, kv_heads, size)
+            self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, units)
         self._upload_samples(samples, size)
         self.uploader.send()
         return samples
+
+    def _verifies_with_items(self, size: int, max_queries: int) -> bool:
+        attention = self.attention
+        return attention.uses_items and not is_fastest(max_queries, attention.num_queries_per_kv, size)
 
     def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
         """Any step whose tiles fit (`has_room`), padded to `size` tokens, `rows` rows and `rows` samples."""
@@ -199,21 +211,20 @@ class GpuBuffers(BatchBuffers):
             splits.upload(len(splits.host))
         self.uploader.send()
 
-    def _fill_items(self, plan: Plan) -> None:
-        attention, seq_lens = self.attention, self.seq_lens.host[: len(plan)]
+    def _fill_items(self, plan: Plan, max_few: int = 1) -> None:
+        """Of the rows of more than `max_few` queries."""
+        attention, seq_lens, group = self.attention, self.seq_lens.host[: len(plan)], self.attention.num_queries_per_kv
         for window, buffer in self.items.items():
-            items = cut_items(
-                plan.counts, seq_lens, attention.num_queries_per_kv, attention.kv_heads, self.block_size, window
-            )
+            items = cut_items(plan.counts, seq_lens, group, attention.kv_heads, self.block_size, window, max_few)
             buffer.host[: len(items)] = items
             buffer.upload(len(items))
 
     def _fill_splits(
-        self, rows: NDArray[np.int64], counts: NDArray[np.int64] | int, max_rows: int, max_queries: int = 1
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64] | int, max_rows: int, units: int | None = None
     ) -> None:
         tokens, ends = self.query_starts.host[rows], self.seq_lens.host[rows].astype(np.int64)
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, tokens, counts, ends, window, max_rows, max_queries)
+            self._fill_split(buffer, rows, tokens, counts, ends, window, max_rows, units)
 
     def _fill_split(
         self,
@@ -224,11 +235,11 @@ class GpuBuffers(BatchBuffers):
         ends: NDArray[np.int64],
         window: int | None,
         max_rows: int,
-        max_queries: int = 1,
+        units: int | None = None,
     ) -> None:
-        attention = self.attention
-        units = num_units(max_queries, attention.num_queries_per_kv, attention.kv_heads)
-        splits = split_rows(rows, tokens, counts, ends, window, units, exact=attention.exact)
+        """`units`: programs of a split, one for each key head unless given."""
+        units = units or self.attention.kv_heads
+        splits = split_rows(rows, tokens, counts, ends, window, units, exact=self.attention.exact)
         size = self._max_splits(max_rows)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : size, 0] = PADDING_ROW

@@ -86,7 +86,7 @@ class Graphs:
         return captured.hidden
 
     def warm_up(self, kinds: Sequence[str], max_queries: Sequence[int] = ()) -> None:
-        """Run and capture the first sizes of these kinds, and all decode sizes. Run a step of drafts for each of
+        """Run and capture the first sizes of these kinds, and all decode sizes. Run steps of drafts for each of
         `max_queries`. This loads every kernel of a step and allocates the workspaces."""
         first = [key for key in self._pending if key.kind == "decode"]
         first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
@@ -100,7 +100,8 @@ class Graphs:
             if self._bytes_left > 0:
                 self._capture(key)
         for queries in max_queries:
-            self._body(Key("verify", self._verify_tokens[0], queries))
+            for size in (self._verify_tokens[0], self._verify_tokens[-1]):
+                self._body(Key("verify", size, queries))
         torch.cuda.synchronize()
 
     def capture_next(self, seconds: float) -> bool:

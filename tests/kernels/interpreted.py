@@ -130,7 +130,7 @@ if __name__ == "__main__":
     for dim, window in ((160, 40), (160, None), (64, 40)):
         check_attention(dim, window, contexts)
     check_attention(64, None, contexts, slopes=torch.tensor([0.25, 0.0625]))
-    for counts in ([2, 1, 2, 1, 1], [16, 1, 5, 9], [7, 3, 3, 4]):
+    for counts in ([2, 1, 2, 1, 1], [7, 3, 3, 4], [4, 1, 3, 4, 4, 4, 4, 4, 4, 4], [16, 1, 5, 9, 16]):
         check_verify(64, 4, counts)
         check_verify(80, 3, counts, window=6)
         check_verify(64, 1, counts, slopes=torch.tensor([0.25, 0.0625]), softcap=3.0)

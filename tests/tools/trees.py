@@ -25,4 +25,5 @@ def paths_of(ancestors: torch.Tensor) -> torch.Tensor:
     """The masks as [tokens, max_depth + 1] int32: each token's ancestors and itself, then -1."""
     lists = [mask.nonzero().flatten().tolist() for mask in ancestors]
     deepest = max(map(len, lists))
-    return torch.tensor([path + [-1] * (deepest - len(path)) for path in lists], dtype=torch.int32)
+    padded = [path + [-1] * (deepest - len(path)) for path in lists]
+    return torch.tensor(padded, dtype=torch.int32, device=ancestors.device)

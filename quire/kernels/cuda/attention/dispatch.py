@@ -47,19 +47,28 @@ class Work:
     masks: Tensor | None = None  # of trees: `verify.path_masks`
 
 
-def find_work(paging: Paging, *, exact: bool) -> Work:
-    """The step's Work. The first layer makes it."""
+def find_work(paging: Paging, group: int, *, has_varlen: bool, exact: bool) -> Work:
+    """The step's Work. The first layer makes it. `has_varlen`: whether `varlen` supports this step's chains."""
     if paging.work is None:
         counts = count_queries(paging)
-        limit = MAX_NODES if paging.paths is not None else 1 if exact else MAX_QUERIES
-        if paging.ancestors is not None:
-            limit = 0
-        few = [count for count in counts if 0 < count <= limit]
-        paging.work = Work(bool(few), len(few) < len(counts), max_queries=verify.round_queries(max(few, default=1)))
+        few = [count for count in counts if 0 < count <= find_limit(paging, exact=exact)]
+        max_queries = verify.round_queries(max(few, default=1))
+        if has_varlen and paging.paths is None and not verify.is_fastest(max_queries, group, sum(counts)):
+            few, max_queries = [count for count in few if count == 1], 1
+        paging.work = Work(bool(few), len(few) < len(counts), max_queries=max_queries)
     work: Work = paging.work
     if work.masks is None and work.max_queries > 1 and paging.paths is not None and not exact:
         work.masks = path_masks(paging.paths)
     return work
+
+
+def find_limit(paging: Paging, *, exact: bool) -> int:
+    """The most queries of a row that `prefill` and `varlen` leave to the other kernels."""
+    if paging.ancestors is not None:
+        return 0
+    if paging.paths is not None:
+        return MAX_NODES
+    return 1 if exact else MAX_QUERIES
 
 
 def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_heads: int, *, exact: bool) -> Tensor:
@@ -70,7 +79,7 @@ def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_h
         if exact and work.max_queries > 1:
             splits = list_tokens(rows, tokens, counts[rows])
         else:
-            units = num_units(work.max_queries, group, kv_heads)
+            units = num_units(work.max_queries, group, kv_heads, paging.host_query_starts[-1])
             splits = split_rows(rows, tokens, counts[rows], ends, window, units, exact=exact)
         work.splits[window] = send(splits, paging.seq_lens.device)
     return work.splits[window]
@@ -79,9 +88,8 @@ def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_h
 def find_items(work: Work, paging: Paging, window: int | None, q: Tensor, cache: LayerCache) -> Tensor:
     if window not in work.items:
         kv_heads, page = cache.k.shape[1:3]
-        counts, group = np.array(count_queries(paging)), q.shape[1] // kv_heads
-        counts[counts <= work.max_queries] = 0
-        items = cut_items(counts, paging.host_seq_lens, group, kv_heads, page, window)
+        counts, group = count_queries(paging), q.shape[1] // kv_heads
+        items = cut_items(counts, paging.host_seq_lens, group, kv_heads, page, window, work.max_queries)
         work.items[window] = send(items, q.device)
     return work.items[window]
 
@@ -127,11 +135,11 @@ def list_tokens(rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDAr
 
 
 def cut_items(
-    counts: Sequence[int] | NDArray[np.int64], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
+    counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None, max_few: int = 1
 ) -> NDArray[np.int32]:
-    """The items of the rows of several queries: see `varlen_items.plan_items`."""
+    """The items of the rows of more than `max_few` queries: see `varlen_items.plan_items`."""
     several = np.array(counts)
-    several[several == 1] = 0
+    several[several <= max_few] = 0
     return varlen_items.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
 
 
@@ -159,7 +167,8 @@ def attention(
 ) -> Tensor:
     """As in the reference."""
     scoring, kv_heads = Scoring(scale, window, slopes, softcap), cache.k.shape[1]
-    work = find_work(paging, exact=exact)
+    has_varlen = not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring)
+    work = find_work(paging, q.shape[1] // kv_heads, has_varlen=has_varlen, exact=exact)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def attend_singles() -> None:
@@ -174,7 +183,7 @@ def attention(
         attend(q, cache, paging, splits, out, scoring)
 
     def attend_others() -> None:
-        if not exact and paging.ancestors is None and varlen_items.suits(q.dtype, cache, scoring):
+        if has_varlen:
             from quire.kernels.cuda.attention.varlen import varlen_attention  # needs Hopper
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
@@ -188,6 +197,14 @@ def attention(
     elif work.has_others:
         attend_others()
     return out
+
+
+def is_decode(paging: Paging) -> bool:
+    """Whether all rows have one query."""
+    work: Work | None = paging.work
+    if work is None:
+        return paging.max_query_len == 1 and paging.ancestors is None
+    return not work.has_others and work.max_queries == 1
 
 
 def run_both(on_side: Callable[[], None], on_main: Callable[[], None]) -> None:
@@ -214,12 +231,11 @@ def rope_attention(
     paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be rotated in place."""
-    kv_heads, work = cache.k.shape[1], find_work(paging, exact=exact)
-    is_single = not work.has_others and work.max_queries == 1
-    if not exact and is_single and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads):
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kv_heads, scoring = cache.k.shape[1], Scoring(scale, window, None, softcap)
+    if not exact and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads) and is_decode(paging):
+        out, new = torch.empty(q.shape, dtype=q.dtype, device=q.device), New(k, v, angles, interleaved)
+        work = find_work(paging, q.shape[1] // kv_heads, has_varlen=False, exact=False)
         splits = find_splits(work, paging, window, q.shape[1] // kv_heads, kv_heads, exact=False)
-        scoring, new = Scoring(scale, window, None, softcap), New(k, v, angles, interleaved)
         decode_attention(q, cache, paging, splits, out, scoring, new=new)
         return out
     rope_store(q, k, v, positions, angles, interleaved, cache, paging.slot_mapping[cache.group])

@@ -97,16 +97,20 @@ class KernelCalls:
         )  # fmt: skip
 
     def attend_to_drafts(self, window: int | None) -> None:
+        from quire.kernels.cuda.attention import varlen_items
         from quire.kernels.cuda.attention.dispatch import Work
+        from quire.kernels.cuda.attention.scoring import Scoring
         from quire.kernels.cuda.attention.split_kv import FIELDS
-        from quire.kernels.cuda.attention.verify import QUERIES
+        from quire.kernels.cuda.attention.verify import MANY_TOKENS, QUERIES, is_fastest
 
         model = self.model
-        q, _, _ = self._heads(FEW_ROWS)
-        for queries in QUERIES:
+        group, scoring = model.num_heads // model.num_kv_heads, Scoring(model.scale, window, None, None)
+        for tokens, queries in ((FEW_ROWS, QUERIES[0]), *((MANY_TOKENS, queries) for queries in QUERIES)):
             work = Work(True, False, splits={window: numbers(FEW_ROWS, FIELDS)}, max_queries=queries)
-            cache, paging = self._cache(FEW_ROWS, FEW_ROWS, work)
-            self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
+            (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
+            has_varlen = model.attention_softcap is None and varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
+            if not has_varlen or is_fastest(queries, group, tokens):
+                self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
 
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""
