@@ -122,7 +122,7 @@ def test_captured_steps_of_drafts(monkeypatch: pytest.MonkeyPatch, max_queries: 
     """A row has one split or more, or items of `varlen`, with its first token and all its keys."""
     buffers = make_buffers(monkeypatch, 8, exact=False)
     counts = [max_queries, *(row % max_queries + 1 for row in range(1, num_rows))]
-    plan, size = make_plan(counts, 700), 1024 if sum(counts) > 32 else 32
+    plan, size = make_plan(counts, 700), next(size for size in (16, 32, 1024) if size >= sum(counts))
     plan.yields[:] = counts
     samples = buffers.fill_verify(plan, size, max_queries)
     assert samples.indices == list(range(sum(counts)))

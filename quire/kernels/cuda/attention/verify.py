@@ -36,7 +36,7 @@ MAX_QUERIES = QUERIES[-1]
 MAX_NODES = 64  # tokens of a row in a step with trees: the bits of a mask
 MIN_LANES, MAX_COLUMNS, MAX_LANES = 8, 16, 64  # of a program
 FEW_TOKENS = 32  # of a step: up to this, programs have MIN_LANES
-MANY_TOKENS = 192  # of a step: from this on, most rows are not split
+MANY_TOKENS = 192  # of a step: from this on, most rows of up to MAX_COLUMNS lanes are not split
 
 
 @triton.jit
@@ -277,9 +277,9 @@ def num_units(max_queries: int, group: int, kv_heads: int, num_tokens: int) -> i
 
 
 def is_fastest(max_queries: int, group: int, num_tokens: int) -> bool:
-    """Whether this is faster than `varlen`, where that supports the step."""
+    """Whether this is faster than `varlen`, where that supports the step: measured with `benchmarks/verify.py`."""
     num_lanes = max_queries * group
-    is_few = num_tokens <= FEW_TOKENS or num_lanes <= MIN_LANES
+    is_few = num_tokens <= FEW_TOKENS // 2 or num_lanes <= MIN_LANES
     return is_few or (num_lanes <= MAX_COLUMNS and num_tokens >= MANY_TOKENS)
 
 
