@@ -19,6 +19,7 @@ from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
+from quire.kernels.cuda.attention.verify import is_fastest, num_units
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.paging import Ends, Paging
 
@@ -74,6 +75,14 @@ class GpuBuffers(BatchBuffers):
         tiles = Tiles(self.tiles.view(1 + 2 * max_tiles(size)))
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
+    def verify_batch(self, size: int, max_queries: int) -> Batch:
+        """The buffers that the graph of a step of drafts reads: `size` tokens, at most `max_queries` a row."""
+        rows = min(size, self.max_rows)
+        if self._verifies_with_items(size, max_queries):
+            items = {window: buffer.view(self._max_items(size)) for window, buffer in self.items.items()}
+            return self._captured(size, rows, Work(False, True, items=items))
+        return self._captured(size, rows, Work(True, False, self._splits(rows), max_queries=max_queries))
+
     def ends_of(self, batch: Batch, rows: int) -> Ends:
         """The samples of a mixed batch."""
         splits = {self.last_window: self.end_splits.view(self._max_splits(rows))}
@@ -110,10 +119,28 @@ class GpuBuffers(BatchBuffers):
     def fill_decode(self, plan: Plan, size: int) -> Samples:
         """A decode step, padded to `size` rows."""
         samples = self._lay_out(plan, size, size).samples
-        self._fill_splits(np.arange(len(plan)), size)
+        self._fill_splits(np.arange(len(plan)), 1, size)
         self._upload_samples(samples, size)
         self.uploader.send()
         return samples
+
+    def fill_verify(self, plan: Plan, size: int, max_queries: int) -> Samples:
+        """A step whose tokens are all sampled, at most `max_queries` of a row, padded to `size` tokens."""
+        rows = min(size, self.max_rows)
+        samples = self._lay_out(plan, size, rows).samples
+        if self._verifies_with_items(size, max_queries):
+            self._fill_items(plan, 0)
+        else:
+            group, kv_heads = self.attention.num_queries_per_kv, self.attention.kv_heads
+            units = num_units(max_queries, group, kv_heads, size)
+            self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, units)
+        self._upload_samples(samples, size)
+        self.uploader.send()
+        return samples
+
+    def _verifies_with_items(self, size: int, max_queries: int) -> bool:
+        attention = self.attention
+        return attention.uses_items and not is_fastest(max_queries, attention.num_queries_per_kv, size)
 
     def fill_mixed(self, plan: Plan, size: int, rows: int) -> Samples:
         """Any step whose tiles fit (`has_room`), padded to `size` tokens, `rows` rows and `rows` samples."""
@@ -124,12 +151,12 @@ class GpuBuffers(BatchBuffers):
             tiles = cut_tiles(plan.counts)
             self.tiles.host[: 1 + 2 * len(tiles)] = Tiles.flatten(tiles)
             self.tiles.upload(1 + 2 * len(tiles))
-        self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), rows)
+        self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), 1, rows)
         self._upload_samples(samples, rows)
         self.sample_indices.host[len(samples) : rows] = 0
         self.sample_indices.upload(rows)
         its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
-        self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), lengths, self.last_window, rows)
+        self._fill_split(self.end_splits, its_rows, np.arange(len(samples)), 1, lengths, self.last_window, rows)
         self.uploader.send()
         return samples
 
@@ -184,30 +211,35 @@ class GpuBuffers(BatchBuffers):
             splits.upload(len(splits.host))
         self.uploader.send()
 
-    def _fill_items(self, plan: Plan) -> None:
-        attention, seq_lens = self.attention, self.seq_lens.host[: len(plan)]
+    def _fill_items(self, plan: Plan, max_few: int = 1) -> None:
+        """Of the rows of more than `max_few` queries."""
+        attention, seq_lens, group = self.attention, self.seq_lens.host[: len(plan)], self.attention.num_queries_per_kv
         for window, buffer in self.items.items():
-            items = cut_items(
-                plan.counts, seq_lens, attention.num_queries_per_kv, attention.kv_heads, self.block_size, window
-            )
+            items = cut_items(plan.counts, seq_lens, group, attention.kv_heads, self.block_size, window, max_few)
             buffer.host[: len(items)] = items
             buffer.upload(len(items))
 
-    def _fill_splits(self, rows: NDArray[np.int64], max_rows: int) -> None:
+    def _fill_splits(
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64] | int, max_rows: int, units: int | None = None
+    ) -> None:
         tokens, ends = self.query_starts.host[rows], self.seq_lens.host[rows].astype(np.int64)
         for window, buffer in self.splits.items():
-            self._fill_split(buffer, rows, tokens, ends, window, max_rows)
+            self._fill_split(buffer, rows, tokens, counts, ends, window, max_rows, units)
 
     def _fill_split(
         self,
         buffer: Buffer,
         rows: NDArray[np.int64],
         tokens: NDArray[np.int64],
+        counts: NDArray[np.int64] | int,
         ends: NDArray[np.int64],
         window: int | None,
         max_rows: int,
+        units: int | None = None,
     ) -> None:
-        splits = split_rows(rows, tokens, ends, window, self.attention.kv_heads, exact=self.attention.exact)
+        """`units`: programs of a split, one for each key head unless given."""
+        units = units or self.attention.kv_heads
+        splits = split_rows(rows, tokens, counts, ends, window, units, exact=self.attention.exact)
         size = self._max_splits(max_rows)
         buffer.host[: len(splits)] = splits
         buffer.host[len(splits) : size, 0] = PADDING_ROW

@@ -24,16 +24,19 @@ FIRST_TOKENS = {
     "mixed": tuple(range(256, 1281, 128)), "prompts": (256, 512, 1024), "crowded": (512, 1024),
 }  # fmt: skip
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+VERIFY_TOKENS = (2, 4, 8, 16, *range(32, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
 WARMUP_SIZES = (1, 16, 32, 64, 128, 256)  # together these launch every kernel
 CAPTURE_MARGIN = 5.0  # idle time for a capture, as a multiple of the last one's duration. Some take much longer.
 
 
 class Key(NamedTuple):
     """`decode` is a step of single tokens, `mixed` one of prompts and single tokens, `prompts` one of prompts only, and
-    `crowded` one of more rows than `mixed` has. Sampling is not captured."""
+    `crowded` one of more rows than `mixed` has. `verify` is a step of drafts: each of its tokens is sampled. Sampling
+    is not captured."""
 
     kind: str
-    size: int
+    size: int  # rows of `decode`, tokens of the others
+    max_queries: int = 1  # of a row, for `verify`
 
 
 class Captured(NamedTuple):
@@ -47,19 +50,19 @@ class Graphs:
     def __init__(self, body: Callable[[Key], Tensor], max_rows: int, max_tokens: int, max_bytes: int) -> None:
         self._body = body
         self._captured: dict[Key, Captured] = {}
-        self._sizes: dict[str, list[int]] = {}
         self._num_missed: Counter[Key] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._bytes_left = max_bytes
         self._capture_s = 0.0  # duration of the last capture
         self._rows, self._tokens = decode_sizes(max_rows), [size for size in TOKENS if size <= max_tokens]
+        self._verify_tokens = [size for size in VERIFY_TOKENS if size <= max_tokens]
         kinds = ("decode", self._rows), ("mixed", self._tokens), ("prompts", self._tokens)
         self._pending = [Key(kind, size) for kind, sizes in kinds for size in sizes]
 
-    def find(self, kind: str, size: int) -> Key | None:
+    def find(self, kind: str, size: int, max_queries: int = 1) -> Key | None:
         """The smallest captured graph that fits. If the best size is not captured, it becomes pending."""
-        best = self._fit(kind, size)
+        best = self._fit(kind, size, max_queries)
         if best is None:
             return None
         if best in self._captured:
@@ -67,23 +70,24 @@ class Graphs:
         self._num_missed[best] += 1
         if best not in self._pending and self._bytes_left > 0:
             self._pending.append(best)
-        sizes = self._sizes.get(kind, [])
-        index = bisect_left(sizes, size)
-        return Key(kind, sizes[index]) if index < len(sizes) else None
+        larger = [
+            key for key in self._captured if key.kind == kind and key.size >= size and key.max_queries >= max_queries
+        ]
+        return min(larger, default=None)
 
-    def _fit(self, kind: str, size: int) -> Key | None:
-        sizes = self._rows if kind == "decode" else self._tokens
+    def _fit(self, kind: str, size: int, max_queries: int) -> Key | None:
+        sizes = {"decode": self._rows, "verify": self._verify_tokens}.get(kind, self._tokens)
         index = bisect_left(sizes, size)
-        return Key(kind, sizes[index]) if index < len(sizes) else None
+        return Key(kind, sizes[index], max_queries) if index < len(sizes) else None
 
     def replay(self, key: Key) -> Tensor:
         captured = self._captured[key]
         captured.graph.replay()
         return captured.hidden
 
-    def warm_up(self, kinds: Sequence[str]) -> None:
-        """Run and capture the first sizes of these kinds, and all decode sizes. This loads every kernel of a step and
-        allocates the workspaces."""
+    def warm_up(self, kinds: Sequence[str], max_queries: Sequence[int] = ()) -> None:
+        """Run and capture the first sizes of these kinds, and all decode sizes. Run steps of drafts for each of
+        `max_queries`. This loads every kernel of a step and allocates the workspaces."""
         first = [key for key in self._pending if key.kind == "decode"]
         first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
         # Largest first: the largest decode graph is required, and smaller ones reuse its memory.
@@ -95,6 +99,9 @@ class Graphs:
                 was_run.add(key.kind)
             if self._bytes_left > 0:
                 self._capture(key)
+        for queries in max_queries:
+            for size in (self._verify_tokens[0], self._verify_tokens[-1]):
+                self._body(Key("verify", size, queries))
         torch.cuda.synchronize()
 
     def capture_next(self, seconds: float) -> bool:
@@ -118,7 +125,6 @@ class Graphs:
             finally:
                 graph.capture_end()
         self._captured[key] = Captured(graph, hidden)
-        self._sizes[key.kind] = sorted([*self._sizes.get(key.kind, []), key.size])
         if key in self._pending:
             self._pending.remove(key)
         self._bytes_left -= free - torch.cuda.mem_get_info()[0]

@@ -22,6 +22,7 @@ from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
 from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
 from quire.kernels import Kernels
+from quire.kernels.cuda.attention.verify import MAX_QUERIES, QUERIES, round_queries
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
@@ -131,13 +132,16 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
+        assert all(drafts.is_chain for drafts in plan.drafts.values()), "captured steps compute chains"
         host_outputs = self._host_outputs[0]
         self._host_outputs.rotate(-1)
         host_outputs.start_event.record()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
-        is_decode = plan.num_tokens == len(plan) and all(plan.yields)
-        step = self._run_decode(plan, host_outputs) if is_decode else self._run_mixed(plan, host_outputs)
+        if plan.num_tokens == len(plan) and all(plan.yields):
+            step = self._run_decode(plan, host_outputs)
+        else:
+            step = self._run_verify(plan, host_outputs) or self._run_mixed(plan, host_outputs)
         if not (is_behind and self.buffers.state.flags.needs_tokens):
             step.sample()
         return step
@@ -147,6 +151,16 @@ class GpuRunner(ModelRunner):
         key = self.graphs.find("decode", len(plan))
         assert key is not None, "the largest decode step is captured when the engine is built"
         samples = self.buffers.fill_decode(plan, key.size)
+        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
+
+    def _run_verify(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep | None:
+        """A step of drafts and single tokens, without prompts, if a captured graph serves it."""
+        if self.ops.exact or plan.counts != plan.yields or max(plan.counts) > MAX_QUERIES:
+            return None
+        key = self.graphs.find("verify", plan.num_tokens, round_queries(max(plan.counts)))
+        if key is None or any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
+            return None
+        samples = self.buffers.fill_verify(plan, key.size, key.max_queries)
         return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
 
     def _run_mixed(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
@@ -186,6 +200,8 @@ class GpuRunner(ModelRunner):
         """The step that a graph captures, on the persistent buffers."""
         if key.kind == "decode":
             return self._forward(self.buffers.decode_batch(key.size), key.size)
+        if key.kind == "verify":
+            return self._forward(self.buffers.verify_batch(key.size, key.max_queries), min(key.size, self.max_rows))
         rows = self._max_rows_of(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
         return self._forward(batch, rows, self.buffers.ends_of(batch, rows))
@@ -199,7 +215,8 @@ class GpuRunner(ModelRunner):
         """Capture the first graphs. This runs every kernel, so that no request waits for one to be compiled or
         loaded."""
         self.buffers.fill_padding(self.buffers.max_tokens, self.max_rows)
-        self.graphs.warm_up(("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts"))
+        kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
+        self.graphs.warm_up(kinds, () if self.ops.exact else QUERIES)
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))

@@ -74,6 +74,7 @@ def build_controller(
         models,
         plugins,
         MAX_DRAFTS[ops.device],
+        trees=ops.device == "cpu",  # the captured steps of a GPU compute chains
     )
 
 

@@ -56,14 +56,16 @@ class Controller:
         models: Sequence[ModelProposer] = (),
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
+        trees: bool = True,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
-        checked.
+        checked. Without `trees` only the likeliest path of a tree is verified.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
         self.models = list(models)
         self._max_drafts = max_drafts
+        self._trees = trees
         self._draft_times = {model.name: DraftTimes() for model in models}
         self.times = StepTimes(free_drafts)
         self.calibration = Calibration()
@@ -150,7 +152,7 @@ class Controller:
         for index, its_nodes in chosen.items():
             tree = trees[index]
             assert tree is not None
-            rows[index].drafts = trunk_first(tree, its_nodes)
+            rows[index].drafts = trunk_first(tree, its_nodes, only_trunk=not self._trees)
             self._records[rows[index].id].num_idle = 0
 
     def _pauses(self, request: Request) -> bool:
@@ -309,7 +311,7 @@ def longer(one: Drafts | None, other: Drafts) -> Drafts:
     return one if sum(one.odds) >= sum(other.odds) else other
 
 
-def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
+def trunk_first(tree: Drafts, nodes: Sequence[int], *, only_trunk: bool = False) -> Drafts:
     """Some nodes of a tree, parents before children and likelier ones first, in the order of a row: the likeliest path,
     then the others."""
     trunk: list[int] = []
@@ -318,6 +320,8 @@ def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
         if tree.parent(node) == last:
             trunk.append(node)
             last = node
+    if only_trunk:
+        return tree.keep(trunk)
     in_trunk = set(trunk)
     return tree.keep([*trunk, *(node for node in nodes if node not in in_trunk)])
 

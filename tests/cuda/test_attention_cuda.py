@@ -4,6 +4,7 @@ numbers the largest there is: what must not be seen shows."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from quire.kernels.cuda import ops
 from quire.kernels.cuda.rope import MOST
 from quire.kernels.paging import LayerCache, Paging
 from tests.tools.paged import PagedCache
-from tests.tools.trees import draw_parents, paths_of
+from tests.tools.trees import draw_parents, draw_paths, paths_of
 
 pytestmark = pytest.mark.cuda
 
@@ -35,6 +36,17 @@ MANY: Steps = [
     [(row, 1) for row in range(70)],
     [(3, 130), *((row, 1) for row in range(4, 70))],
 ]
+DRAFTS: Steps = [
+    [(row, row * 53 % 300 + 40) for row in range(9)],
+    [(0, 2), (1, 1), (2, 2)],
+    [(0, 6), (3, 16), (4, 1), (5, 9), (1, 3)],
+    [(row, row % 4 + 1) for row in range(9)],
+    [(7, 8)],
+    [(2, 5), (8, 90), (1, 1), (3, 16)],
+    [(row, 16) for row in range(9)],
+]
+MANY_DRAFTS: Steps = [[(row, row * 7 % 90 + 1) for row in range(70)], [(row, row % 5 + 1) for row in range(70)]]
+LONG_DRAFTS: Steps = [[(0, 5000), (1, 3000), (2, 64)], [(0, 6)], [(1, 16), (0, 3), (2, 2)], [(2, 4), (0, 1)]]
 LONG: Steps = [[(0, 700), (1, 513), (2, 513)], [(0, 1), (1, 1), (2, 1)], [(0, 600), (2, 1)]]
 
 
@@ -72,7 +84,7 @@ def check(
     for rows in steps:
         tokens = sum(count for _, count in rows)
         is_tree = trees and max(count for _, count in rows) < 64
-        paging = on_gpu(paged.step(rows, draw_trees(rows, seed) if is_tree else None))
+        paging = on_gpu(paged.step(rows, draw_paths([count for _, count in rows], seed) if is_tree else None))
         q, k, v = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads))
         reference.store_kv(k.cpu(), v.cpu(), plain, paging.slot_mapping[0].cpu())
         own = LayerCache(*(x.transpose(1, 2).to(DEVICE, kept or dtype) for x in (plain.k, plain.v)), 0, block_size)
@@ -99,13 +111,6 @@ def side_by_side(cache: LayerCache) -> LayerCache:
         view.copy_(part.flatten(1))
         views.append(view.view(cache.k.dtype).view(cache.k.shape))
     return LayerCache(views[0], views[1], cache.group, cache.block_size)
-
-
-def draw_trees(rows: list[tuple[int, int]], seed: int) -> torch.Tensor:
-    """Every other row of several tokens is a tree."""
-    rng, counts = random.Random(seed), [count for _, count in rows]
-    parents = [draw_parents(count - 1, rng) if count > 1 and nth % 2 == 0 else None for nth, count in enumerate(counts)]
-    return paths_of(counts, parents)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,6 +175,58 @@ def test_scoring(options):
 def test_trees(options):
     check([[(0, 40), (1, 3)]])
     check([[(0, 7), (1, 12), (2, 1)]], trees=True, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"window": 40}, {"window": 3}, {"with_slopes": True}, {"with_slopes": True, "window": 100},
+        {"softcap": 4.0}, {"kept": torch.float8_e4m3fn}, {"block_size": 5}, {"packed": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_a_few_queries(options, trees):
+    check(DRAFTS, heads=32, kv_heads=8, dim=128, trees=trees, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("options", [{}, {"window": 40, "with_slopes": True}], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [
+        (4, 2, 64, torch.float16), (9, 3, 80, torch.bfloat16), (16, 1, 64, torch.bfloat16),
+        (4, 2, 256, torch.bfloat16), (4, 2, 64, torch.float32),
+    ],
+)  # fmt: skip
+def test_heads_of_rows_of_a_few_queries(heads, kv_heads, dim, dtype, options, trees):
+    check(DRAFTS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, trees=trees, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("options", [{}, {"window": 1200}, {"with_slopes": True}], ids=str)
+@pytest.mark.parametrize("steps", [MANY_DRAFTS, LONG_DRAFTS], ids=["many", "long"])
+def test_splits_of_rows_of_a_few_queries(steps, options, trees):
+    check(steps, heads=32, kv_heads=8, dim=128, trees=trees, **options)
+    check(steps, heads=9, kv_heads=3, dim=64, dtype=torch.float16, trees=trees, **options)
+
+
+def test_trees_of_many_nodes_and_chains_beside_them():
+    torch.manual_seed(0)
+    paged = PagedCache(kv_heads=2, head_dim=64, windows=[None], num_blocks=200, block_size=16, dtype=torch.bfloat16)
+    plain, rows = paged.layers[0], [(0, 64), (1, 20), (2, 33), (3, 1), (4, 70)]
+    for step in ([(0, 100), (1, 7), (2, 300), (3, 40)], rows):
+        counts = [count for _, count in step]
+        paging = on_gpu(paged.step(step))
+        k, v = (torch.randn(sum(counts), 2, 64).bfloat16() for _ in "kv")
+        reference.store_kv(k, v, plain, paging.slot_mapping[0].cpu())
+    parents = [draw_parents(count - 1, random.Random(3)) if row in (0, 2) else None for row, count in enumerate(counts)]
+    paging = replace(paging, paths=paths_of(counts, parents).to(DEVICE))
+    q = torch.randn(sum(counts), 8, 64, device=DEVICE).bfloat16()
+    own = LayerCache(*(poison(x.transpose(1, 2).contiguous().to(DEVICE)) for x in (plain.k, plain.v)), 0, 16)
+    whole = LayerCache(*(x.transpose(1, 2).contiguous() for x in (own.k, own.v)), 0, 16)
+    expected = reference.attention(q, whole, paging, scale=0.125)
+    assert_near(ops.attention(q, own, paging, scale=0.125), expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 32])

@@ -13,6 +13,7 @@ import pytest
 from tests.cuda import gpu  # skips this module where there is no GPU
 
 from quire.core.params import SamplingParams  # isort: skip
+from quire.core.drafts import Drafts
 from quire.core.plan import TokenLogprobs
 from quire.core.request import Request
 from quire.engine.client import InProcess
@@ -47,6 +48,28 @@ def draw_requests(seed: int, count: int, *, greedy: bool = False) -> list[Reques
         tokens = [rng.randrange(2, 2000) for _ in range(length)]
         requests.append(Request(str(number), tokens, params, max_tokens=params.max_tokens, seed=number))
     return requests
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_drafts_change_nothing(model, captures):
+    """Right and wrong guesses, in random numbers, next to requests without any."""
+    rng, client = random.Random(5), start(model)
+    answers = answer(client, draw_requests(3, 20), 0)
+    again, num_accepted = draw_requests(3, 20), 0
+    client.engine.runner.depth = 1  # a request with a token in flight has no drafts
+    for request in again:
+        client.add(request)
+    while client.engine.has_work:
+        for request in client.engine.scheduler.running:
+            ahead = answers[request.id][request.num_output :][: rng.choice([0, 0, 2, 4, 8, 16])]
+            request.drafts = Drafts([token if rng.random() < 0.9 else 3 for token in ahead[:-1]])
+        num_accepted += sum(max(0, len(update.tokens) - 1) for update in client.step())
+        while captures and client.engine.runner.idle(1e9):
+            pass
+    assert num_accepted > 20
+    assert {request.id: request.tokens[request.num_prompt :] for request in again} == answers
+    kinds = {key.kind for key in client.engine.runner.graphs._captured}
+    assert ("verify" in kinds) == captures
 
 
 def draw_sampled_requests(seed: int, count: int) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.engine.client import InProcess
 from quire.kernels import reference
 from quire.kernels.cuda import exact
 from quire.kernels.paging import LayerCache, Paging
+from tests.tools.trees import draw_paths
 
 pytestmark = pytest.mark.cuda
 
@@ -62,6 +64,35 @@ def test_attention_does_not_depend_on_chunks(heads, kv_heads, dim, window, dtype
     for size in (1, 3, 50, 128, 129):
         chunks = [(first, min(size, length - first)) for first in range(0, length, size)]
         assert torch.equal(attend(q, cache, chunks, window), whole), size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"), [(32, 8, 128, None), (9, 3, 64, None), (4, 2, 64, 40), (4, 1, 256, None)]
+)
+def test_a_node_of_a_tree_gets_the_bits_of_its_path(heads, kv_heads, dim, window, dtype):
+    block_size, context, count = 16, 250, 14
+    paths = draw_paths([count], 5)
+    cache = LayerCache(
+        *(torch.randn(23, kv_heads, block_size, dim, device=DEVICE).to(dtype) for _ in "kv"), 0, block_size
+    )
+    q = torch.randn(count, heads, dim, device=DEVICE).to(dtype)
+    paging = replace(page([(context, count)], block_size), paths=paths.to(DEVICE))
+    paging.query_starts -= context
+    paging.host_query_starts = [0, count]
+    got = exact.attention(q, cache, paging, scale=dim**-0.5, window=window)
+    for token in range(count):
+        path = [node for node in paths[token].tolist() if node >= 0]
+        k, v = cache.k.clone(), cache.v.clone()
+        for depth, node in enumerate(path):
+            source, target = context + node, context + depth
+            for new, old in ((k, cache.k), (v, cache.v)):
+                new[1 + target // 16, :, target % 16] = old[1 + source // 16, :, source % 16]
+        chain = page([(context, len(path))], block_size)
+        chain.query_starts -= context
+        chain.host_query_starts = [0, len(path)]
+        alone = exact.attention(q[path], LayerCache(k, v, 0, block_size), chain, scale=dim**-0.5, window=window)
+        assert torch.equal(got[token], alone[-1]), path
 
 
 def attend(q: torch.Tensor, cache: LayerCache, chunks: list[tuple[int, int]], window: int | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from quire.kernels.paging import LayerCache
 from tests.cuda.sampling import check_logits_processors, check_logprobs, check_random
 from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
-from tests.tools.trees import paths_of
+from tests.tools.trees import draw_paths, paths_of
 
 patch_tensor = interpreter._patch_lang_tensor
 
@@ -52,7 +52,7 @@ def check_attention(dim: int, window: int | None, contexts: list[int], slopes: t
     both = torch.stack((plain.k.transpose(1, 2), plain.v.transpose(1, 2)), dim=1)  # a block may hold keys and values
     for k, v in ((both[:, 0].contiguous(), both[:, 1].contiguous()), (both[:, 0], both[:, 1])):
         got, work = torch.empty_like(q), Work(True, False)
-        splits = find_splits(work, paging, window, 1, exact=False)
+        splits = find_splits(work, paging, window, 2, 1, exact=False)
         decode_attention(q, LayerCache(k, v, 0, 16), paging, splits, got, Scoring(dim**-0.5, window, slopes, None))
         worst = float((got - expected).abs().max())
         assert worst < 0.01, (dim, window, worst)
@@ -63,7 +63,7 @@ def check_trees(window: int | None, slopes: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     paged = PagedCache(kv_heads=1, head_dim=32, windows=[window], block_size=16, dtype=torch.float16)
     trees = [[-1, 0, -1, 2, 2, 0], None, None, [-1, -1, 0, 1]]
-    for rows, paths in (([(0, 40), (1, 3)], None), ([(0, 7), (1, 1), (2, 20), (3, 5)], paths_of([7, 1, 20, 5], trees))):
+    for rows, paths in (([(0, 40), (1, 33)], None), ([(0, 7), (1, 1), (2, 20), (3, 5)], paths_of([7, 1, 20, 5], trees))):
         num_tokens = sum(count for _, count in rows)
         paging, layer = paged.step(rows, paths), paged.layers[0]
         q, k, v = (torch.randn(num_tokens, heads, 32).half() for heads in (2, 1, 1))
@@ -71,6 +71,30 @@ def check_trees(window: int | None, slopes: torch.Tensor | None) -> None:
         expected = reference.attention(q, layer, paging, scale=0.2, window=window, slopes=slopes)
         k, v = (x.transpose(1, 2).nan_to_num(0.0).contiguous() for x in (layer.k, layer.v))
         close(attention(q, LayerCache(k, v, 0, 16), paging, scale=0.2, window=window, slopes=slopes), expected)
+
+
+def check_verify(
+    dim: int, group: int, counts: list[int], *, exact: bool = False, with_trees: bool = False, **options: Any
+) -> None:
+    """Rows of a few queries after contexts of any length, as chains or as trees."""
+    torch.manual_seed(0)
+    window = options.get("window")
+    paged = PagedCache(
+        kv_heads=2, head_dim=dim, windows=[window], num_blocks=1000, block_size=16, dtype=torch.float16, seed=1
+    )
+    plain, contexts = paged.layers[0], [row * 61 % 200 for row in range(len(counts))]
+    before = [(row, context) for row, context in enumerate(contexts) if context]
+    trees = draw_paths(counts, 1) if with_trees else None
+    for rows in (before, list(enumerate(counts))):
+        paging = paged.step(rows, trees if rows is not before else None)
+        k, v = (torch.randn(sum(count for _, count in rows), 2, dim).half() for _ in "kv")
+        reference.store_kv(k, v, plain, paging.slot_mapping[0])
+    q = torch.randn(sum(counts), 2 * group, dim).half()
+    expected = reference.attention(q, plain, paging, scale=dim**-0.5, **options)
+    own = LayerCache(plain.k.transpose(1, 2).contiguous(), plain.v.transpose(1, 2).contiguous(), 0, 16)
+    got = attention(q, own, paging, scale=dim**-0.5, exact=exact, **options)
+    worst = float((got - expected).abs().max())
+    assert worst < 0.01, (dim, group, counts, options, worst)
 
 
 def check_norms(size: int) -> None:
@@ -122,6 +146,16 @@ if __name__ == "__main__":
     for tree_window in (None, 3):
         check_trees(tree_window, None)
         check_trees(tree_window, torch.tensor([0.25, 0.0625]))
+    for counts in ([2, 1, 2, 1, 1], [7, 3, 3, 4], [4, 1, 3, 4, 4, 4, 4, 4, 4, 4], [16, 1, 5, 9, 16]):
+        check_verify(64, 4, counts)
+        check_verify(80, 3, counts, window=6)
+        check_verify(64, 1, counts, slopes=torch.tensor([0.25, 0.0625]), softcap=3.0)
+        for exact in (False, True):
+            check_verify(64, 2, counts, with_trees=True, exact=exact)
+            check_verify(64, 2, counts, with_trees=True, exact=exact, window=3)
+            slopes = torch.tensor([0.25, 0.0625, 0.5, 0.125])
+            check_verify(64, 2, counts, with_trees=True, exact=exact, slopes=slopes, window=40)
+    check_verify(64, 4, [40, 64, 1, 18], with_trees=True)
     for size in (1, 48, 577):
         check_norms(size)
     check_activations()

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
@@ -19,6 +20,7 @@ from quire.engine.buffers import DirectUploader
 from quire.engine.gpu_batch import AttentionShape, GpuBuffers
 from quire.kernels.cuda.attention import varlen_items
 from quire.kernels.cuda.attention.split_kv import PADDING_ROW, UNIT, max_partials, max_splits, split_contexts
+from quire.kernels.cuda.attention.verify import num_units
 from quire.kernels.torch_arrays import TorchArrays
 
 pytestmark = pytest.mark.cpu
@@ -67,6 +69,12 @@ def test_few_rows_are_cut_and_many_only_where_one_is_much_longer() -> None:
     assert count([120_000, *[600] * 79]) == [17, *[1] * 79]
 
 
+@pytest.mark.parametrize("units", [16, 32, 64])
+def test_one_row_is_cut_whatever_its_number_of_heads(units: int) -> None:
+    ends = np.array([4096])
+    assert len(split_contexts(np.zeros_like(ends), ends, units, max_splits(1, units))) >= 16
+
+
 def make_buffers(monkeypatch: pytest.MonkeyPatch, kv_heads: int, *, exact: bool) -> GpuBuffers:
     monkeypatch.setattr(gpu_batch, "Upload", lambda most: DirectUploader(TorchArrays("cpu")))
     shape = BufferShape(8192, 512, 1024, (None,), 16, 1000, TorchArrays("cpu"))
@@ -107,6 +115,37 @@ def test_captured_steps_cut_their_rows_as_others_do(
         expected[:, 7], expected[:, 0] = tokens[expected[:, 0]], numbers[expected[:, 0]]
         assert (used == expected).all()
         assert (used[used[:, 5] > 1, 3] < max_partials(kv_heads)).all(), "a partial outside of the workspace"
+
+
+@pytest.mark.parametrize("max_queries", [2, 4, 8, 16])
+@pytest.mark.parametrize("num_rows", [1, 3, 20, 64, 100])
+def test_captured_steps_of_drafts(monkeypatch: pytest.MonkeyPatch, max_queries: int, num_rows: int) -> None:
+    """A row has one split or more, or items of `varlen`, with its first token and all its keys."""
+    buffers = make_buffers(monkeypatch, 8, exact=False)
+    counts = [max_queries, *(row % max_queries + 1 for row in range(1, num_rows))]
+    plan, size = make_plan(counts, 700), next(size for size in (16, 32, 1024) if size >= sum(counts))
+    plan.yields[:] = counts
+    plan.drafts.update((row, Drafts([0] * (count - 1))) for row, count in enumerate(counts) if count > 1)
+    samples = buffers.fill_verify(plan, size, max_queries)
+    assert samples.indices == list(range(sum(counts)))
+    work = buffers.verify_batch(size, max_queries).paging.work
+    starts = np.cumsum([0, *counts])
+    if work.has_others:
+        assert not work.has_singles
+        items = buffers.items[None].host
+        fields = items[1 : 1 + items[0] * varlen_items.ITEM_FIELDS].reshape(-1, varlen_items.ITEM_FIELDS)
+        assert {*fields[:, 0]} == {*range(num_rows)}
+        return
+    splits = work.splits[None].numpy()
+    used = splits[splits[:, 0] != PADDING_ROW]
+    assert (splits[: len(used), 0] != PADDING_ROW).all(), "entries without a row come last"
+    for row in range(num_rows):
+        own = used[used[:, 0] == row]
+        assert (own[:, 2] - own[:, 1]).sum() == 700
+        assert (own[:, 7] == starts[row]).all()
+        assert (own[:, 6] == 700).all()
+    units = num_units(max_queries, 4, 8, size)
+    assert (used[used[:, 5] > 1, 3] < max_partials(units)).all(), "a partial outside of the workspace"
 
 
 def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:

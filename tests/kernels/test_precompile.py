@@ -92,12 +92,13 @@ def test_all_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.Monk
         "_fill_last_tokens",
     } <= {*compiled}
     assert compiled.count("_decode") == 2
+    assert compiled.count("_verify") == 2, "for few tokens, and for many tokens in rows of up to 8"
 
 
 def test_exact_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_all(tmp_path, monkeypatch, exact=True)
     assert {"_prefill", "_single", "_skinny"} <= {*compiled}
-    assert not {"_varlen", "_decode"} & {*compiled}
+    assert not {"_varlen", "_decode", "_verify"} & {*compiled}
 
 
 def test_what_a_child_is_told_describes_the_model() -> None:

@@ -30,3 +30,10 @@ def path_of(parents: Parents, token: int) -> list[int]:
 def paths_of(counts: Sequence[int], parents: Sequence[Parents | None]) -> torch.Tensor:
     """`Paging.paths` of a step whose rows have that many tokens."""
     return torch.from_numpy(tree_paths([0, *accumulate(counts)], parents))
+
+
+def draw_paths(counts: Sequence[int], seed: int) -> torch.Tensor:
+    """`Paging.paths` of a step in which every other row of several tokens is a tree."""
+    rng = random.Random(seed)
+    parents = [draw_parents(count - 1, rng) if count > 1 and nth % 2 == 0 else None for nth, count in enumerate(counts)]
+    return paths_of(counts, parents)

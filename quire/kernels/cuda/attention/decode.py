@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.attention.scoring import Scoring
-from quire.kernels.cuda.attention.softmax import score
+from quire.kernels.cuda.attention.softmax import load_transposed, score, update_transposed
 from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.cuda.rope import fit
@@ -56,51 +56,6 @@ def _rotated(x, columns, inside, cosines, sines, ROTARY_DIM: tl.constexpr, INTER
     other = tl.load(x + partner[:, None], mask=inside & (columns < ROTARY_DIM)[:, None], other=0.0)
     rotated = own.to(tl.float32) * cosines[:, None] + other.to(tl.float32) * sines[:, None]
     return rotated.to(own.dtype)
-
-
-@triton.jit
-def _load_tile(
-    keys, values, table, positions, visible, columns, block_stride, head_offset, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, IS_LARGE: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """A tile's keys [positions, columns] and values [columns, positions]; zeros where the mask is False."""
-    if IS_MASKED:
-        block = tl.load(table + positions // PAGE, mask=visible, other=0)
-    else:
-        block = tl.load(table + positions // PAGE)
-    if IS_LARGE:
-        block = block.to(tl.int64)
-    offset = block * block_stride + head_offset + positions % PAGE * DIM
-    key_ptrs, value_ptrs = keys + (offset[:, None] + columns[None, :]), values + (offset[None, :] + columns[:, None])
-    is_column = columns < DIM
-    if IS_MASKED:
-        key = tl.load(key_ptrs, mask=visible[:, None] & is_column[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=visible[None, :] & is_column[:, None], other=0.0)
-    elif DIM < WIDTH:
-        key = tl.load(key_ptrs, mask=is_column[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=is_column[:, None], other=0.0)
-    else:
-        key, value = tl.load(key_ptrs), tl.load(value_ptrs)
-    return key, value
-
-
-@triton.jit
-def _update(
-    query, key, value, visible, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-):  # fmt: skip
-    """`update_softmax`, transposed: query and total [dim, queries], mass [keys, queries], not yet summed over keys."""
-    key, value = key.to(query.dtype), value.to(query.dtype)
-    products = tl.dot(key, query, input_precision="ieee")
-    scores = score(products, distance[:, None], scale, cap, slope, HAS_CAP, HAS_SLOPES)
-    if IS_MASKED:
-        scores = tl.where(visible[:, None], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=0))
-    safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
-    weights = tl.exp2(scores - safe[None, :])
-    rescale = tl.exp2(top - safe)[None, :]
-    total = tl.dot(value, weights.to(value.dtype), total * rescale, input_precision="ieee")
-    return higher, mass * rescale + weights, total
 
 
 @triton.jit
@@ -159,7 +114,7 @@ def _decode(
     positions = begin + within
     visible = (positions < stop) & (positions >= first)
     if is_first_apart:
-        key, value = _load_tile(
+        key, value = load_transposed(
             keys, values, table, positions, visible, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
             True,
         )  # fmt: skip
@@ -187,32 +142,32 @@ def _decode(
     masses = tl.zeros([TILE, QUERIES], tl.float32)
     total = tl.zeros([WIDTH, QUERIES], tl.float32)
     if is_first_apart:
-        top, masses, total = _update(
-            query, key, value, visible, positions - newest, top, masses, total, scale, cap, slope, True, HAS_CAP,
-            HAS_SLOPES,
+        top, masses, total = update_transposed(
+            query, key, value, visible[:, None], (positions - newest)[:, None], top, masses, total, scale, cap, slope,
+            True, HAS_CAP, HAS_SLOPES,
         )  # fmt: skip
     after_first = begin + TILE if is_first_apart else begin
     whole = tl.maximum(begin + (stop - begin) // TILE * TILE, after_first)  # tiles before this need no mask
     for start in range(after_first, whole, TILE):
         positions = start + within
-        key, value = _load_tile(
+        key, value = load_transposed(
             keys, values, table, positions, positions, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
             False,
         )  # fmt: skip
-        top, masses, total = _update(
-            query, key, value, positions, positions - newest, top, masses, total, scale, cap, slope, False, HAS_CAP,
-            HAS_SLOPES,
+        top, masses, total = update_transposed(
+            query, key, value, positions, (positions - newest)[:, None], top, masses, total, scale, cap, slope, False,
+            HAS_CAP, HAS_SLOPES,
         )  # fmt: skip
     if whole < stop:
         positions = whole + within
         visible = positions < stop
-        key, value = _load_tile(
+        key, value = load_transposed(
             keys, values, table, positions, visible, columns, block_stride, head_offset, DIM, WIDTH, PAGE, IS_LARGE,
             True,
         )  # fmt: skip
-        top, masses, total = _update(
-            query, key, value, visible, positions - newest, top, masses, total, scale, cap, slope, True, HAS_CAP,
-            HAS_SLOPES,
+        top, masses, total = update_transposed(
+            query, key, value, visible[:, None], (positions - newest)[:, None], top, masses, total, scale, cap, slope,
+            True, HAS_CAP, HAS_SLOPES,
         )  # fmt: skip
     mass = tl.sum(masses, axis=0)
     if IS_NEW:

@@ -1,9 +1,10 @@
 """Attention on the GPU, for any mix of rows.
 
-Rows of one query are computed by `decode.py` (or `single_query.py`, where `decode.suits` is False). Rows of several
-queries are computed by `varlen.py` on Hopper and by `prefill.py` elsewhere. What depends only on the step's rows is
-computed once, by the first layer, and stored in `Paging.work`. With `exact` all kernels give the same bits: single
-queries use the same tiles of keys as prefill.
+If no row of a few queries has more than one, these are computed by `decode.py` (or `single_query.py`, where
+`decode.suits` is False), otherwise by `verify.py`. Rows of more queries are computed by `varlen.py` on Hopper and by
+`prefill.py` elsewhere. What depends only on the step's rows is computed once, by the first layer, and stored in
+`Paging.work`. With `exact` all kernels give the same bits: single queries use the same tiles of keys as prefill, and
+so do the nodes of trees, each as a single query.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cuda.attention import decode, varlen_items
+from quire.kernels.cuda.attention import decode, varlen_items, verify
 from quire.kernels.cuda.attention.decode import NEW_ROWS, New, decode_attention
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
 from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.attention.single_query import single_query_attention
-from quire.kernels.cuda.attention.split_kv import max_splits, split_contexts
+from quire.kernels.cuda.attention.split_kv import FIELDS, max_splits, split_contexts
+from quire.kernels.cuda.attention.verify import MAX_NODES, MAX_QUERIES, num_units, path_masks, verify_attention
 from quire.kernels.cuda.rope import rope_store
 from quire.kernels.paging import LayerCache, Paging
 
@@ -36,29 +38,47 @@ class Work:
     Layers with different windows see different keys, so lists are stored by window.
     """
 
-    has_singles: bool  # rows of one query
+    has_singles: bool  # rows of one query, or of at most max_queries
     has_others: bool
-    splits: dict[int | None, Tensor] = field(default_factory=dict)  # of single queries: `split_kv.split_contexts`
+    splits: dict[int | None, Tensor] = field(default_factory=dict)  # of these rows: `split_kv.split_contexts`
     items: dict[int | None, Tensor] = field(default_factory=dict)  # of the others: `varlen_items.plan_items`
     tiles: Tiles | None = None  # of the others, for `prefill`
-    mask: Tensor | None = None  # of the step, for `prefill`, if a row has a draft tree: `mask_tokens`
+    max_queries: int = 1  # more than 1: `verify` computes the rows in `splits`
+    masks: Tensor | None = None  # of trees: `verify.path_masks`
 
 
-def find_work(paging: Paging) -> Work:
-    """The step's Work. The first layer makes it."""
+def find_work(paging: Paging, group: int, *, has_varlen: bool, exact: bool) -> Work:
+    """The step's Work. The first layer makes it. `has_varlen`: whether `varlen` supports this step's chains."""
     if paging.work is None:
         counts = count_queries(paging)
-        trees = paging.paths is not None
-        paging.work = Work(not trees and 1 in counts, trees or any(count != 1 for count in counts))
+        few = [count for count in counts if 0 < count <= find_limit(paging, exact=exact)]
+        max_queries = verify.round_queries(max(few, default=1))
+        if has_varlen and paging.paths is None and not verify.is_fastest(max_queries, group, sum(counts)):
+            few, max_queries = [count for count in few if count == 1], 1
+        paging.work = Work(bool(few), len(few) < len(counts), max_queries=max_queries)
     work: Work = paging.work
+    if work.masks is None and work.max_queries > 1 and paging.paths is not None and not exact:
+        work.masks = path_masks(paging.paths)
     return work
 
 
-def find_splits(work: Work, paging: Paging, window: int | None, kv_heads: int, *, exact: bool) -> Tensor:
+def find_limit(paging: Paging, *, exact: bool) -> int:
+    """The most queries of a row that `prefill` and `varlen` leave to the other kernels."""
+    if paging.paths is not None:
+        return MAX_NODES
+    return 1 if exact else MAX_QUERIES
+
+
+def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_heads: int, *, exact: bool) -> Tensor:
     if window not in work.splits:
-        rows = np.flatnonzero(np.array(count_queries(paging)) == 1)
+        counts = np.array(count_queries(paging))
+        rows = np.flatnonzero((counts > 0) & (counts <= work.max_queries))
         tokens, ends = (np.array(numbers)[rows] for numbers in (paging.host_query_starts, paging.host_seq_lens))
-        splits = split_rows(rows, tokens, ends, window, kv_heads, exact=exact)
+        if exact and work.max_queries > 1:
+            splits = list_tokens(rows, tokens, counts[rows])
+        else:
+            units = num_units(work.max_queries, group, kv_heads, paging.host_query_starts[-1])
+            splits = split_rows(rows, tokens, counts[rows], ends, window, units, exact=exact)
         work.splits[window] = send(splits, paging.seq_lens.device)
     return work.splits[window]
 
@@ -66,34 +86,17 @@ def find_splits(work: Work, paging: Paging, window: int | None, kv_heads: int, *
 def find_items(work: Work, paging: Paging, window: int | None, q: Tensor, cache: LayerCache) -> Tensor:
     if window not in work.items:
         kv_heads, page = cache.k.shape[1:3]
-        items = cut_items(count_queries(paging), paging.host_seq_lens, q.shape[1] // kv_heads, kv_heads, page, window)
+        counts, group = count_queries(paging), q.shape[1] // kv_heads
+        items = cut_items(counts, paging.host_seq_lens, group, kv_heads, page, window, work.max_queries)
         work.items[window] = send(items, q.device)
     return work.items[window]
 
 
 def find_tiles(work: Work, paging: Paging) -> Tiles:
     if work.tiles is None:
-        tiles = cut_tiles(count_queries(paging), trees=paging.paths is not None)
+        tiles = cut_tiles(count_queries(paging), work.max_queries)
         work.tiles = Tiles(send(Tiles.flatten(tiles), paging.seq_lens.device))
     return work.tiles
-
-
-def find_mask(work: Work, paging: Paging) -> Tensor | None:
-    if work.mask is None and paging.paths is not None:
-        work.mask = mask_tokens(paging)
-    return work.mask
-
-
-def mask_tokens(paging: Paging) -> Tensor:
-    """Which tokens of its row a token sees, [tokens, max_query] uint8: those of its path or, in a chain, those up to
-    itself."""
-    paths, width = paging.paths, paging.max_query_len
-    assert paths is not None
-    nth = send(np.concatenate([np.arange(count) for count in count_queries(paging)]), paths.device)
-    in_chain = torch.arange(width, device=paths.device) <= nth[:, None]
-    in_tree = torch.zeros(len(paths), width + 1, dtype=torch.bool, device=paths.device)
-    in_tree.scatter_(1, torch.where(paths < 0, width, paths).long(), True)  # the last column takes what is no token
-    return torch.where(paths[:, :1] < 0, in_chain, in_tree[:, :width]).to(torch.uint8)
 
 
 def count_queries(paging: Paging) -> list[int]:
@@ -103,37 +106,45 @@ def count_queries(paging: Paging) -> list[int]:
 def split_rows(
     rows: NDArray[np.int64],
     tokens: NDArray[np.int64],
+    counts: NDArray[np.int64] | int,
     ends: NDArray[np.int64],
     window: int | None,
-    kv_heads: int,
+    units: int,
     *,
     exact: bool,
 ) -> NDArray[np.int32]:
-    """The splits of rows of one query, [n, FIELDS]. tokens: the rows' tokens in the step; ends: their context lengths.
-    With `exact` no row is cut."""
-    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    splits = split_contexts(firsts, ends, kv_heads, len(rows) if exact else max_splits(len(rows), kv_heads))
+    """The splits of rows of a few queries, [n, FIELDS]. tokens: the rows' first tokens in the step; counts: their
+    queries; ends: their context lengths; units: programs a split. With `exact` no row is cut."""
+    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - counts - window + 1, 0)
+    splits = split_contexts(firsts, ends, units, len(rows) if exact else max_splits(len(rows), units))
     splits[:, 7] = tokens[splits[:, 0]]
     splits[:, 0] = rows[splits[:, 0]]
     return splits
 
 
+def list_tokens(rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Each token of the rows as an entry of its own, [n, FIELDS]: for `single_query` with trees."""
+    splits = np.zeros((int(counts.sum()), FIELDS), np.int32)
+    splits[:, 0] = np.repeat(rows, counts)
+    splits[:, 5] = 1
+    before = np.cumsum(counts) - counts
+    splits[:, 7] = np.repeat(tokens - before, counts) + np.arange(len(splits))
+    return splits
+
+
 def cut_items(
-    counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None
+    counts: Sequence[int], seq_lens: Any, group: int, kv_heads: int, page: int, window: int | None, max_few: int = 1
 ) -> NDArray[np.int32]:
-    """The items of the rows of several queries: see `varlen_items.plan_items`."""
+    """The items of the rows of more than `max_few` queries: see `varlen_items.plan_items`."""
     several = np.array(counts)
-    several[several == 1] = 0
+    several[several <= max_few] = 0
     return varlen_items.plan_items(several, np.array(seq_lens), group, kv_heads, page, window)
 
 
-def cut_tiles(counts: Sequence[int], *, trees: bool = False) -> list[tuple[int, int]]:
-    """Tiles of rows that have several queries, or are trees: (row, first query)."""
+def cut_tiles(counts: Sequence[int], max_few: int = 1) -> list[tuple[int, int]]:
+    """Tiles of rows that have more than `max_few` queries: (row, first query)."""
     return [
-        (row, first)
-        for row, count in enumerate(counts)
-        if trees or count != 1
-        for first in range(0, count, TILE_QUERIES)
+        (row, first) for row, count in enumerate(counts) if count > max_few for first in range(0, count, TILE_QUERIES)
     ]
 
 
@@ -154,23 +165,28 @@ def attention(
 ) -> Tensor:
     """As in the reference."""
     scoring, kv_heads = Scoring(scale, window, slopes, softcap), cache.k.shape[1]
-    work = find_work(paging)
+    has_varlen = not exact and varlen_items.suits(q.dtype, cache, scoring)
+    work = find_work(paging, q.shape[1] // kv_heads, has_varlen=has_varlen, exact=exact)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def attend_singles() -> None:
-        attend = decode_attention
-        if exact or not decode.suits(q, kv_heads):
-            attend = partial(single_query_attention, exact_tile=key_tile(q.shape[-1], q.dtype) if exact else None)
-        attend(q, cache, paging, find_splits(work, paging, window, kv_heads, exact=exact), out, scoring)
+        attend: Callable[..., None] = decode_attention
+        if exact:
+            attend = partial(single_query_attention, exact_tile=key_tile(q.shape[-1], q.dtype))
+        elif work.max_queries > 1:
+            attend = partial(verify_attention, max_queries=work.max_queries, masks=work.masks)
+        elif not decode.suits(q, kv_heads):
+            attend = single_query_attention
+        splits = find_splits(work, paging, window, q.shape[1] // kv_heads, kv_heads, exact=exact)
+        attend(q, cache, paging, splits, out, scoring)
 
     def attend_others() -> None:
-        if not exact and paging.paths is None and varlen_items.suits(q.dtype, cache, scoring):
+        if has_varlen:
             from quire.kernels.cuda.attention.varlen import varlen_attention  # needs Hopper
 
             varlen_attention(q, cache, paging, find_items(work, paging, window, q, cache), out, scoring)
         else:
-            mask = find_mask(work, paging)
-            prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, mask=mask, exact=exact)
+            prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
 
     if work.has_singles and work.has_others:
         run_both(on_side=attend_singles, on_main=attend_others)
@@ -179,6 +195,14 @@ def attention(
     elif work.has_others:
         attend_others()
     return out
+
+
+def is_decode(paging: Paging) -> bool:
+    """Whether all rows have one query."""
+    work: Work | None = paging.work
+    if work is None:
+        return paging.max_query_len == 1
+    return not work.has_others and work.max_queries == 1
 
 
 def run_both(on_side: Callable[[], None], on_main: Callable[[], None]) -> None:
@@ -205,11 +229,11 @@ def rope_attention(
     paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be rotated in place."""
-    kv_heads, work = cache.k.shape[1], find_work(paging)
-    if not exact and not work.has_others and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads):
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        splits = find_splits(work, paging, window, kv_heads, exact=False)
-        scoring, new = Scoring(scale, window, None, softcap), New(k, v, angles, interleaved)
+    kv_heads, scoring = cache.k.shape[1], Scoring(scale, window, None, softcap)
+    if not exact and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads) and is_decode(paging):
+        out, new = torch.empty(q.shape, dtype=q.dtype, device=q.device), New(k, v, angles, interleaved)
+        work = find_work(paging, q.shape[1] // kv_heads, has_varlen=False, exact=False)
+        splits = find_splits(work, paging, window, q.shape[1] // kv_heads, kv_heads, exact=False)
         decode_attention(q, cache, paging, splits, out, scoring, new=new)
         return out
     rope_store(q, k, v, positions, angles, interleaved, cache, paging.slot_mapping[cache.group])

@@ -1,8 +1,8 @@
 """Prefill attention: rows with several queries. A tile of queries, with one query head, attends to the paged context.
 
-`Tiles` lists the tiles; it is made once a step. A row's own tokens see the tokens before them, or those of their tree's
-mask. With few tiles and long contexts, as in a later turn of a chat, several programs share a tile's context, and the
-last one to end merges their partial results.
+`Tiles` lists the tiles; it is made once a step. A row's own tokens see the tokens before them. `verify.py` computes
+trees of drafts. With few tiles and long contexts, as in a later turn of a chat, several programs share a tile's
+context, and the last one to end merges their partial results.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Tiles:
 
 @triton.jit
 def _prefill(
-    q, keys, values, out, partials, tops, arrived, tables, seq_lens, starts, tiles, slopes, mask, scale, cap, window,
-    q_row, out_row, table_row, block_stride, head_stride, mask_row, heads, programs,
+    q, keys, values, out, partials, tops, arrived, tables, seq_lens, starts, tiles, slopes, scale, cap, window,
+    q_row, out_row, table_row, block_stride, head_stride, heads, programs,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, MIN_SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
+    MIN_SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -74,18 +74,11 @@ def _prefill(
     inside = is_query[:, None] & is_column[None, :]
     tokens = (start + lanes).to(tl.int64)
     query = tl.load(q + tokens[:, None] * q_row + head * DIM + columns[None, :], mask=inside, other=0.0)
-    if HAS_MASK:
-        depth = tl.zeros([QUERIES], tl.int32)
-        for other in range(count):
-            depth += tl.load(mask + tokens * mask_row + other, mask=is_query, other=0).to(tl.int32)
-        query_positions = context + depth - 1
-        end = seq_len
-    else:
-        query_positions = context + lanes
-        end = tl.minimum(seq_len, context + first_query + QUERIES)
+    query_positions = context + lanes
+    end = tl.minimum(seq_len, context + first_query + QUERIES)
     lowest = 0  # block table entries before it may be freed blocks
     if HAS_WINDOW:
-        lowest = tl.maximum(context + (0 if HAS_MASK else first_query) - window + 1, 0)
+        lowest = tl.maximum(context + first_query - window + 1, 0)
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
     table = tables + row.to(tl.int64) * table_row
     head_offset = (head // GROUP).to(tl.int64) * head_stride
@@ -97,7 +90,7 @@ def _prefill(
     begin = lowest // TILE * TILE
     common = begin  # every query sees every key before this
     if not HAS_WINDOW:
-        common = (context + (0 if HAS_MASK else first_query + 1)) // TILE * TILE
+        common = (context + first_query + 1) // TILE * TILE
     splits = tl.minimum(max_splits, tl.maximum((end - begin) // MIN_SPLIT_KEYS, 1))
     if split >= splits:
         return
@@ -121,27 +114,11 @@ def _prefill(
         key, value = load_tile(
             keys, values, table, tile_positions, in_range, columns, block_stride, head_offset, DIM, WIDTH, PAGE, True
         )
-        key_positions = tile_positions
         is_visible = in_range[None, :] & is_query[:, None]
-        if HAS_MASK:
-            nth = tile_positions - context
-            is_own = (nth >= 0) & in_range
-            tree_mask = tl.load(
-                mask + tokens[:, None] * mask_row + nth[None, :], mask=is_own[None, :] & is_query[:, None], other=0
-            )
-            is_visible &= (nth < 0)[None, :] | (tree_mask != 0)
-            if HAS_SLOPES or HAS_WINDOW:
-                key_depth = tl.zeros([TILE], tl.int32)
-                for other in range(count):
-                    key_depth += tl.load(mask + (start + nth).to(tl.int64) * mask_row + other, mask=is_own, other=0).to(
-                        tl.int32
-                    )
-                key_positions = tl.where(nth < 0, tile_positions, context + key_depth - 1)
-        else:
-            is_visible &= tile_positions[None, :] <= query_positions[:, None]
+        is_visible &= tile_positions[None, :] <= query_positions[:, None]
         if HAS_WINDOW:
-            is_visible &= key_positions[None, :] > query_positions[:, None] - window
-        distance = key_positions[None, :] - query_positions[:, None]
+            is_visible &= tile_positions[None, :] > query_positions[:, None] - window
+        distance = tile_positions[None, :] - query_positions[:, None]
         top, mass, total = update_softmax(
             query, key, value, is_visible, distance, top, mass, total, scale, cap, slope, True, HAS_CAP, HAS_SLOPES
         )
@@ -169,11 +146,9 @@ def key_tile(dim: int, dtype: torch.dtype) -> int:
 
 
 def prefill_attention(
-    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring, *,
-    mask: Tensor | None = None, exact: bool = False,
-) -> None:  # fmt: skip
-    """Attention of the queries of the tiles. The rows of other queries in `out` are not written. mask [tokens,
-    max_query] uint8, for draft trees: which tokens of its row a token sees."""
+    q: Tensor, cache: LayerCache, paging: Paging, tiles: Tiles, out: Tensor, scoring: Scoring, *, exact: bool = False
+) -> None:
+    """Attention of the queries of the tiles. The rows of other queries in `out` are not written."""
     kv_heads, page, dim = cache.k.shape[1:]
     tables = paging.block_tables[cache.group]
     scale, window, slopes, softcap = scoring
@@ -182,11 +157,11 @@ def prefill_attention(
     _prefill[(max(tiles.capacity * heads, PROGRAMS),)](
         q, cache.k, cache.v, out, *workspace("prefill", PROGRAMS, TILE_QUERIES, width, q.device), tables,
         paging.seq_lens, paging.query_starts, tiles.numbers, slopes if slopes is not None else unused,
-        mask if mask is not None else unused, scale, softcap or 0.0, window or 0, q.stride(0),
+        scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
-        mask.stride(0) if mask is not None else 0, heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
+        heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
         GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_MASK=mask is not None, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
+        MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
         **pdl_options(),
     )  # fmt: skip

@@ -69,3 +69,51 @@ def update_softmax(
     mass = mass * rescale + tl.sum(weights, axis=1)
     total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision="ieee")
     return higher, mass, total
+
+
+@triton.jit
+def load_transposed(
+    keys, values, table, positions, visible, columns, block_stride, head_offset, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, IS_LARGE: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile's keys [positions, columns] and values [columns, positions]; zeros where the mask is False.
+
+    IS_LARGE: offsets in the cache need 64 bits.
+    """
+    if IS_MASKED:
+        block = tl.load(table + positions // PAGE, mask=visible, other=0)
+    else:
+        block = tl.load(table + positions // PAGE)
+    if IS_LARGE:
+        block = block.to(tl.int64)
+    offset = block * block_stride + head_offset + positions % PAGE * DIM
+    key_ptrs, value_ptrs = keys + (offset[:, None] + columns[None, :]), values + (offset[None, :] + columns[:, None])
+    is_column = columns < DIM
+    if IS_MASKED:
+        key = tl.load(key_ptrs, mask=visible[:, None] & is_column[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=visible[None, :] & is_column[:, None], other=0.0)
+    elif DIM < WIDTH:
+        key = tl.load(key_ptrs, mask=is_column[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=is_column[:, None], other=0.0)
+    else:
+        key, value = tl.load(key_ptrs), tl.load(value_ptrs)
+    return key, value
+
+
+@triton.jit
+def update_transposed(
+    query, key, value, visible, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """`update_softmax`, transposed: query and total [dim, queries], mass [keys, queries], not yet summed over keys."""
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    products = tl.dot(key, query, input_precision="ieee")
+    scores = score(products, distance, scale, cap, slope, HAS_CAP, HAS_SLOPES)
+    if IS_MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=0))
+    safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
+    weights = tl.exp2(scores - safe[None, :])
+    rescale = tl.exp2(top - safe)[None, :]
+    total = tl.dot(value, weights.to(value.dtype), total * rescale, input_precision="ieee")
+    return higher, mass * rescale + weights, total

@@ -40,7 +40,8 @@ def split_contexts(
     skipped = firsts // UNIT
     units = np.maximum(-(-ends // UNIT) - skipped, 1)
     longest = find_longest(units, capacity)
-    if capacity <= len(units) + SPARE_SPLITS:  # the rows alone fill the GPU: cut only rows much longer than the mean
+    are_many = 4 * len(units) * kv_heads >= 3 * PROGRAMS
+    if are_many and capacity <= len(units) + SPARE_SPLITS:  # rows alone fill the GPU: cut those far above the mean
         longest = max(longest, int(find_limit(len(units), kv_heads) * units.mean()))
     lengths = -(-units // -(-units // longest))
     counts = -(-units // lengths)

@@ -65,6 +65,8 @@ class KernelCalls:
             yield partial(self.attend_to_singles, window, 1)
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, MANY_ROWS)
+        for window in () if self.model.exact else self.model.windows:
+            yield partial(self.attend_to_drafts, window)
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
@@ -93,6 +95,22 @@ class KernelCalls:
             q, k, v, longs(rows), torch_stub.empty(1, model.rotary_dim), model.interleaved, cache, paging,
             scale=model.scale, window=window, softcap=model.attention_softcap,
         )  # fmt: skip
+
+    def attend_to_drafts(self, window: int | None) -> None:
+        from quire.kernels.cuda.attention import varlen_items
+        from quire.kernels.cuda.attention.dispatch import Work
+        from quire.kernels.cuda.attention.scoring import Scoring
+        from quire.kernels.cuda.attention.split_kv import FIELDS
+        from quire.kernels.cuda.attention.verify import MANY_TOKENS, QUERIES, is_fastest
+
+        model = self.model
+        group, scoring = model.num_heads // model.num_kv_heads, Scoring(model.scale, window, None, None)
+        for tokens, queries in ((FEW_ROWS, QUERIES[0]), *((MANY_TOKENS, queries) for queries in QUERIES)):
+            work = Work(True, False, splits={window: numbers(FEW_ROWS, FIELDS)}, max_queries=queries)
+            (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
+            has_varlen = model.attention_softcap is None and varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
+            if not has_varlen or is_fastest(queries, group, tokens):
+                self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
 
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""
