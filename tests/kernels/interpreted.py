@@ -63,7 +63,8 @@ def check_trees(window: int | None, slopes: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     paged = PagedCache(kv_heads=1, head_dim=32, windows=[window], block_size=16, dtype=torch.float16)
     trees = [[-1, 0, -1, 2, 2, 0], None, None, [-1, -1, 0, 1]]
-    for rows, paths in (([(0, 40), (1, 33)], None), ([(0, 7), (1, 1), (2, 20), (3, 5)], paths_of([7, 1, 20, 5], trees))):
+    later = [(0, 7), (1, 1), (2, 20), (3, 5)]
+    for rows, paths in (([(0, 40), (1, 33)], None), (later, paths_of([7, 1, 20, 5], trees))):
         num_tokens = sum(count for _, count in rows)
         paging, layer = paged.step(rows, paths), paged.layers[0]
         q, k, v = (torch.randn(num_tokens, heads, 32).half() for heads in (2, 1, 1))
