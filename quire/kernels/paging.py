@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.kernels.arrays import Array
 
-MAX_TREE_NODES = 63  # of one row, without its first token: the mask of a CUDA kernel has 64 bits
+MAX_TREE_NODES = 63  # of one row, without its first token: masks of CUDA kernels have 64 bits
 NO_TOKEN = -1  # fills a row of `Paging.paths` behind the path's end
 
 

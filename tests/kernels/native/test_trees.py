@@ -116,7 +116,7 @@ def test_a_path_has_the_bits_of_a_chain(name: str, kind: str, seed: int) -> None
         ops_of(name, rng.randint(1, 3)), kind, options, heads=heads, kv_heads=kv_heads, block_size=block_size
     )
     context = rng.choice([0, 5, 100, rng.randint(5, 600), rng.randint(230, 270), rng.randint(490, 520)])
-    check_bits(sequences, context, draw_parents(rng.choice([1, 3, 7, 15, 16, 40, 64]), rng), rng)
+    check_bits(sequences, context, draw_parents(rng.choice([1, 3, 7, 15, 16, 40, 63]), rng), rng)
 
 
 @each_isa
@@ -175,7 +175,7 @@ def test_against_the_reference(name: str, kind: str, seed: int) -> None:
     block_size, ops = rng.choice([4, 16]), ops_of(name, rng.randint(1, 3))
     shape = {"kv_heads": 2, "head_dim": 16, "windows": [window], "block_size": block_size, "num_blocks": 400}
     own, plain = NativePagedCache(ops, kind, **shape), PagedCache(**shape)
-    trees: list[Parents | None] = [draw_parents(rng.randint(1, 64), rng), None, draw_parents(3, rng), None]
+    trees: list[Parents | None] = [draw_parents(rng.randint(1, 63), rng), None, draw_parents(3, rng), None]
     steps = [
         ([(0, rng.choice([1, 63, 250])), (1, 30), (2, rng.choice([9, 255]))], None),
         ([(0, len(trees[0] or []) + 1), (1, 1), (2, 4), (3, rng.choice([2, 120]))], trees),
