@@ -1,8 +1,8 @@
 """DraftModel: a small model that guesses what the large one will say. It is a proposer.
 
 Its keys and values are in the same blocks as those of the large model: its layers are further layers of the cache. So
-block tables, prefix hits, copies and swaps serve both. It computes only tokens that it has not computed yet, when it is
-asked for drafts.
+block tables and prefix hits serve both. It computes only tokens that it has not computed yet, when it is asked for
+drafts. After a swap it computes all of them again, and after a copy those of the copied block.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from quire.store import resolve
 from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 
-FREE_DRAFTS = {"cpu": 12.0, "cuda": 128.0}  # how many drafts double the duration of a small step, until measured
-MAX_DRAFTS = {"cpu": 10, "cuda": 16}  # of a row
+FREE_DRAFTS = 12.0  # how many drafts double the duration of a small step on a CPU, until measured
+MAX_DRAFTS = 10  # of a row: on a CPU more take as long as they gain
 NUM_COMPARED = 512  # tokens of two vocabularies
 
 
@@ -65,16 +65,21 @@ def build_controller(
     methods = parse_speculate(config.speculate)
     if methods is None or (not methods and not is_free(ops)):
         return None
+    if ops.device == "cuda":
+        raise InvalidParams(
+            f"speculate is {config.speculate!r}, and on a GPU steps are planned before the last tokens are known, so "
+            "nothing could be drafted yet; leave it out.",
+            "speculate",
+        )
     plugins = [load_plugin(method.value) for method in methods if method.kind == "plugin"]
     return Controller(
         [SuffixProposer()],
         max_tokens_per_step,
         vocab_size,
-        FREE_DRAFTS[ops.device],
+        FREE_DRAFTS,
         models,
         plugins,
-        MAX_DRAFTS[ops.device],
-        trees=ops.device == "cpu",  # the captured steps of a GPU compute chains
+        MAX_DRAFTS,
     )
 
 

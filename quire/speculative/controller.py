@@ -56,16 +56,14 @@ class Controller:
         models: Sequence[ModelProposer] = (),
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
-        trees: bool = True,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
-        checked. Without `trees` only the likeliest path of a tree is verified.
+        checked.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
         self.models = list(models)
         self._max_drafts = max_drafts
-        self._trees = trees
         self._draft_times = {model.name: DraftTimes() for model in models}
         self.times = StepTimes(free_drafts)
         self.calibration = Calibration()
@@ -135,7 +133,7 @@ class Controller:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
         rows = [request for request in running if may_draft(request) and not self._pauses(request)]
         trees = self._ask(rows)
-        for model in self.models:
+        for model in list(self.models):
             self._ask_model(model, rows, trees, step_s)
         if not trees:
             return
@@ -152,7 +150,7 @@ class Controller:
         for index, its_nodes in chosen.items():
             tree = trees[index]
             assert tree is not None
-            rows[index].drafts = trunk_first(tree, its_nodes, only_trunk=not self._trees)
+            rows[index].drafts = trunk_first(tree, its_nodes)
             self._records[rows[index].id].num_idle = 0
 
     def _pauses(self, request: Request) -> bool:
@@ -234,13 +232,20 @@ class Controller:
         if not any(depths):
             return
         begin_s = self._clock()
-        model.catch_up([request for request, depth in zip(rows, depths, strict=True) if depth])
-        self._begin_s += self._clock() - begin_s  # as the prompt's own time, it is not charged to drafts
-        begin_s = self._clock()
-        found = model.propose_requests(rows, depths)
+        try:
+            model.catch_up([request for request, depth in zip(rows, depths, strict=True) if depth])
+            self._begin_s += self._clock() - begin_s  # as the prompt's own time, it is not charged to drafts
+            begin_s = self._clock()
+            found = model.propose_requests(rows, depths)
+        except Exception:
+            log.exception("the model %r failed and is no longer asked for drafts", model.name)
+            self.models.remove(model)
+            return
         times.learn(num_rows, max(depths), self._clock() - begin_s)
         for index, drafts in enumerate(found):
             if drafts is not None and len(drafts):
+                known = (nth for nth, token in enumerate(drafts.tokens) if token >= self._vocab_size)
+                drafts.truncate(next(known, len(drafts)))  # a vocabulary may be padded to another size
                 if (constraint := rows[index].constraint) is not None:
                     drafts.truncate(constraint.num_allowed(drafts.tokens))
                 trees[index] = drafts if len(drafts) else trees[index]
@@ -311,7 +316,7 @@ def longer(one: Drafts | None, other: Drafts) -> Drafts:
     return one if sum(one.odds) >= sum(other.odds) else other
 
 
-def trunk_first(tree: Drafts, nodes: Sequence[int], *, only_trunk: bool = False) -> Drafts:
+def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
     """Some nodes of a tree, parents before children and likelier ones first, in the order of a row: the likeliest path,
     then the others."""
     trunk: list[int] = []
@@ -320,8 +325,6 @@ def trunk_first(tree: Drafts, nodes: Sequence[int], *, only_trunk: bool = False)
         if tree.parent(node) == last:
             trunk.append(node)
             last = node
-    if only_trunk:
-        return tree.keep(trunk)
     in_trunk = set(trunk)
     return tree.keep([*trunk, *(node for node in nodes if node not in in_trunk)])
 

@@ -4,9 +4,11 @@ wrong key, value or position would show."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -18,7 +20,7 @@ from quire.engine.engine import Engine
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
 from quire.speculative.controller import Controller
-from quire.speculative.step_times import StepTimes
+from tests.tools.free_drafts import FreeDrafts
 from tests.tools.native import FITTING, all_of, kernels_of, native_model
 
 pytestmark = pytest.mark.cpu
@@ -123,21 +125,29 @@ def test_a_prefix_that_an_earlier_request_had_computed_is_not_computed_again() -
     assert second.num_accepted == second.num_drafted > 0
 
 
-class FreeDrafts(StepTimes):
-    """Steps take the same time with any number of drafts."""
-
-    def learn(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        pass
-
-    def plain_s(self, num_rows: int) -> float | None:
-        return 1.0
-
-    def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        return [1.0] * (max_drafts + 1)
-
-
 def always_ask(engine: Engine) -> None:
     controller = engine.controller
     assert controller is not None
     controller._clock = lambda: 0.0
     controller.times = FreeDrafts(12.0)
+
+
+@pytest.mark.parametrize("fault", ["raises", "other vocabulary"])
+def test_a_draft_model_that_misbehaves_does_no_harm(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, drafter = build("llama", 0)
+    always_ask(engine)
+    propose = drafter.propose_requests
+
+    def misbehave(requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
+        if fault == "raises":
+            raise RuntimeError("no drafts today")
+        found = propose(requests, depths)
+        for drafts in found:
+            if drafts is not None:
+                drafts.tokens[-1] = 1_000_000
+        return found
+
+    monkeypatch.setattr(drafter, "propose_requests", misbehave)
+    assert answer(engine, questions(False)) == plain("llama", False)
+    assert engine.controller is not None
+    assert engine.controller.models == ([] if fault == "raises" else [drafter])

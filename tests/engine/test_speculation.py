@@ -20,11 +20,11 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import Context, Proposer
-from quire.speculative.step_times import StepTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
+from tests.tools.free_drafts import FreeDrafts
 from tests.tools.native import FITTING, kernels_of, mixed, native_model
 from tests.tools.tiny import TinyEngine
 
@@ -112,19 +112,6 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
         del left[:3]
         collect(engine.step())
     return {request.id: (request.tokens[request.num_prompt :], logprobs[request.id]) for request in requests}
-
-
-class FreeDrafts(StepTimes):
-    """Steps take the same time with any number of drafts, so all that are proposed are verified."""
-
-    def learn(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        pass
-
-    def plain_s(self, num_rows: int) -> float | None:
-        return 1.0
-
-    def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        return [1.0] * (max_drafts + 1)
 
 
 class Oracle:

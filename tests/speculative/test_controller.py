@@ -136,7 +136,6 @@ def test_the_likeliest_path_of_a_tree_comes_first() -> None:
     tree = Drafts([1, 2, 3, 4, 5], [ROOT, ROOT, 0, 1, 1], [0.4, 0.6, 0.1, 0.9, 0.1])
     assert trunk_first(tree, [1, 3, 0, 2]) == Drafts([2, 4, 1, 3], [ROOT, 0, ROOT, 2], [0.6, 0.9, 0.4, 0.1])
     assert trunk_first(tree, [1, 3]).is_chain
-    assert trunk_first(tree, [1, 3, 0, 2], only_trunk=True) == Drafts([2, 4], None, [0.6, 0.9])
 
 
 def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
