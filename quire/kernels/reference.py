@@ -18,6 +18,7 @@ from quire.kernels.cache_spec import cache_shapes
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.reference_sampling import beam_candidates, logprobs, sample
 from quire.kernels.sampling import IN_PROMPT
+from quire.kernels.taps import TappedModel
 from quire.kernels.torch_arrays import TorchArrays
 
 __all__ = [
@@ -212,12 +213,13 @@ def see(paging: Paging, row: int, window: int | None, device: torch.device) -> t
     return query_positions, key_positions, visible
 
 
-def record(model: Any, kv: Sequence[LayerCache], max_tokens: int) -> Any:
+def record(model: Any, kv: Sequence[LayerCache], max_tokens: int, tap_layers: Sequence[int] = ()) -> Any:
     """A faster model that is called like `model`, always with the caches `kv` and up to `max_tokens` tokens.
 
-    A backend may record the model's ops once and run them in one call. The reference returns the model itself.
+    A backend may record the model's ops once and run them in one call. The reference calls the model itself. With
+    `tap_layers`, `taps` of the returned model has the hidden states after these layers, of its last call (`Taps`).
     """
-    return model
+    return TappedModel(model, tap_layers) if tap_layers else model
 
 
 def logits(products: Tensor, softcap: float | None) -> Tensor:

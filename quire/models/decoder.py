@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
+from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
@@ -68,16 +69,25 @@ class Decoder:
         self.head = Head(head, ops, softcap=config.logit_softcap)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Sequence[LayerCache], ends: Ends | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        paging: Paging,
+        kv: Sequence[LayerCache],
+        ends: Ends | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm.
 
         With `ends`, hidden of those tokens only, [rows, hidden_size]. The last layer skips the other tokens.
+        The hidden states after the layers of `taps` are appended to it.
         """
         x, residual = self.embedding(tokens), None
-        for layer, cache in zip(self.layers[:-1], kv[:-1], strict=True):
-            x, residual = layer(x, residual, positions, paging, cache)
-        x, residual = self.layers[-1](x, residual, positions, paging, kv[-1], ends)
+        last = len(self.layers) - 1
+        for index, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
+            x, residual = layer(x, residual, positions, paging, cache, ends if index == last else None)
+            if taps is not None and index in taps.layers:
+                taps.states.append(x + residual)
         return self.norm.add(x, residual)[0]
 
     def cache_specs(self) -> list[CacheSpec]:

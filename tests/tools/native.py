@@ -111,9 +111,11 @@ def tensor_kernels_of(name: str = ISAS[0], threads: int = 2) -> Kernels:
 class RecordedOnTensors:
     """A model recorded on a tape over a cache of tensors, called with tensors."""
 
-    def __init__(self, ops: Kernels, model: Any, cache: PagedCache, max_tokens: int) -> None:
+    def __init__(
+        self, ops: Kernels, model: Any, cache: PagedCache, max_tokens: int, tap_layers: Sequence[int] = ()
+    ) -> None:
         self.layers = [as_arrays(layer) for layer in cache.layers]
-        self.recorded = ops.record(model, self.layers, max_tokens)
+        self.recorded = ops.record(model, self.layers, max_tokens, tap_layers)
 
     def __call__(self, tokens: Tensor, positions: Tensor, paging: Paging, kv: Any) -> Tensor:
         return as_tensors(self.recorded(*map(as_arrays, (tokens, positions, paging)), self.layers))

@@ -145,8 +145,10 @@ class NativeOps:
         k, v = ((heads, num_bytes // ITEM_BYTES[dtype]) for num_bytes in sizes)
         return BlockShape(k, v, dtype)
 
-    def record(self, model: Any, kv: Sequence[LayerCache], max_tokens: int) -> RecordedModel:
-        return RecordedModel(model, kv, self.native, max_tokens)
+    def record(
+        self, model: Any, kv: Sequence[LayerCache], max_tokens: int, tap_layers: Sequence[int] = ()
+    ) -> RecordedModel:
+        return RecordedModel(model, kv, self.native, max_tokens, tap_layers)
 
     def logits(self, products: Floats, softcap: float | None) -> Floats:
         """In place."""

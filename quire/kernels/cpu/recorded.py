@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import Tape
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.taps import Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +36,37 @@ class StepPaging:
 class RecordedModel:
     """A model, its caches and the tape of its forward pass."""
 
-    def __init__(self, model: Any, kv: Sequence[LayerCache], native: Native, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        kv: Sequence[LayerCache],
+        native: Native,
+        max_tokens: int,
+        tap_layers: Sequence[int] = (),
+    ) -> None:
         self.head = model.head
         self.tape = Tape(native, max_tokens)
         self._kv = kv
         groups = range(1 + max(cache.group for cache in kv))
-        self._hidden = model(StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups), kv)
-        self._hidden.read()
+        taps = Taps(tuple(tap_layers))
+        inputs = StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups)
+        self._hidden = model(*inputs, kv, None, taps)
+        values = [self._hidden, *taps.states]  # no op reuses their memory while the tape is recorded
+        for value in values:
+            value.read()
         self.tape.finish()
-        self._result = self.tape.result(self._hidden, max_tokens)
+        self._result, *self._taps = (self.tape.result(value, max_tokens) for value in values)
+        self._num_tokens = 0
 
     def __call__(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], paging: Paging, kv: Sequence[LayerCache]
     ) -> NDArray[np.float32]:
         assert kv is self._kv
-        num_tokens = tokens.shape[0]
+        self._num_tokens = num_tokens = tokens.shape[0]
         self.tape.run(tokens, positions, paging, num_tokens)
         return self._result[:num_tokens]
+
+    @property
+    def taps(self) -> list[NDArray[np.float32]]:
+        """The hidden states after the tapped layers, [num_tokens, hidden_size] each. The next call overwrites them."""
+        return [tap[: self._num_tokens] for tap in self._taps]
