@@ -73,6 +73,26 @@ class Runner(Protocol):
         ...
 
 
+class StepStates(NamedTuple):
+    """Hidden states of a step's tokens. The next step overwrites them.
+
+    Row r of the plan has the tokens query_starts[r] : query_starts[r + 1]. In a row with drafts, node n is the token
+    query_starts[r] + 1 + n.
+    """
+
+    query_starts: Sequence[int]
+    hidden: Array  # [tokens, hidden_size], after the last norm
+    taps: Sequence[Array]  # [tokens, hidden_size] after each tapped layer, if the model was recorded with any
+
+
+class StepListener(Protocol):
+    """Reads the hidden states of steps: a draft head."""
+
+    def keep(self, plan: Plan, sampled: Sampled, states: StepStates) -> None:
+        """Called after each step, before its commit. Values that are needed later must be copied."""
+        ...
+
+
 class PromptLogprobs(NamedTuple):
     """Log probabilities of some of a prompt's tokens."""
 
@@ -89,6 +109,7 @@ class Step:
     plan: Plan
     samples: Samples
     hidden: Array  # [samples or more, hidden_size]
+    states: StepStates
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     output: SamplerOutput | None = None
     begin_s: float = field(default_factory=time.perf_counter)
@@ -110,19 +131,29 @@ class Step:
         assert self.output is not None
         sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.seconds)
         self.runner.move_accepted(self.plan, sampled)
+        for listener in self.runner.listeners:
+            listener.keep(self.plan, sampled, self.states)
         return sampled
 
 
 class ModelRunner:
-    """A model, its cache and its buffers. `launch` computes the whole plan."""
+    """A model, its cache and its buffers. `launch` computes the whole plan. `listeners` get the states of each step."""
 
     depth = 1
 
-    def __init__(self, model: Decoder, cache: CacheTensors, buffers: BatchBuffers, ops: Kernels) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: CacheTensors,
+        buffers: BatchBuffers,
+        ops: Kernels,
+        listeners: Sequence[StepListener] = (),
+    ) -> None:
         self.model = model
         self.cache = cache
         self.buffers = buffers
         self.ops = ops
+        self.listeners = list(listeners)
         self.sampler = Sampler(model.head, buffers.state, ops)
 
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
@@ -137,6 +168,7 @@ class ModelRunner:
             plan,
             batch.samples,
             select_samples(hidden, batch.samples, self.ops.arrays),
+            StepStates(batch.paging.host_query_starts, hidden, getattr(self.model, "taps", ())),
             self._prompt_logprobs(plan, batch, hidden),
             begin_s=begin_s,
         )
