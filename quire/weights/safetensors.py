@@ -49,10 +49,10 @@ class StoredTensor:
 class SafetensorsFiles:
     """The tensors of one model directory, by their names in the files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
         self.directory = directory
         self.tensors: dict[str, StoredTensor] = {}
-        for file, expected in find_files(directory).items():
+        for file, expected in find_files(directory, single).items():
             found = read_header(file)
             if missing := expected - found.keys():
                 raise BadModelFile(
@@ -82,13 +82,13 @@ class SafetensorsFiles:
         return mapped if mapped.flags.aligned else mapped.copy()  # a header of odd length displaces all tensors
 
 
-def find_files(directory: Path) -> dict[Path, set[str]]:
+def find_files(directory: Path, single: str = SINGLE) -> dict[Path, set[str]]:
     """The files of a checkpoint, each with the names of its tensors in the index, if there is an index."""
     if (directory / INDEX).is_file():
         return read_index(directory)
-    if (directory / SINGLE).is_file():
-        return {directory / SINGLE: set()}
-    raise ModelNotFound(f"{directory} has neither {SINGLE} nor {INDEX}. Download the model again.")
+    if (directory / single).is_file():
+        return {directory / single: set()}
+    raise ModelNotFound(f"{directory} has neither {single} nor {INDEX}. Download the model again.")
 
 
 def read_index(directory: Path) -> dict[Path, set[str]]:

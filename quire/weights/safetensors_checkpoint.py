@@ -76,6 +76,10 @@ class DensePart:
         return [pack_all]
 
     def unpack(self, native: Native) -> NDArray[np.float32]:
+        return self.unpack_floats()
+
+    def unpack_floats(self) -> NDArray[np.float32]:
+        """The values of a vector or of a matrix."""
         values = np.concatenate(self._runs())
         if self.files.tensors[self.name].dtype == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
