@@ -143,8 +143,8 @@ class EngineConfig:
     speculate: str = option(
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
-        "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, module:Class. Answers are the "
-        "same with any of them.",
+        "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
+        "module:Class. Answers are the same with any of them.",
         "METHODS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
@@ -219,12 +219,20 @@ class EngineConfig:
             raise InvalidParams(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
 
+# What `speculate` may name besides classes, as kind:value. Each is described by its value.
+SPECULATION_KINDS = {
+    "draft": "MODEL",
+    "block": "DIR",
+    "medusa": "DIR",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationMethod:
     """One entry of `EngineConfig.speculate`."""
 
-    kind: Literal["draft", "plugin"]
-    value: str  # a model's name, or module:Class
+    kind: str  # of SPECULATION_KINDS, or "plugin"
+    value: str  # a model's name, a head's directory, or module:Class
 
 
 def parse_speculate(text: str) -> list[SpeculationMethod] | None:
@@ -235,16 +243,17 @@ def parse_speculate(text: str) -> list[SpeculationMethod] | None:
         return None
     methods: list[SpeculationMethod] = []
     for entry in text.split(","):
-        kind, _, model = entry.partition(":")
+        kind, _, value = entry.partition(":")
         module, _, name = entry.rpartition(":")
         if entry == "auto":
             continue
-        if kind == "draft" and model:
-            methods.append(SpeculationMethod("draft", model))
+        if kind in SPECULATION_KINDS and value:
+            methods.append(SpeculationMethod(kind, value))
             continue
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            kinds = ", ".join(f"{kind}:{value}" for kind, value in SPECULATION_KINDS.items())
             raise InvalidParams(
-                f"speculate has {entry!r}; give off, or a list of auto, draft:MODEL and classes as module:Class.",
+                f"speculate has {entry!r}; give off, or a list of auto, {kinds} and classes as module:Class.",
                 "speculate",
             )
         methods.append(SpeculationMethod("plugin", entry))

@@ -20,12 +20,14 @@ class Drafts:
     parents   index of each node's parent, or ROOT. Node i + 1 follows node i in a chain
     odds      for each node the chance that it is right if its parent is, as far as the proposer can tell
     source    the proposer's name
+    sources   the proposer of each node, if they are of several
     """
 
     tokens: list[int]
     parents: list[int] | None = None
     odds: list[float] = field(default_factory=list)
     source: str = ""
+    sources: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,6 +38,9 @@ class Drafts:
 
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else self.parents[node]
+
+    def source_of(self, node: int) -> str:
+        return self.source if self.sources is None else self.sources[node]
 
     def depths(self) -> list[int]:
         """For each node its distance from the root, from 1."""
@@ -81,6 +86,7 @@ class Drafts:
             None if is_chain else parents,
             [self.odds[node] for node in nodes] if self.odds else [],
             self.source,
+            [self.sources[node] for node in nodes] if self.sources is not None else None,
         )
 
     def truncate(self, count: int) -> None:
@@ -88,3 +94,5 @@ class Drafts:
         del self.tokens[count:], self.odds[count:]
         if self.parents is not None:
             del self.parents[count:]
+        if self.sources is not None:
+            del self.sources[count:]

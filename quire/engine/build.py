@@ -6,7 +6,7 @@ the scheduler are built with its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from quire.engine.costs import time_copies
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine, EngineInfo
 from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
+from quire.engine.heads import RequestFeatures
 from quire.engine.memory import (
     GRAPH_BYTES,
     WEIGHTS_REMEDY,
@@ -43,8 +44,8 @@ from quire.engine.memory import (
     size_cache,
     size_swap,
 )
-from quire.engine.runner import ModelRunner, Runner
-from quire.engine.speculation import build_controller, load_draft_model
+from quire.engine.runner import ModelRunner, Runner, StepListener
+from quire.engine.speculation import build_controller, build_heads, find_tap_layers, load_draft_model, load_heads
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.models.config import ModelConfig
@@ -90,6 +91,7 @@ def build_engine(
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
+    heads = load_heads(config, loaded, ops)
     num_layers = len(loaded.model.cache_specs())
     specs = loaded.model.cache_specs() + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
@@ -131,8 +133,10 @@ def build_engine(
         )  # fmt: skip
         layers, draft_layers = cache.layers[:num_layers], cache.layers[num_layers:]
         cache.layers = layers
-        decoder = ops.record(loaded.model, layers, step_tokens)
-        runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES)
+        decoder = ops.record(loaded.model, layers, step_tokens, find_tap_layers(heads))
+        features = RequestFeatures(max_requests)
+        listeners = [features] if heads else []
+        runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners)
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
     scheduler = Scheduler(
@@ -149,7 +153,7 @@ def build_engine(
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
-    models: list[ModelProposer] = []
+    models: list[ModelProposer] = build_heads(heads, loaded.model, layers, features, ops, size.max_len, max_requests)
     if draft is not None:
         recorded = ops.record(draft.model, draft_layers, step_tokens)
         buffers = BatchBuffers(shape)
@@ -195,9 +199,10 @@ def build_runner(
     model: ModelConfig,
     dtype: str,
     graph_bytes: int,
+    listeners: Sequence[StepListener] = (),
 ) -> Runner:
     if ops.native is not None:
-        return ModelRunner(decoder, cache, BatchBuffers(shape), ops)
+        return ModelRunner(decoder, cache, BatchBuffers(shape), ops, listeners)
     if ops.fused is None:
         from quire.engine.torch_runner import TorchRunner
 

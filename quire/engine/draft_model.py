@@ -40,6 +40,7 @@ class DraftModel:
     """`reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool."""
 
     name = "draft"
+    is_parallel = False
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class DraftModel:
                 start += count
             self._note(request, last)
 
-    def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
-        """Up to `depths` drafts for each request, as a chain. `catch_up` was called for those with a depth."""
+    def propose_requests(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        """A chain for each request. `catch_up` was called for those that get drafts."""
         rows: list[Row] = []
         found: list[Drafts | None] = [None] * len(requests)
-        for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
+        for index, (request, depth) in enumerate(zip(requests, max_drafts, strict=True)):
             depth = min(depth, self._reserve(request, depth)) if depth else 0
             if depth:
                 found[index] = drafts = Drafts([], None, [], self.name)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
 from quire.engine.backend import choose_quantize
+from quire.engine.block_head import BlockDrafter
+from quire.engine.draft_vocabulary import DraftOutput, TrimmedVocabulary, WholeVocabulary
+from quire.engine.heads import MAX_ROWS, DraftHead, HeadProposer, RequestFeatures
+from quire.engine.medusa import MedusaDrafter
 from quire.engine.memory import check_weights
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, ModelNotFound
 from quire.kernels import Kernels
+from quire.kernels.paging import LayerCache
+from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import ModelProposer, Proposer
 from quire.speculative.suffix import SuffixProposer
 from quire.store import resolve
 from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 
 FREE_DRAFTS = 12.0  # how many drafts double the duration of a small step on a CPU, until measured
 MAX_DRAFTS = 10  # of a row: on a CPU more take as long as they gain
 NUM_COMPARED = 512  # tokens of two vocabularies
+
+LoadedHead = LoadedBlockHead | LoadedMedusa
+HEADS: dict[str, Callable[[Path, Target, Kernels], LoadedHead]] = {"block": load_block_head, "medusa": load_medusa}
 
 
 def load_draft_model(
@@ -56,6 +66,62 @@ def check_vocabulary(path: Path, draft_path: Path, name: str) -> None:
                 f"{ours.token_text(token)!r} here. Name a model with the same tokenizer.",
                 "speculate",
             )
+
+
+def load_heads(config: EngineConfig, target: LoadedModel, ops: Kernels) -> dict[str, LoadedHead]:
+    """The draft heads that `speculate` names, by kind."""
+    heads: dict[str, LoadedHead] = {}
+    for method in parse_speculate(config.speculate) or []:
+        if method.kind not in HEADS:
+            continue
+        if ops.native is None:
+            raise InvalidParams(
+                f"speculate has {method.kind}:{method.value}, and a draft head needs quire's own CPU kernels; leave it "
+                "out.",
+                "speculate",
+            )
+        if method.kind in heads:
+            raise InvalidParams(f"speculate names two heads of kind {method.kind}; give one.", "speculate")
+        directory = Path(method.value).expanduser()
+        if not directory.is_dir():
+            raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
+        heads[method.kind] = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+    return heads
+
+
+def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
+    """The layers of the target whose hidden states the heads read."""
+    blocks = [head for head in heads.values() if isinstance(head, LoadedBlockHead)]
+    return tuple(sorted({layer for block in blocks for layer in block.head.config.tap_layers}))
+
+
+def build_heads(
+    heads: Mapping[str, LoadedHead],
+    target: Decoder,
+    layers: Sequence[LayerCache],
+    features: RequestFeatures,
+    ops: Kernels,
+    max_len: int,
+    max_requests: int,
+) -> list[ModelProposer]:
+    """The proposers of the heads. `layers` are the target's caches."""
+    proposers: list[ModelProposer] = []
+    taps, native = find_tap_layers(heads), ops.native
+    for kind, loaded in heads.items():
+        assert native is not None
+        head: DraftHead
+        output: DraftOutput
+        if isinstance(loaded, LoadedBlockHead):
+            head = BlockDrafter(loaded, target.embedding, layers, taps, native, max_len=max_len, max_rows=MAX_ROWS)
+            output = TrimmedVocabulary(loaded.draft_ids, target.head, native, MAX_ROWS, max_requests)
+        else:
+            head = MedusaDrafter(loaded.heads, target.head.weight.shape[1], native, MAX_ROWS)
+            if loaded.draft_ids is None:
+                output = WholeVocabulary(loaded.heads.outputs, target.head, MAX_ROWS)
+            else:
+                output = TrimmedVocabulary(loaded.draft_ids, target.head, native, MAX_ROWS, max_requests)
+        proposers.append(HeadProposer(kind, head, output, features, ops))
+    return proposers
 
 
 def build_controller(

@@ -70,11 +70,15 @@ class PanelWeight:
         if isinstance(x, Value):
             return x.tape.matmul(x, self.panels)
         out = np.empty((len(x), padded(self.shape[0])), np.float32)[:, : self.shape[0]]
+        self.multiply(x, out)
+        return out
+
+    def multiply(self, x: Floats, out: Floats) -> None:
+        """Write the products with x [n, in] to `out` [n, out or more]."""
         first = 0
         for panels in self.panels:
             self._multiply(panels, x, range(len(x)), out[:, first:])
             first += panels.rows
-        return out
 
     def argmax(self, x: Floats, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         if len(self.panels) == 1:

@@ -33,12 +33,12 @@ class Asked:
 
 @dataclass(slots=True)
 class DraftTimes:
-    """The measured seconds of one draft of a model, by the number of rows."""
+    """The measured seconds of one pass of a model, by the number of rows."""
 
     _seconds: dict[int, float] = field(default_factory=dict)
 
-    def learn(self, num_rows: int, depth: int, seconds: float) -> None:
-        each_s, known = seconds / depth, self._seconds.get(num_rows)
+    def learn(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        each_s, known = seconds / num_passes, self._seconds.get(num_rows)
         self._seconds[num_rows] = each_s if known is None else known + TIME_WEIGHT * (min(each_s, 2 * known) - known)
 
     def expect(self, num_rows: int) -> float:
@@ -49,18 +49,21 @@ class DraftTimes:
         return self._seconds[nearest]
 
 
-def choose_depth(asked: Asked, ratios: Sequence[float], draft_share: float, num_rows: int, others: float) -> int:
+def choose_depth(
+    asked: Asked, ratios: Sequence[float], pass_share: float, num_rows: int, others: float, is_parallel: bool = False
+) -> int:
     """How many drafts in a row to ask for, 0 included.
 
-    `ratios` are durations of steps by drafts, and `draft_share` that of one draft, relative to a plain step. `others`
-    is the rate of tokens, relative to plain steps, that drafts without the model promise.
+    `ratios` are durations of steps by drafts, and `pass_share` that of one pass of the model, relative to a plain step.
+    A model that is parallel makes all drafts in one pass. `others` is the rate of tokens, relative to plain steps, that
+    drafts without the model promise.
     """
     best, best_rate, expected, survival = 0, max(MIN_GAIN, others), 1.0, 1.0
     for depth in range(1, min(MAX_DEPTH, len(ratios) - 1) + 1):
         survival *= asked.rate
         expected += survival
         ratio = 1.0 + num_rows * (ratios[depth] - 1.0)  # if all rows have as many
-        rate = expected / (ratio + depth * draft_share)
+        rate = expected / (ratio + (1 if is_parallel else depth) * pass_share)
         if rate > best_rate:
             best, best_rate = depth, rate
     if best:

@@ -20,6 +20,7 @@ from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.speculative.asking import Asked, DraftTimes, choose_depth
 from quire.speculative.calibration import Calibration
+from quire.speculative.draft_tree import UNKNOWN_ODDS, keep_allowed, merge, reach, trunk_first
 from quire.speculative.ledger import Ledger
 from quire.speculative.proposer import Context, ModelProposer, Proposer
 from quire.speculative.step_times import StepTimes
@@ -31,7 +32,6 @@ MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are n
 ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
 ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
-UNKNOWN_ODDS = 0.5  # of a proposer that gives none
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 
 
@@ -119,8 +119,8 @@ class Controller:
         if self._records.pop(request_id, None) is not None:
             for proposer in self.proposers:
                 proposer.finish(request_id)
-            for model in self.models:
-                model.finish(request_id)
+        for model in self.models:
+            model.finish(request_id)
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
@@ -141,7 +141,8 @@ class Controller:
         for index, tree in enumerate(trees):
             if tree is not None:
                 survivals = self._survivals(tree, self._records[rows[index].id].shifts)
-                nodes += [(-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL]
+                own = sorted((-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL)
+                nodes += own[: self._limit(rows[index])]
         nodes.sort()
         count = self._best_count([-node[0] for node in nodes], running, step_s)
         chosen: dict[int, list[int]] = {}
@@ -152,6 +153,10 @@ class Controller:
             assert tree is not None
             rows[index].drafts = trunk_first(tree, its_nodes)
             self._records[rows[index].id].num_idle = 0
+
+    def _limit(self, request: Request) -> int:
+        """The most drafts of a request in one step."""
+        return min(self._max_drafts, request.max_len - len(request.tokens) - 1)
 
     def _pauses(self, request: Request) -> bool:
         """Whether to skip the request in this step: asking takes time too, and its last drafts were not worth it."""
@@ -196,7 +201,7 @@ class Controller:
             Context(request.id, request.tokens, request.num_prompt, request.salt, request.prediction)
             for request in rows
         ]  # fmt: skip
-        limits = [min(self._max_drafts, request.max_len - len(request.tokens) - 1) for request in rows]
+        limits = [self._limit(request) for request in rows]
         trees: list[Drafts | None] = [None] * len(rows)
         for index, request in enumerate(rows):
             if request.constraint is not None and (forced := list(request.constraint.forced())[: limits[index]]):
@@ -227,8 +232,9 @@ class Controller:
                 rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, len(tree) + 1)]
                 others = max(rates, default=1.0)
             asked = record.asked.setdefault(model.name, Asked())
-            limit = min(self._max_drafts, request.max_len - len(request.tokens) - 1)
-            depths.append(min(limit, choose_depth(asked, ratios, share, num_rows, others)))
+            limit = self._limit(request)
+            depth = choose_depth(asked, ratios, share, num_rows, others, model.is_parallel)
+            depths.append(limit if depth and model.is_parallel else min(limit, depth))
         if not any(depths):
             return
         begin_s = self._clock()
@@ -241,14 +247,16 @@ class Controller:
             log.exception("the model %r failed and is no longer asked for drafts", model.name)
             self.models.remove(model)
             return
-        times.learn(num_rows, max(depths), self._clock() - begin_s)
+        times.learn(num_rows, 1 if model.is_parallel else max(depths), self._clock() - begin_s)
         for index, drafts in enumerate(found):
             if drafts is not None and len(drafts):
                 known = (nth for nth, token in enumerate(drafts.tokens) if token >= self._vocab_size)
                 drafts.truncate(next(known, len(drafts)))  # a vocabulary may be padded to another size
                 if (constraint := rows[index].constraint) is not None:
-                    drafts.truncate(constraint.num_allowed(drafts.tokens))
-                trees[index] = drafts if len(drafts) else trees[index]
+                    drafts = keep_allowed(drafts, constraint)
+                if len(drafts):
+                    tree = trees[index]
+                    trees[index] = merge(tree, drafts) if tree is not None and len(tree) else drafts
 
     def _call(self, proposer: Proposer, contexts: Sequence[Context], limits: Sequence[int]) -> list[Drafts | None]:
         """Call a proposer. One that fails repeatedly, or breaks the rules, is no longer called."""
@@ -268,30 +276,43 @@ class Controller:
 
     def _survivals(self, tree: Drafts, shifts: dict[str, float]) -> list[float]:
         odds = tree.odds or [UNKNOWN_ODDS] * len(tree)
+        if tree.sources is not None:
+            return reach(tree, self._merged_chances(tree, shifts))
         chances = self.calibration.chances(tree.source, odds, shifts.get(tree.source, 0.0))
         if tree.parents is None:
             return list(accumulate(chances, mul))
-        survivals: list[float] = []
-        for parent, chance in zip(tree.parents, chances, strict=True):
-            survivals.append(chance if parent == ROOT else survivals[parent] * chance)
-        return survivals
+        return reach(tree, chances)
+
+    def _merged_chances(self, tree: Drafts, shifts: dict[str, float]) -> list[float]:
+        """The chances in a tree of several proposers. Those of one node's children add up to 1 at most."""
+        chances: list[float] = []
+        for node, odds in enumerate(tree.odds):
+            source = tree.source_of(node)
+            chances += self.calibration.chances(source, [odds], shifts.get(source, 0.0))
+        totals: dict[int, float] = {}
+        for node, chance in enumerate(chances):
+            totals[tree.parent(node)] = totals.get(tree.parent(node), 0.0) + chance
+        return [chance / max(1.0, totals[tree.parent(node)]) for node, chance in enumerate(chances)]
 
     def _learn_odds(self, request: Request, drafts: Drafts, path: Sequence[int]) -> None:
         """Each draft whose parent was right is one more observation."""
         record = self._records.get(request.id)
-        source, right = drafts.source, {ROOT, *path}
-        self.drafted[source] += len(drafts)
-        self.accepted[source] += len(path)
+        right = {ROOT, *path}
+        self.drafted.update(map(drafts.source_of, range(len(drafts))))
+        self.accepted.update(map(drafts.source_of, path))
         if record is None:
             return
-        shift = record.shifts.get(source, 0.0)
+        levels: dict[tuple[str, int], bool] = {}  # by model and parent: whether one of its drafts was right
         for node in range(len(drafts)):
-            if drafts.parent(node) in right:
+            source, parent, is_right = drafts.source_of(node), drafts.parent(node), node in right
+            if parent in right:
                 odds = drafts.odds[node] if drafts.odds else UNKNOWN_ODDS
-                shift = self.calibration.learn(source, odds, node in right, shift)
-                if (asked := record.asked.get(source)) is not None:
-                    asked.learn(node in right)
-        record.shifts[source] = shift
+                shift = record.shifts.get(source, 0.0)
+                record.shifts[source] = self.calibration.learn(source, odds, is_right, shift)
+                levels[source, parent] = levels.get((source, parent), False) or is_right
+        for (source, _), is_right in levels.items():
+            if (asked := record.asked.get(source)) is not None:
+                asked.learn(is_right)
 
 
 def may_draft(request: Request) -> bool:
@@ -314,19 +335,6 @@ def longer(one: Drafts | None, other: Drafts) -> Drafts:
     if one is None or not len(one):
         return other
     return one if sum(one.odds) >= sum(other.odds) else other
-
-
-def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
-    """Some nodes of a tree, parents before children and likelier ones first, in the order of a row: the likeliest path,
-    then the others."""
-    trunk: list[int] = []
-    last = ROOT
-    for node in nodes:
-        if tree.parent(node) == last:
-            trunk.append(node)
-            last = node
-    in_trunk = set(trunk)
-    return tree.keep([*trunk, *(node for node in nodes if node not in in_trunk)])
 
 
 def check(found: Sequence[Drafts | None], limits: Sequence[int], vocab_size: int) -> None:

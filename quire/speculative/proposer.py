@@ -64,12 +64,18 @@ class ModelProposer(Protocol):
 
     name: str
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all drafts come from one pass, so that a call takes as long for any number of them. Otherwise each
+        draft is computed after the one before it."""
+        ...
+
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Compute what is missing of the requests' tokens, without the last one."""
         ...
 
-    def propose_requests(self, requests: Sequence[Request], depths: Sequence[int]) -> list[Drafts | None]:
-        """Up to `depths` drafts in a row for each request."""
+    def propose_requests(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        """Up to `max_drafts` drafts for each request, none if that is 0: a chain, or a tree. With odds."""
         ...
 
     def finish(self, request_id: str) -> None: ...

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import UnsupportedModel
+from quire.errors import BadModelFile, UnsupportedModel
 from quire.kernels import Kernels
 from quire.layers.source import Part, Shape, Source
 from quire.models.block_head import BlockHead, BlockHeadConfig
@@ -222,7 +222,10 @@ def read_draft_ids(files: SafetensorsFiles, fields: Fields, vocab_size: int) -> 
 
 def read_matrix(files: SafetensorsFiles, name: str) -> Floats:
     rows, cols = files.tensors[name].shape
-    return DensePart(files, name, Part(name, rows), cols).unpack_floats()
+    values = DensePart(files, name, Part(name, rows), cols).unpack_floats()
+    if not np.isfinite(values).all():
+        raise BadModelFile(f"{name} in {files.directory} has values that are not finite numbers. Train the head again.")
+    return values
 
 
 def build_head(files: SafetensorsFiles, make: Callable[[Source], T], ops: Kernels, extra: Mapping[str, Shape]) -> T:
@@ -235,5 +238,10 @@ def build_head(files: SafetensorsFiles, make: Callable[[Source], T], ops: Kernel
     for part, cols in declared.declared:
         expected.update(checkpoint.find(part, cols).tensors)
     check(expected, checkpoint.shapes)
-    with PanelSource(checkpoint, ops.native, quantize="int8") as source:
-        return make(source)
+    try:
+        with PanelSource(checkpoint, ops.native, quantize="int8") as source:
+            return make(source)
+    except ValueError as error:
+        raise BadModelFile(
+            f"The head in {files.directory} cannot be quantized to int8: {error} Train the head again."
+        ) from None

@@ -11,7 +11,8 @@ import pytest
 from quire.core.drafts import ROOT, Drafts
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.speculative.controller import Controller, check, trunk_first
+from quire.speculative.controller import Controller, check
+from quire.speculative.draft_tree import trunk_first
 from quire.speculative.proposer import Context, Proposer
 from tests.engine.test_same_answer import MODELS, alone, questions
 from tests.tools.tiny import LLAMA, TinyEngine

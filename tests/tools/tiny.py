@@ -15,7 +15,7 @@ from quire.core.swap import SwapCosts
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import CacheSize
-from quire.engine.runner import ModelRunner
+from quire.engine.runner import ModelRunner, StepListener
 from quire.engine.torch_runner import TorchRunner
 from quire.kernels import Kernels, select_torch
 from quire.kernels.cache_spec import CacheSpec
@@ -72,6 +72,8 @@ class TinyEngine:
         kv_dtype: str = "float32",
         num_host_blocks: int = 0,
         more_specs: Sequence[CacheSpec] = (),
+        tap_layers: Sequence[int] = (),
+        listeners: Sequence[StepListener] = (),
     ) -> None:
         """With `num_host_blocks`, whoever has to make room goes to the host, as far as that has room.
 
@@ -102,8 +104,9 @@ class TinyEngine:
         )  # fmt: skip
         del cache.layers[len(model.layers) :]
         buffers = BatchBuffers(shape)
-        recorded = ops.record(model, cache.layers, max_tokens)
-        self.runner = (ModelRunner if ops.native else TorchRunner)(recorded, cache, buffers, ops)
+        self.layers = cache.layers
+        recorded = ops.record(model, cache.layers, max_tokens, tap_layers)
+        self.runner = (ModelRunner if ops.native else TorchRunner)(recorded, cache, buffers, ops, listeners)
 
     def step(self) -> None:
         if plan := self.scheduler.schedule():

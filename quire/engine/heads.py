@@ -1,0 +1,177 @@
+"""Draft heads as proposers: from the hidden states of a request's last computed token to a tree of drafts.
+
+The runner hands the states of each step to `RequestFeatures`, which keeps those of each request's last token. A head
+(`block_head.py`, `medusa.py`) makes states for the next places of all requests in one pass, an output makes logits of
+them (`draft_vocabulary.py`), and `HeadProposer` makes trees of their best candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.drafts import Drafts
+from quire.core.plan import Plan, Sampled
+from quire.core.request import Request
+from quire.engine.draft_vocabulary import DraftOutput
+from quire.engine.runner import StepStates
+from quire.engine.sampling_state import settings_of, signed
+from quire.kernels import Kernels
+from quire.kernels.gumbel import gumbel
+from quire.speculative.draft_tree import Bias, Candidates, grow_tree
+
+NUM_CANDIDATES = 32  # of each place
+MAX_ROWS = 64  # places of all requests in one pass
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Feature(NamedTuple):
+    """Hidden states of a request's last computed token: after each tapped layer, and after the last norm."""
+
+    num_computed: int  # tokens of the request
+    states: Floats  # [taps + 1, hidden_size]
+
+
+class RequestFeatures:
+    """The features of running requests. It is a `StepListener`. The last used `max_requests` are kept."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._features: dict[str, Feature] = {}
+        self._max_requests = max_requests
+
+    def keep(self, plan: Plan, sampled: Sampled, states: StepStates) -> None:
+        for row, request in enumerate(plan.requests):
+            if not sampled.tokens[row]:
+                continue  # a part of a prompt, or a beam
+            index, num_computed = last_computed(plan, sampled, row, states.query_starts)
+            rows = [*(tap[index] for tap in states.taps), states.hidden[index]]
+            self._features.pop(request.id, None)
+            self._features[request.id] = Feature(num_computed, np.stack(rows))
+        while len(self._features) > self._max_requests:
+            del self._features[next(iter(self._features))]
+
+    def find(self, request: Request) -> Floats | None:
+        """[taps + 1, hidden_size], or None if they are not those of the token before the last one."""
+        feature = self._features.get(request.id)
+        if feature is None or feature.num_computed != len(request.tokens) - 1:
+            return None
+        return feature.states
+
+    def finish(self, request_id: str) -> None:
+        self._features.pop(request_id, None)
+
+    def reset(self) -> None:
+        self._features.clear()
+
+
+def last_computed(plan: Plan, sampled: Sampled, row: int, query_starts: Sequence[int]) -> tuple[int, int]:
+    """The index in the step of the row's last token that is right, and how many tokens of the request are computed."""
+    if row not in plan.drafts:
+        return query_starts[row + 1] - 1, plan.starts[row] + plan.counts[row]
+    path = sampled.accepted[row]
+    node = 1 + path[-1] if path else 0
+    return query_starts[row] + node, plan.starts[row] + 1 + len(path)
+
+
+class DraftHead(Protocol):
+    """Makes states for the next places of requests."""
+
+    @property
+    def depth(self) -> int:
+        """How many places."""
+        ...
+
+    @property
+    def bias(self) -> Bias | None:
+        """What the token before adds to the scores of candidates."""
+        ...
+
+    def states(self, requests: Sequence[Request], features: Floats) -> Floats:
+        """features [requests, taps + 1, hidden_size] -> [requests, depth, hidden_size], the input of the output."""
+        ...
+
+
+class HeadProposer:
+    """A `ModelProposer` on a draft head. All drafts of a call come from one pass."""
+
+    is_parallel = True
+
+    def __init__(
+        self, name: str, head: DraftHead, output: DraftOutput, features: RequestFeatures, ops: Kernels
+    ) -> None:
+        self.name = name
+        self._head = head
+        self._output = output
+        self._features = features
+        self._ops = ops
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Nothing is missing: a head reads the target's states and cache."""
+
+    def propose_requests(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        found: list[Drafts | None] = [None] * len(requests)
+        rows: list[tuple[int, Floats]] = []  # the index of a request, and its features
+        for index, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
+            if most and (feature := self._features.find(request)) is not None:
+                rows.append((index, feature))
+        size = max(1, MAX_ROWS // self._head.depth)
+        for first in range(0, len(rows), size):
+            indices, features = zip(*rows[first : first + size], strict=True)
+            chosen, limits = [requests[index] for index in indices], [max_drafts[index] for index in indices]
+            for index, tree in zip(indices, self._propose(chosen, np.stack(features), limits), strict=True):
+                found[index] = tree
+        return found
+
+    def finish(self, request_id: str) -> None:
+        self._features.finish(request_id)
+        self._output.finish(request_id)
+
+    def reset(self) -> None:
+        self._features.reset()
+        self._output.reset()
+
+    def _propose(self, requests: Sequence[Request], features: Floats, max_drafts: Sequence[int]) -> list[Drafts]:
+        with np.errstate(all="ignore"):  # a head may have any values; what is no number becomes no draft
+            logits = self._output.logits(self._head.states(requests, features), requests)
+            columns, logprobs = self._ops.beam_candidates(logits, None, NUM_CANDIDATES, 0)[:2]
+            return self._grow(requests, columns, logprobs, max_drafts)
+
+    def _grow(
+        self, requests: Sequence[Request], columns: Ids, logprobs: Floats, max_drafts: Sequence[int]
+    ) -> list[Drafts]:
+        """columns, logprobs [requests * depth, candidates]"""
+        depth, trees = self._head.depth, list[Drafts]()
+        for nth, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
+            own = slice(nth * depth, (nth + 1) * depth)
+            tokens = self._output.token_ids(request, columns[own])
+            tree = grow_tree(find_candidates(request, tokens, logprobs[own]), most, self._head.bias)
+            tree.source = self.name
+            trees.append(tree)
+        return trees
+
+
+def find_candidates(request: Request, tokens: Ids, logprobs: Floats) -> list[Candidates]:
+    """tokens, logprobs [depth, candidates] -> candidates of each place, with the noise that the target will use.
+
+    Places after one with a value that is not a number are left out.
+    """
+    valid: NDArray[np.bool_] = np.isfinite(logprobs)
+    usable = [bool(row.any()) and not bool(nan.any()) for row, nan in zip(valid, np.isnan(logprobs), strict=True)]
+    depth = usable.index(False) if False in usable else len(usable)
+    temperature = settings_of(request.params)[0]
+    scores = logprobs
+    if temperature > 0 and depth:
+        lengths = len(request.tokens) + np.arange(len(tokens))
+        seeds = np.full(len(tokens), signed(request.seed), np.int64)
+        scores = logprobs + np.float32(temperature) * gumbel(seeds, lengths, tokens)
+    places: list[Candidates] = []
+    for place in range(depth):
+        kept = valid[place]
+        rest = 0.0 if temperature > 0 else 1.0 - float(np.exp(logprobs[place][kept]).sum())
+        places.append(Candidates(tokens[place][kept], scores[place][kept], rest))
+    return places
