@@ -84,7 +84,7 @@ def rank(place: Candidates, bias: Floats | None) -> list[tuple[float, int]]:
     if not math.isfinite(largest):
         return []
     weights = np.exp(scores - largest)
-    total = float(weights.sum()) + max(0.0, place.rest) * math.exp(min(0.0, -largest))
+    total = float(weights.sum()) + max(0.0, place.rest) * math.exp(min(80.0, -largest))
     best = np.argsort(-weights, kind="stable")[:MAX_CHILDREN].tolist()
     return [(float(weights[nth]) / total, int(place.tokens[nth])) for nth in best if weights[nth] > 0]
 

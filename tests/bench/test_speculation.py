@@ -46,13 +46,17 @@ def test_with_speculation_off_there_is_nothing_to_compare(default_model: object)
 def test_methods_are_parsed() -> None:
     assert parse_speculate("off") is None
     assert parse_speculate("auto") == []
-    assert parse_speculate("draft:a/b.gguf,auto,my.module:Class") == [
+    assert parse_speculate("draft:a/b.gguf,auto,my.module:Class,block:C:/heads,medusa:~/heads") == [
         SpeculationMethod("draft", "a/b.gguf"),
         SpeculationMethod("plugin", "my.module:Class"),
+        SpeculationMethod("block", "C:/heads"),
+        SpeculationMethod("medusa", "~/heads"),
     ]
 
 
-@pytest.mark.parametrize("text", ["", "on", "off,auto", "draft:", "module:", ":Class", "a b:C", "module:3", None, 7])
+@pytest.mark.parametrize(
+    "text", ["", "on", "off,auto", "draft:", "block:", "module:", ":Class", "a b:C", "module:3", None, 7]
+)
 def test_other_methods_are_refused(text: object) -> None:
     with pytest.raises(InvalidParams, match="speculate"):
         EngineConfig(speculate=text)  # type: ignore[arg-type]

@@ -14,24 +14,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.config import EngineConfig
 from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
+from quire.engine.build import build_engine as build
 from quire.engine.draft_vocabulary import MAX_OWN, OwnTokens
 from quire.engine.engine import Engine
 from quire.engine.heads import HeadProposer
 from quire.engine.sampling_state import signed
 from quire.engine.speculation import LoadedHead
-from quire.errors import BadModelFile
+from quire.errors import BadModelFile, InvalidParams, ModelNotFound
 from quire.kernels.gumbel import gumbel
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target, load_block_head, load_medusa
+from quire.weights.loader import load_model
 from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests, run
+from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, medusa_config, medusa_tensors, write_head
 from tests.tools.native import native_model
+from tests.tools.tiny_models import tiny_directory
 
 pytestmark = pytest.mark.cpu
 
@@ -396,3 +401,38 @@ def test_many_own_tokens() -> None:
         products = states @ model.head.weight.rows(np.array(expected, np.int64)).T
         np.testing.assert_allclose(out, products, atol=0.02 * np.abs(products).max(initial=0.0))
     assert len(own) == MAX_OWN
+
+
+@pytest.mark.parametrize("kind", ["block", "medusa"])
+def test_an_engine_with_a_head_from_its_configuration(kind: str, tmp_path: Path) -> None:
+    path = tiny_directory(tmp_path / "model")
+    options: dict[str, Any] = {"model": str(path), "device": "cpu", "num_blocks": 64, "max_requests": 4}
+    plain = build(EngineConfig(kernels="native", speculate="off", **options), path)
+    loaded = load_model(path, dtype="float32", ops=OPS)
+    target, directory = Target(loaded.model, loaded.config), tmp_path / "head"
+    if kind == "block":
+        config = block_config(target, kv_layers=[1])
+        write_head(directory, config, block_tensors(config, target.config))
+    else:
+        config = medusa_config(target)
+        write_head(directory, config, medusa_tensors(config, target.config))
+    engine = build(EngineConfig(kernels="native", speculate=f"{kind}:{directory}", **options), path)
+    assert engine.controller is not None
+    (model,) = engine.controller.models
+    assert model.name == kind
+    engine.controller.times, engine.controller._clock = FreeDrafts(12.0), lambda: 0.0
+
+    def requests() -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        return [Request(f"{number}", [5, 6 + number, 7], params, max_tokens=40) for number in range(6)]
+
+    assert answer(engine, requests()) == answer(plain, requests())
+    assert engine.controller.models == [model]
+    assert engine.controller.drafted[kind] > 20
+    with pytest.raises(InvalidParams, match=f"{kind}:.*CPU kernels"):
+        build(EngineConfig(kernels="torch", speculate=f"{kind}:{directory}", **options), path)
+    with pytest.raises(ModelNotFound, match="not a directory"):
+        build(EngineConfig(kernels="native", speculate=f"{kind}:{directory}/none", **options), path)
+    both = f"{kind}:{directory},{kind}:{directory}"
+    with pytest.raises(InvalidParams, match="two heads"):
+        build(EngineConfig(kernels="native", speculate=both, **options), path)
