@@ -284,7 +284,7 @@ def test_drafts_are_the_best_candidates(kind: str, sampled: bool, tmp_path: Path
         children = [each for each in range(len(drafts)) if drafts.parents[each] == node]
         node = children[0]
         token = drafts.tokens[node]
-        assert logits[ids == token] > logits.max() - 0.1  # int8
+        assert logits[ids == token] > logits.max() - 0.3  # int8
 
 
 def bigram_bias(tensors: dict[str, Any], token: int, ids: Tensor) -> Tensor:

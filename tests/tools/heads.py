@@ -75,7 +75,7 @@ def block_tensors(config: Mapping[str, Any], model: ModelConfig, num_ids: int = 
             f"{name}.mlp.up_proj.weight": matrix(inner, size),
             f"{name}.mlp.down_proj.weight": matrix(size, inner),
         }
-    tensors["norm.weight"] = norm()
+    tensors["norm.weight"] = 6 * norm()  # so that some tokens are likely
     tensors["draft_ids"] = np.sort(rng.permutation(model.vocab_size)[:num_ids]).astype(np.int64)
     if rank:
         tensors |= {"bigram_in.weight": matrix(num_ids, rank), "bigram_out.weight": matrix(num_ids, rank)}
