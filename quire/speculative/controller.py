@@ -75,6 +75,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._failures: Counter[str] = Counter()
         self._propose_s = 0.0  # of the step being planned
+        self._asked_s = 0.0  # of it, in models
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
 
@@ -83,7 +84,7 @@ class Controller:
 
         A step that computes prompts has no drafts: its duration grows with every token.
         """
-        self._begin_s = self._clock()
+        self._begin_s, self._asked_s = self._clock(), 0.0
         step_s = self.times.plain_s(len(running))
         if step_s is None or may_admit or any(map(has_prompt, running)):
             return
@@ -107,8 +108,9 @@ class Controller:
         if step_s is None:
             return
         num_accepted = sum(map(len, sampled.accepted.values()))
+        asked_s, self._asked_s = self._asked_s, 0.0
         if not num_drafts:
-            seconds = step_s  # nothing is gained or lost
+            seconds = step_s + asked_s  # nothing else is gained or lost
         self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
@@ -133,8 +135,9 @@ class Controller:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
         rows = [request for request in running if may_draft(request) and not self._pauses(request)]
         trees = self._ask(rows)
-        for model in list(self.models):
-            self._ask_model(model, rows, trees, step_s)
+        asked = [
+            (index, model.name) for model in list(self.models) for index in self._ask_model(model, rows, trees, step_s)
+        ]
         if not trees:
             return
         nodes: list[tuple[float, int, int]] = []  # (-survival, row, node): sorted, parents precede their children
@@ -153,6 +156,10 @@ class Controller:
             assert tree is not None
             rows[index].drafts = trunk_first(tree, its_nodes)
             self._records[rows[index].id].num_idle = 0
+        for index, name in asked:
+            tree = trees[index]
+            if tree is not None and not any(tree.source_of(node) == name for node in chosen.get(index, [])):
+                self._records[rows[index].id].asked[name].learn(False)  # none of its drafts was worth verifying
 
     def _limit(self, request: Request) -> int:
         """The most drafts of a request in one step."""
@@ -218,8 +225,9 @@ class Controller:
 
     def _ask_model(
         self, model: ModelProposer, rows: Sequence[Request], trees: list[Drafts | None], step_s: float
-    ) -> None:
-        """Ask a model for the drafts of requests for which that promises more than the drafts there are."""
+    ) -> list[int]:
+        """Ask a model for the drafts of requests for which that promises more than the drafts there are. Returns the
+        requests that got some."""
         num_rows, times = len(rows), self._draft_times[model.name]
         ratios = self.times.ratios(num_rows, self._max_drafts)
         share = times.expect(num_rows) / step_s
@@ -236,7 +244,7 @@ class Controller:
             depth = choose_depth(asked, ratios, share, num_rows, others, model.is_parallel)
             depths.append(limit if depth and model.is_parallel else min(limit, depth))
         if not any(depths):
-            return
+            return []
         begin_s = self._clock()
         try:
             model.catch_up([request for request, depth in zip(rows, depths, strict=True) if depth])
@@ -246,8 +254,10 @@ class Controller:
         except Exception:
             log.exception("the model %r failed and is no longer asked for drafts", model.name)
             self.models.remove(model)
-            return
-        times.learn(num_rows, 1 if model.is_parallel else max(depths), self._clock() - begin_s)
+            return []
+        seconds = self._clock() - begin_s
+        self._asked_s += seconds
+        times.learn(num_rows, 1 if model.is_parallel else max(depths), seconds)
         for index, drafts in enumerate(found):
             if drafts is not None and len(drafts):
                 known = (nth for nth, token in enumerate(drafts.tokens) if token >= self._vocab_size)
@@ -257,6 +267,7 @@ class Controller:
                 if len(drafts):
                     tree = trees[index]
                     trees[index] = merge(tree, drafts) if tree is not None and len(tree) else drafts
+        return [index for index, drafts in enumerate(found) if drafts is not None]
 
     def _call(self, proposer: Proposer, contexts: Sequence[Context], limits: Sequence[int]) -> list[Drafts | None]:
         """Call a proposer. One that fails repeatedly, or breaks the rules, is no longer called."""
