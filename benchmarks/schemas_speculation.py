@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--limit", type=count, default=200, help="schemas; default %(default)s")
     parser.add_argument("--max-tokens", type=count, default=256)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--repetition-penalty", type=float, default=1.1)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--with-schema", action="store_true", help="put the schema into the prompt")
     parser.add_argument("--speculate", default="auto", metavar="METHODS")
     parser.add_argument("--json", action="store_true")
