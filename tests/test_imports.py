@@ -70,6 +70,8 @@ ALLOWED: dict[str, set[str]] = {
         "llm",
         "async_llm",
         "engine.client",
+        "engine.prompt_logits",
+        "weights.config",
         "core",
         "text",
         "store",

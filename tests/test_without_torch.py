@@ -79,9 +79,18 @@ def test_the_offline_api(no_torch, default_model: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("arguments", [("generate", "-p", "Hello", "--json"), ("chat",), ("bench", "offline")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "-p", "Hello", "--json"),
+        ("chat",),
+        ("bench", "offline"),
+        ("compare", "smollm2:135m", "smollm2:135m"),
+    ],
+)
 def test_commands(no_torch, default_model: Path, arguments: tuple[str, ...]) -> None:
-    more = {"generate": ("--max-tokens", "5"), "chat": ("--max-tokens", "5")}.get(
+    few = ("--max-tokens", "5")
+    more = {"generate": few, "chat": few, "compare": few}.get(
         arguments[0], ("--batch", "2", "--prompt-tokens", "16", "--output-tokens", "4", "--repeats", "1", "--json")
     )
     done = run("-m", "quire", *arguments, *more, text="Hello\n")

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ PROMPTS = {
         "List the numbers from 1 to 20 with their squares, one per line, in the form: 1 squared is 1.",
     ],
 }  # fmt: skip
+
+WARMUP = "Describe a lighthouse."  # none of the prompts: its answer would be a source of drafts for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +96,14 @@ def run(
     if max_prompts is not None:
         by_kind = {kind: texts[:max_prompts] for kind, texts in by_kind.items()}
     llm = LLM(**{**asdict(config), "max_requests": max(batch, config.max_requests or 1), "prefix_cache": False})
-    bench = Bench(llm, SamplingParams(temperature=temperature, max_tokens=output_tokens, seed=0))
+    bench, params = Bench(llm), SamplingParams(temperature=temperature, max_tokens=output_tokens, seed=0)
     groups = [(kind, texts[at : at + batch]) for kind, texts in by_kind.items() for at in range(0, len(texts), batch)]
-    bench.compare(groups[0][1])  # warms up
+    bench.compare(partial(make_requests, llm, [WARMUP] * batch, params))
     results: dict[str, list[tuple[Answer, Answer]]] = defaultdict(list)
     for number, (kind, texts) in enumerate(groups):
         if report:
             report(number, len(groups))
-        results[kind].append(bench.compare(texts))
+        results[kind].append(bench.compare(partial(make_requests, llm, texts, params)))
     every = [pair for pairs in results.values() for pair in pairs]
     rows = [summarize(kind, batch, pairs) for kind, pairs in {**results, "all": every}.items()]
     return {
@@ -114,41 +117,27 @@ def run(
 
 
 class Bench:
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self._llm = llm
+    """Answers requests twice: plainly and with speculation."""
+
+    def __init__(self, llm: LLM) -> None:
         self._engine = llm._client.engine
         self._controller = self._engine.controller
         if self._controller is None:
             raise InvalidParams("Speculation is off with these options; there is nothing to compare.", "speculate")
-        self._params = params
         self._plain_first = True
 
-    def compare(self, texts: Sequence[str]) -> tuple[Answer, Answer]:
-        """(plain, speculative)"""
-        prompts = [self._encode(text) for text in texts]
+    def compare(self, make_requests: Callable[[], list[Request]]) -> tuple[Answer, Answer]:
+        """(plain, speculative). `make_requests` is called once for each; which way comes first alternates."""
         self._plain_first = not self._plain_first
         if self._plain_first:
-            plain = self._answer(prompts, speculate=False)
-            return plain, self._answer(prompts, speculate=True)
-        speculative = self._answer(prompts, speculate=True)
-        return self._answer(prompts, speculate=False), speculative
+            plain = self._answer(make_requests(), speculate=False)
+            return plain, self._answer(make_requests(), speculate=True)
+        speculative = self._answer(make_requests(), speculate=True)
+        return self._answer(make_requests(), speculate=False), speculative
 
-    def _encode(self, text: str) -> list[int]:
-        """As a conversation, if the model has a chat template."""
-        tokenizer = self._llm.get_tokenizer()
-        if not tokenizer.chat_template:
-            return tokenizer.encode(text)
-        return list(self._llm.render([{"role": "user", "content": text}])["prompt_token_ids"])
-
-    def _answer(self, prompts: Sequence[list[int]], *, speculate: bool) -> Answer:
+    def _answer(self, requests: list[Request], *, speculate: bool) -> Answer:
         engine = self._engine
         engine.controller = self._controller if speculate else None
-        most = self._params.max_tokens or 1
-        ends = self._llm._input_processor.end_token_ids
-        requests = [
-            Request(f"{number}", tokens, self._params, seed=number, max_tokens=most, end_token_ids=ends)
-            for number, tokens in enumerate(prompts)
-        ]
         for request in requests:
             engine.add(request)
         while any(not request.num_output for request in requests) and engine.has_work:
@@ -160,6 +149,22 @@ class Bench:
         seconds = time.perf_counter() - begin
         drafted, accepted = (sum(getattr(each, name) for each in requests) for name in ("num_drafted", "num_accepted"))
         return Answer([each.tokens[each.num_prompt :] for each in requests], seconds, num_steps, drafted, accepted)
+
+
+def make_requests(llm: LLM, texts: Sequence[str], params: SamplingParams) -> list[Request]:
+    ends, most = llm._input_processor.end_token_ids, params.max_tokens or 1
+    return [
+        Request(f"{number}", encode(llm, text), params, seed=number, max_tokens=most, end_token_ids=ends)
+        for number, text in enumerate(texts)
+    ]
+
+
+def encode(llm: LLM, text: str) -> list[int]:
+    """As a conversation, if the model has a chat template."""
+    tokenizer = llm.get_tokenizer()
+    if not tokenizer.chat_template:
+        return tokenizer.encode(text)
+    return list(llm.render([{"role": "user", "content": text}])["prompt_token_ids"])
 
 
 def summarize(kind: str, batch: int, pairs: Sequence[tuple[Answer, Answer]]) -> Result:

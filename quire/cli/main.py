@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "Answer prompts and exit. Without -p the prompt is read from standard input.",
     "chat": "Chat with a model; /help lists the commands.",
     "bench": "Measure speed.",
+    "compare": "Compare the next-token distributions of two models, or of one with different options.",
     "info": "Describe this machine and a model, without loading it.",
     "models": "List the models that have a short name, with their sizes.",
     "pull": "Download a model. An interrupted download resumes.",

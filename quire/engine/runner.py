@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from quire.core.drafts import ROOT
 from quire.core.plan import Plan, Sampled, TokenLogprobs
+from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput, to_candidates, to_token_logprobs
@@ -155,6 +156,8 @@ class ModelRunner:
         self.ops = ops
         self.listeners = list(listeners)
         self.sampler = Sampler(model.head, buffers.state, ops)
+        # With `prompt_logprobs`: called with a request, a position, and the logits after the tokens from there on.
+        self.on_prompt_logits: Callable[[Request, int, Array], None] | None = None
 
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin_s = time.perf_counter()
@@ -201,6 +204,8 @@ class ModelRunner:
             for begin in range(0, len(targets), LOGPROBS_CHUNK):
                 chunk = targets[begin : begin + LOGPROBS_CHUNK]
                 states = hidden[first + begin : first + begin + len(chunk)]
+                if self.on_prompt_logits is not None:
+                    self.on_prompt_logits(request, start + begin, self.sampler.head(states))
                 logprobs = self.sampler.score(states, chunk, request.params.prompt_logprobs or 0)
                 result.append(PromptLogprobs(row, chunk, logprobs))
         return result

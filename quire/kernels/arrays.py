@@ -65,6 +65,10 @@ class Arrays(Protocol):
         """Memory of the host that the device can copy from and to asynchronously."""
         ...
 
+    def to_numpy(self, data: Array) -> NDArray[Any]:
+        """The numbers on the host, after the device has computed them. May share memory with `data`."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the device has done all work."""
         ...
@@ -102,6 +106,9 @@ class NumpyArrays:
         view = self.view_as(data, dtype).reshape(len(data), *shape)
         assert np.may_share_memory(view, data)
         return view
+
+    def to_numpy(self, data: Array) -> NDArray[Any]:
+        return np.asarray(data)
 
     def synchronize(self) -> None:
         pass

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.arrays import Shape, numpy_type
@@ -50,6 +51,10 @@ class TorchArrays:
 
     def view_bytes(self, data: Tensor, dtype: str, shape: Shape) -> Tensor:
         return self.view_as(data, dtype).view(-1, *shape)
+
+    def to_numpy(self, data: Tensor) -> NDArray[Any]:
+        numbers: NDArray[Any] = data.cpu().numpy()
+        return numbers
 
     def synchronize(self) -> None:
         if self._is_gpu:

@@ -21,6 +21,7 @@ from quire.core.request import Request
 from quire.speculative.asking import Asked, DraftTimes, choose_depth
 from quire.speculative.calibration import Calibration
 from quire.speculative.draft_tree import UNKNOWN_ODDS, keep_allowed, merge, reach, trunk_first
+from quire.speculative.grammar_drafts import fit_to_grammar
 from quire.speculative.ledger import Ledger
 from quire.speculative.proposer import Context, ModelProposer, Proposer
 from quire.speculative.step_times import StepTimes
@@ -171,7 +172,7 @@ class Controller:
         if record is None:
             self._records[request.id] = Record()
             return False
-        if record.pause:
+        if record.pause and not (request.constraint is not None and request.constraint.forced()):
             record.pause -= 1
             return True
         record.num_idle += 1
@@ -210,17 +211,15 @@ class Controller:
         ]  # fmt: skip
         limits = [self._limit(request) for request in rows]
         trees: list[Drafts | None] = [None] * len(rows)
-        for index, request in enumerate(rows):
-            if request.constraint is not None and (forced := list(request.constraint.forced())[: limits[index]]):
-                trees[index] = Drafts(forced, None, [1.0] * len(forced), "grammar")
         for proposer in list(self.proposers):
             found = self._call(proposer, contexts, limits)
             for index, drafts in enumerate(found):
                 if drafts is not None and len(drafts):
                     drafts.source = proposer.name
-                    if (constraint := rows[index].constraint) is not None and drafts.is_chain:
-                        drafts.truncate(constraint.num_allowed(drafts.tokens))
                     trees[index] = longer(trees[index], drafts)
+        for index, request in enumerate(rows):
+            if request.constraint is not None:
+                trees[index] = fit_to_grammar(trees[index], request.constraint, request.tokens, limits[index])
         return trees
 
     def _ask_model(

@@ -127,7 +127,9 @@ def test_bench_offline_prints_the_agreed_document(default_model) -> None:
         assert all(value > 0 for value in row.values())
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["bench", "offline"], ["info"], ["pull"], ["models"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["chat"], ["bench", "offline"], ["compare"], ["info"], ["pull"], ["models"]]
+)
 def test_help(command: list[str]) -> None:
     done = quire(*command, "--help", COLUMNS="100")
     assert done.returncode == 0
