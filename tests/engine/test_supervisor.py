@@ -104,6 +104,60 @@ def test_answers_are_the_same_when_the_engine_is_killed(default_model):
     assert all(len(tokens) == 24 and finish is Finish.LENGTH for tokens, finish, _ in calm)
 
 
+def repetitive_requests(count, max_tokens=48):
+    """Prompts that repeat themselves, greedy and sampled, with and without log probabilities."""
+    rng = random.Random(5)
+    made = []
+    for index in range(count):
+        phrase = [rng.randrange(100, 20_000) for _ in range(rng.randrange(3, 7))]
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, temperature=(index % 2) * 0.6,
+            logprobs=2 if index % 3 == 0 else None, repetition_penalty=1.1 if index % 5 == 4 else 1.0,
+        )  # fmt: skip
+        made.append(Request(f"r{index}", phrase * 6, params, seed=index, max_tokens=max_tokens))
+    return made
+
+
+async def collect_scored(client, request, seen):
+    """Tokens and log probabilities of a request, and how many of its drafts were right in its last engine."""
+    tokens, logprobs, num_accepted = [], [], 0
+    async for updates in client.submit([request]):
+        for update in updates:
+            tokens += update.tokens
+            seen += update.tokens
+            if update.detail is not None:
+                logprobs += update.detail.logprobs or []
+                num_accepted += update.detail.num_accepted
+    return tokens, logprobs, num_accepted
+
+
+def test_speculation_and_kills_change_no_answer(default_model):
+    """Plain decoding without kills, against speculation in an engine that is killed again and again."""
+
+    async def plain(client, restarts):
+        return await asyncio.gather(*(collect_scored(client, request, []) for request in repetitive_requests(6)))
+
+    async def killed(client, restarts):
+        rng, seen = random.Random(7), []
+        working = [asyncio.ensure_future(collect_scored(client, each, seen)) for each in repetitive_requests(6)]
+        for _ in range(3):
+            wanted = len(seen) + rng.randrange(10, 50)
+            while not client.health() or len(seen) < wanted:
+                await asyncio.sleep(0.001)
+            os.kill(client.process_id, signal.SIGKILL)
+            while client.health():
+                await asyncio.sleep(0.001)
+        return await asyncio.gather(*working), restarts
+
+    calm = run(default_model, plain, speculate="off")
+    stormy, restarts = run(default_model, killed)
+    assert restarts == ["signal SIGKILL"] * 3
+    assert [answer[:2] for answer in stormy] == [answer[:2] for answer in calm]
+    assert all(len(tokens) == 48 for tokens, _, _ in calm)
+    assert sum(num_accepted for _, _, num_accepted in calm) == 0
+    assert sum(num_accepted for _, _, num_accepted in stormy) > 0
+
+
 def test_an_engine_that_stops_answering_is_replaced(default_model):
     async def scenario(client, restarts):
         seen = []
