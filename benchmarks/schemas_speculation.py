@@ -32,7 +32,7 @@ from quire.core.request import Request
 from quire.errors import BadGrammar
 
 WARMUP = Case("warm-up", {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40})
-MAX_PROMPT = 1500  # tokens; longer prompts with their schema are left out
+MAX_PROMPT = 1500  # tokens; of a longer prompt the last ones are kept
 
 
 def spread_cases(directory: Path, limit: int) -> list[Case]:
