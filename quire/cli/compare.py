@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, title: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare the next-token distributions of two configurations."""
+    """Compare the next-token distributions of two models, or of one with different options."""
     from quire.bench.compare import compare_models, read_text
 
     a, b = parse_side("A", arguments.a, arguments), parse_side("B", arguments.b, arguments)

@@ -50,7 +50,7 @@ class RecordedModel:
         groups = range(1 + max(cache.group for cache in kv))
         taps = Taps(tuple(tap_layers))
         inputs = StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups)
-        self._hidden = model(*inputs, kv, None, taps)
+        self._hidden = model(*inputs, kv, None, taps) if tap_layers else model(*inputs, kv)
         values = [self._hidden, *taps.states]  # no op reuses their memory while the tape is recorded
         for value in values:
             value.read()
