@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "async_llm",
         "engine.client",
         "engine.prompt_logits",
+        "speculative.controller",
         "weights.config",
         "core",
         "text",
