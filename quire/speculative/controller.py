@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan, Sampled
@@ -29,11 +30,23 @@ from quire.speculative.step_times import StepTimes
 log = logging.getLogger("quire.speculative")
 
 MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
-MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
+MIN_SURVIVAL = 0.02  # drafts that are less likely to be reached and right are not considered
 ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
-ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
+ENGINE_GRACE, REQUEST_GRACE = 8.0, 2.0  # plain steps that it may lose at first
+MAX_DEBT_STEP = 0.3  # by how much a step that pays back may take longer, relative to a plain one
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
+FORGETTING = 0.98  # of a request's shifts while nothing is verified, for which nothing would ever be again
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
+
+
+class Node(NamedTuple):
+    """A draft that may be verified. Survival is the chance that it is reached and right. Nodes are sorted by it, and of
+    equal ones those of the poorest request come first."""
+
+    negative_survival: float
+    balance_s: float
+    row: int
+    number: int  # in the row's tree
 
 
 @dataclass(slots=True)
@@ -141,17 +154,18 @@ class Controller:
         ]
         if not trees:
             return
-        nodes: list[tuple[float, int, int]] = []  # (-survival, row, node): sorted, parents precede their children
+        nodes: list[Node] = []  # sorted, parents precede their children
         for index, tree in enumerate(trees):
             if tree is not None:
-                survivals = self._survivals(tree, self._records[rows[index].id].shifts)
-                own = sorted((-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL)
-                nodes += own[: self._limit(rows[index])]
+                record = self._records[rows[index].id]
+                survivals, balance_s = self._survivals(tree, record.shifts), record.ledger.balance_s
+                own = [Node(-each, balance_s, index, nth) for nth, each in enumerate(survivals) if each >= MIN_SURVIVAL]
+                nodes += sorted(own)[: self._limit(rows[index])]
         nodes.sort()
-        count = self._best_count([-node[0] for node in nodes], running, step_s)
+        best = self._best_nodes(nodes, rows, running, step_s)
         chosen: dict[int, list[int]] = {}
-        for _, index, node in nodes[:count]:
-            chosen.setdefault(index, []).append(node)
+        for node in best:
+            chosen.setdefault(node.row, []).append(node.number)
         for index, its_nodes in chosen.items():
             tree = trees[index]
             assert tree is not None
@@ -176,30 +190,48 @@ class Controller:
             record.pause -= 1
             return True
         record.num_idle += 1
+        for source in record.shifts:
+            record.shifts[source] *= FORGETTING
         record.pause = min(MAX_PAUSE, record.num_idle // PATIENCE)
         return False
 
-    def _best_count(self, survivals: Sequence[float], running: Sequence[Request], step_s: float) -> int:
-        """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn."""
+    def _best_nodes(
+        self, nodes: Sequence[Node], rows: Sequence[Request], running: Sequence[Request], step_s: float
+    ) -> Sequence[Node]:
+        """The drafts to verify, so that tokens a second are most and no ledger is overdrawn. `nodes` are sorted.
+
+        A request in debt has lost more than others should make it lose. Then only its own drafts are verified, if a few
+        of them are likely to pay the debt back, and else none.
+        """
+        indebted = {row.id for row in running if self._is_in_debt(row, step_s)}
+        if indebted:
+            nodes = [node for node in nodes if rows[node.row].id in indebted]
         num_rows = len(running)
-        most = min(len(survivals), self._max_tokens - num_rows)
-        if not most:
-            return 0
+        most = min(len(nodes), self._max_tokens - num_rows, self.times.max_drafts(num_rows))
         ratios = self.times.ratios(num_rows, most)
         best, best_rate, expected = 0, MIN_GAIN * num_rows, float(num_rows)
-        for count in range(1, most + 1):
-            expected += survivals[count - 1]
-            if expected / ratios[count] > best_rate:
-                best, best_rate = count, expected / ratios[count]
-        while best and not self._may_lose((ratios[best] - 1.0) * step_s, running, step_s):
-            best //= 2
-        return best
+        for count, node in enumerate(nodes[:most], 1):
+            expected -= node.negative_survival
+            rate = expected / ratios[count]
+            if rate > best_rate or (indebted and ratios[count] - 1.0 < MAX_DEBT_STEP):
+                best, best_rate = count, rate
+        if not best or not self.ledger.may_lose(0.0, step_s):
+            return ()
+        extra = ratios[best] - 1.0
+        gains = dict.fromkeys((row.id for row in running), 0.0)  # expected tokens of each request beside one
+        for node in nodes[:best]:
+            gains[rows[node.row].id] -= node.negative_survival
+        for name, gain in gains.items():
+            if (record := self._records.get(name)) is not None:
+                if name in indebted and gain < extra:
+                    return ()
+                if not record.ledger.may_lose(max(0.0, extra - gain) * step_s, step_s):
+                    return ()
+        return nodes[:best]
 
-    def _may_lose(self, loss_s: float, running: Sequence[Request], step_s: float) -> bool:
-        if not self.ledger.may_lose(loss_s, step_s):
-            return False
-        records = [self._records.get(request.id) for request in running]
-        return all(record is None or record.ledger.may_lose(loss_s, step_s) for record in records)
+    def _is_in_debt(self, request: Request, step_s: float) -> bool:
+        record = self._records.get(request.id)
+        return record is not None and record.ledger.is_in_debt(step_s)
 
     def _ask(self, rows: Sequence[Request]) -> list[Drafts | None]:
         """The drafts of each request: those of all proposers, merged into one tree."""

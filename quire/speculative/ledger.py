@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_CREDIT_STEPS = 16.0  # plain steps of gain that later losses may use up
+DEBT_SHARE = 0.5  # of the limit, from which on a loss is a debt
 
 
 @dataclass(slots=True)
@@ -31,3 +32,6 @@ class Ledger:
         """Whether a loss of `seconds` is within the limit. `step_s` is the duration of a plain step."""
         self.balance_s = min(self.balance_s, MAX_CREDIT_STEPS * step_s)
         return self.balance_s - seconds >= -(self.max_loss * self.total_s + self.grace * step_s)
+
+    def is_in_debt(self, step_s: float) -> bool:
+        return self.balance_s < -DEBT_SHARE * (self.max_loss * self.total_s + self.grace * step_s)

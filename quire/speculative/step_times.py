@@ -12,6 +12,7 @@ FASTER_WEIGHT, SLOWER_WEIGHT = 0.1, 0.05  # of a measurement below or above: int
 MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate
 MAX_AGE = 8  # steps after which ratios are computed again
 PRIOR_STEPS = 3.0  # weight of the guess for a number of drafts that was measured a few times
+OPTIMISM = 0.5  # the guess for what was never measured, relative to what the device suggests: else it is never tried
 MAX_COUNT = 20  # measurements after which an average moves by the weights above, and before it as a plain mean
 
 
@@ -82,9 +83,15 @@ class StepTimes:
             ratios = self._ratios[num_rows] = self._find_ratios(num_rows, max_drafts)
         return ratios
 
-    def _find_ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        slope = 1.0 / max(self.free_drafts, num_rows)
+    def max_drafts(self, num_rows: int) -> int:
+        """The most drafts that a step should have. It grows step by step, so that a wrong guess costs little."""
         rows = self._rows.get(bucket(num_rows))
+        measured = max(rows.ratios, default=0) if rows is not None else 0
+        return 2 * measured + max(1, num_rows // 4)
+
+    def _find_ratios(self, num_rows: int, max_drafts: int) -> list[float]:
+        rows = self._rows.get(bucket(num_rows))
+        slope = OPTIMISM / max(self.free_drafts, num_rows)
         ratios: list[float] = []
         low, low_ratio = 0, 1.0
         for num_drafts, known in sorted(rows.ratios.items()) if rows is not None else ():

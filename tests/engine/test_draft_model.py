@@ -91,7 +91,8 @@ def test_the_answer_is_the_same(family: str, sampled: bool, draft_seed: int) -> 
     if draft_seed == 0 and not sampled and family == "llama":
         assert accepted == drafted
     if draft_seed == 0:  # without top-p a few other tokens are drafted, and blocks behind a window may be gone
-        assert accepted > 0.6 * drafted
+        assert accepted > (0.6 if family == "llama" else 0.4) * drafted
+        assert accepted > 100
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 100], ids=["recomputed", "swapped"])

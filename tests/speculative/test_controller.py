@@ -162,7 +162,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
             num_steps += 1
         assert num_steps <= expected + 40, name
         if name == "wrong":
-            assert num_verified < 60  # their steps take a twelfth longer for each
+            assert num_verified < 100  # their steps take a twelfth longer for each
 
 
 def observe(controller: Controller, request: Request, drafts: Drafts | None, num_right: int, seconds: float) -> None:

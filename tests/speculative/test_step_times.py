@@ -30,10 +30,20 @@ def test_what_was_measured_is_expected() -> None:
     assert times.plain_s(1) == pytest.approx(0.004, rel=0.05)
 
 
-def test_before_any_measurement_drafts_cost_what_the_device_suggests() -> None:
-    assert StepTimes(12.0).ratios(1, 12)[12] == pytest.approx(2.0)
-    assert StepTimes(12.0).ratios(64, 64)[64] == pytest.approx(2.0)
+def test_before_any_measurement_drafts_cost_half_of_what_the_device_suggests() -> None:
+    """Else those that are dearer than they are worth by that guess would never be tried."""
+    assert StepTimes(12.0).ratios(1, 12)[12] == pytest.approx(1.5)
+    assert StepTimes(12.0).ratios(64, 64)[64] == pytest.approx(1.5)
     assert StepTimes(12.0).plain_s(1) is None
+
+
+def test_the_number_of_drafts_grows_step_by_step() -> None:
+    times = StepTimes(12.0)
+    assert (times.max_drafts(1), times.max_drafts(64)) == (1, 16)
+    times.learn(64, 0, 0.02)
+    times.learn(64, 16, 0.025)
+    assert times.max_drafts(64) == 48
+    assert times.max_drafts(1) == 1
 
 
 def test_one_interrupted_step_changes_little() -> None:
