@@ -144,7 +144,7 @@ class EngineConfig:
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
-        "module:Class. Answers are the same with any of them.",
+        "eagle:DIR, module:Class. Answers are the same with any of them.",
         "METHODS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
@@ -224,6 +224,7 @@ SPECULATION_KINDS = {
     "draft": "MODEL",
     "block": "DIR",
     "medusa": "DIR",
+    "eagle": "DIR",
 }
 
 

@@ -34,7 +34,9 @@ def eagle_config(kind: str, target: Target, **changes: Any) -> dict[str, Any]:
     return sizes | changes
 
 
-def eagle_tensors(kind: str, config: Mapping[str, Any], model: ModelConfig, seed: int = 0, num_ids: int = 60) -> Tensors:
+def eagle_tensors(
+    kind: str, config: Mapping[str, Any], model: ModelConfig, seed: int = 0, num_ids: int = 60
+) -> Tensors:
     rng = np.random.default_rng(seed)
     size, inner, dim = model.hidden_size, config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
