@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
 from quire.core.scheduler import Scheduler
-from quire.engine.backend import choose_quantize
+from quire.engine.backend import choose_quantize, find_head_obstacle
 from quire.engine.block_head import BlockDrafter
 from quire.engine.draft_vocabulary import DraftOutput, OneMatrix, TrimmedVocabulary, WholeVocabulary
 from quire.engine.eagle import EagleProposer
@@ -17,7 +17,7 @@ from quire.engine.heads import MAX_ROWS, DraftHead, HeadProposer, RequestFeature
 from quire.engine.medusa import MedusaDrafter
 from quire.engine.memory import check_weights
 from quire.engine.recorded_eagle import RecordedEagle
-from quire.errors import InvalidParams, ModelNotFound
+from quire.errors import InvalidParams, ModelNotFound, UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import LayerCache
@@ -94,7 +94,9 @@ def load_heads(config: EngineConfig, target: LoadedModel, ops: Kernels) -> dict[
         directory = Path(method.value).expanduser()
         if not directory.is_dir():
             raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
-        heads[method.kind] = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+        heads[method.kind] = loaded = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+        if isinstance(loaded, LoadedEagle) and (obstacle := find_head_obstacle(loaded.head.config.head_dim, "head")):
+            raise UnsupportedModel(f"{directory} cannot be used: {obstacle}.")
     return heads
 
 

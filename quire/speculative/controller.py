@@ -236,7 +236,8 @@ class Controller:
             others = 1.0
             if tree is not None:
                 survivals = self._survivals(tree, record.shifts)
-                rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, len(tree) + 1)]
+                most = min(len(tree), self._max_drafts)  # a merged tree may have more
+                rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, most + 1)]
                 others = max(rates, default=1.0)
             asked = record.asked.setdefault(model.name, Asked())
             limit = self._limit(request)
