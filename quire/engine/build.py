@@ -98,7 +98,7 @@ def build_engine(
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
-    heads = load_heads(config, loaded, ops)
+    heads = load_heads(config, loaded, path, ops)
     num_layers = len(loaded.model.cache_specs())
     specs = loaded.model.cache_specs() + head_specs(heads) + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))

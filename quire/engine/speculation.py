@@ -30,6 +30,7 @@ from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
+from quire.weights.mtp import load_mtp
 
 FREE_DRAFTS = 12.0  # how many drafts double the duration of a small step on a CPU, until measured
 MAX_DRAFTS = 10  # of a row: on a CPU more take as long as they gain
@@ -40,6 +41,7 @@ HEADS: dict[str, Callable[[Path, Target, Kernels], LoadedHead]] = {
     "block": load_block_head,
     "medusa": load_medusa,
     "eagle": load_eagle,
+    "mtp": load_mtp,
 }
 
 
@@ -77,22 +79,22 @@ def check_vocabulary(path: Path, draft_path: Path, name: str) -> None:
             )
 
 
-def load_heads(config: EngineConfig, target: LoadedModel, ops: Kernels) -> dict[str, LoadedHead]:
-    """The draft heads that `speculate` names, by kind."""
+def load_heads(config: EngineConfig, target: LoadedModel, path: Path, ops: Kernels) -> dict[str, LoadedHead]:
+    """The draft heads that `speculate` names, by kind. `path` is the target's."""
     heads: dict[str, LoadedHead] = {}
     for method in parse_speculate(config.speculate) or []:
         if method.kind not in HEADS:
             continue
         if ops.native is None:
+            named = f"{method.kind}:{method.value}" if method.value else method.kind
             raise InvalidParams(
-                f"speculate has {method.kind}:{method.value}, and a draft head needs quire's own CPU kernels; leave it "
-                "out.",
+                f"speculate has {named}, and a draft head needs quire's own CPU kernels; leave it out.",
                 "speculate",
             )
         if method.kind in heads:
             raise InvalidParams(f"speculate names two heads of kind {method.kind}; give one.", "speculate")
-        directory = Path(method.value).expanduser()
-        if not directory.is_dir():
+        directory = Path(method.value).expanduser() if method.value else path
+        if method.value and not directory.is_dir():
             raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
         heads[method.kind] = loaded = HEADS[method.kind](directory, Target(target.model, target.config), ops)
         if isinstance(loaded, LoadedEagle) and (obstacle := find_head_obstacle(loaded.head.config.head_dim, "head")):

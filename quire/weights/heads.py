@@ -236,10 +236,12 @@ def build_head(
     ops: Kernels,
     extra: Mapping[str, Shape],
     dtype: str = "float32",
+    prefix: str = "",
 ) -> T:
     """Check the tensors that `make` declares, and `extra`, then make the head.
 
-    Matrices for quire's own CPU kernels are in int8, others in `dtype`.
+    Its tensors are those whose names begin with `prefix`. Matrices for quire's own CPU kernels are in int8, others in
+    `dtype`.
     """
     declared = Survey()
     make(declared)
@@ -247,8 +249,9 @@ def build_head(
     expected = dict(extra)
     for part, cols in declared.declared:
         expected.update(checkpoint.find(part, cols).tensors)
-    ignored = {name for name in checkpoint.shapes if may_stay_unread(name, tied=False)}
-    check(expected, checkpoint.shapes, ignored)
+    available = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
+    ignored = {name for name in available if may_stay_unread(name, tied=False)} if not prefix else ()
+    check(expected, available, ignored)
     try:
         with open_source(checkpoint, dtype, ops, quantize="int8") as source:
             return make(source)

@@ -33,6 +33,7 @@ from quire.speculative.suffix import SuffixProposer
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
 from quire.weights.loader import load_model
+from quire.weights.mtp import load_mtp
 from tests.engine.test_heads import PlainTarget, answer, near, rms, rotate, rows_of
 from tests.engine.test_speculation import (
     CONFIGS,
@@ -43,11 +44,11 @@ from tests.engine.test_speculation import (
     make_requests,
     run,
 )
-from tests.tools.eagle import KINDS, eagle_config, eagle_tensors
+from tests.tools.eagle import KINDS, eagle_config, eagle_tensors, mtp_tensors
 from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, write_head
 from tests.tools.native import PanelSource, all_of
-from tests.tools.tiny_models import tiny_directory
+from tests.tools.tiny_models import tiny_config, tiny_directory, tiny_weights, write_directory
 
 pytestmark = pytest.mark.cpu
 
@@ -115,7 +116,7 @@ class Recorder:
 
 
 class PlainEagle:
-    """EAGLE 1 and 3 in plain torch, one sequence at a time."""
+    """EAGLE 1 and 3, and an MTP layer, in plain torch, one sequence at a time."""
 
     def __init__(self, tensors: dict[str, Any], config: EagleConfig, target: PlainTarget, rotary: Any) -> None:
         self.tensors = {name: torch.from_numpy(each) for name, each in tensors.items()}
@@ -135,14 +136,25 @@ class PlainEagle:
         config, weights = self.config, self.tensors
         name, eps = config.layer, config.norm_eps
         embedded = rows_of(self.target.model.embedding, tokens)
-        if config.kind == "eagle":
+        if config.kind == "mtp":
+            pair = (
+                rms(each, weights[f"{name}.{norm}_layernorm.weight"], eps)
+                for each, norm in ((features, "hidden"), (embedded, "token"))
+            )
+            residual = torch.cat(tuple(pair), dim=1) @ weights[f"{name}.input_proj.weight"].T
+            x = rms(residual, weights[f"{name}.input_layernorm.weight"], eps)
+        elif config.kind == "eagle":
             x = residual = torch.cat((embedded, features), dim=1) @ weights["fc.weight"].T + weights["fc.bias"]
         else:
             normed = rms(features, weights[f"{name}.hidden_norm.weight"], eps)
             x = torch.cat((rms(embedded, weights[f"{name}.input_layernorm.weight"], eps), normed), dim=1)
             residual = normed if config.norm_residual else features
         q, k, v = (
-            (x @ weights[f"{name}.self_attn.{letter}_proj.weight"].T).view(len(tokens), -1, config.head_dim)
+            functional.linear(
+                x,
+                weights[f"{name}.self_attn.{letter}_proj.weight"],
+                weights.get(f"{name}.self_attn.{letter}_proj.bias"),
+            ).view(len(tokens), -1, config.head_dim)
             for letter in "qkv"
         )
         q, k = (rotate(each, self, positions) for each in (q, k))
@@ -152,6 +164,9 @@ class PlainEagle:
         x = rms(residual, weights[f"{name}.post_attention_layernorm.weight"], eps)
         gate, up = (x @ weights[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         out = residual + (functional.silu(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
+        if config.kind == "mtp":
+            states = rms(out, weights[f"{name}.final_layernorm.weight"], eps)
+            return states, states
         return (out if config.kind == "eagle" else rms(out, weights["norm.weight"], eps)), out
 
     def draft(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> Tensor:
@@ -617,3 +632,59 @@ def test_heads_that_the_kernels_cannot_serve_are_refused(tmp_path: Path) -> None
     write_head(directory, config, eagle_tensors("own", config, target.config))
     with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 256, and this head's have 24"):
         build(EngineConfig(model=str(path), device="cpu", kernels="native", speculate=f"eagle:{directory}"), path)
+
+
+def make_mimo(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A tiny model with a layer for multi-token prediction, and the tensors of that layer."""
+    config = tiny_config("mimo")
+    tensors = mtp_tensors(config)
+    weights = tiny_weights("mimo") | {name: torch.from_numpy(each) for name, each in tensors.items()}
+    return write_directory(directory, config, weights), tensors
+
+
+def test_an_mtp_layer_computes_what_plain_torch_does(tmp_path: Path) -> None:
+    path, tensors = make_mimo(tmp_path)
+    loaded = load_model(path, dtype="float32", ops=OPS)
+    head = load_mtp(path, Target(loaded.model, loaded.config), OPS)
+    engine, (proposer,) = build_engine(loaded.config, loaded.model, OPS, {"mtp": head})
+    recorder = record(proposer)
+    plain = PlainEagle(tensors, head.head.config, PlainTarget(loaded.config, loaded.model), head.head.attention.rotary)
+    compared = 0
+    for request in questions(count=4):
+        engine.add(request)
+    while engine.has_work:
+        recorder.computed.clear()
+        recorder.drafted.clear()
+        engine.step()
+        for row, tokens, states in recorder.computed:
+            if row.begin == row.start == 0:
+                features = torch.from_numpy(row.features)
+                near(states, plain(features, list(row.tokens), torch.arange(len(row.tokens)))[0], 0.03)
+                if row.stop < len(tokens) - 1:
+                    continue
+                for drafted in [each for each in recorder.drafted if each[0].request is row.request]:
+                    assert (drafted[0].features[0] == states[-1].numpy()).all(), "after the last norm"
+                    assert drafted[1] == tokens
+                    path_features = torch.cat((features, torch.from_numpy(drafted[0].features[:1])))
+                    chain = [*row.tokens, drafted[0].tokens[0]]
+                    near(drafted[2][0], plain(path_features, chain, torch.arange(len(chain)))[0][-1], 0.03)
+                    compared += 1
+    assert compared > 8
+
+
+def test_an_engine_with_the_models_own_layer(tmp_path: Path) -> None:
+    path, _ = make_mimo(tmp_path)
+    options: dict[str, Any] = {"model": str(path), "device": "cpu", "num_blocks": 64, "max_requests": 4}
+    plain = build(EngineConfig(kernels="native", speculate="off", **options), path)
+    engine = build(EngineConfig(kernels="native", speculate="mtp", **options), path)
+    assert engine.controller is not None
+    (model,) = engine.controller.models
+    assert model.name == "mtp"
+    engine.controller.times, engine.controller._clock = FreeDrafts(12.0), lambda: 0.0
+    for request in (requests := questions(sampled=True)) + (others := questions(sampled=True)):
+        request.tokens[:] = [token % 96 for token in request.tokens]
+    assert answer(engine, requests) == answer(plain, others)
+    assert engine.controller.models == [model]
+    assert engine.controller.drafted["mtp"] > 20
+    with pytest.raises(InvalidParams, match="speculate has mtp, and a draft head needs quire's own CPU kernels"):
+        build(EngineConfig(kernels="torch", speculate="mtp", **options), path)

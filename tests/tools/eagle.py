@@ -73,3 +73,31 @@ def eagle_tensors(
     is_drafted = np.zeros(model.vocab_size, np.bool_)
     is_drafted[ids] = True
     return tensors | {"lm_head.weight": matrix(num_ids, size), "d2t": ids - np.arange(num_ids), "t2d": is_drafted}
+
+
+def mtp_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
+    """Those of a model's own layer for multi-token prediction."""
+    rng = np.random.default_rng(seed)
+    size, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    widths = {
+        "q": config["num_attention_heads"] * dim,
+        "k": config["num_key_value_heads"] * dim,
+        "v": config["num_key_value_heads"] * dim,
+    }
+
+    def matrix(rows: int, cols: int) -> NDArray[np.float32]:
+        return (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+
+    tensors: Tensors = {
+        "input_proj.weight": matrix(size, 2 * size),
+        "self_attn.o_proj.weight": matrix(size, widths["q"]),
+    }
+    for name in ("token", "hidden", "input", "post_attention", "final"):
+        tensors[f"{name}_layernorm.weight"] = (1 + 0.1 * rng.standard_normal(size)).astype(np.float32)
+    for letter, width in widths.items():
+        tensors[f"self_attn.{letter}_proj.weight"] = matrix(width, size)
+        tensors[f"self_attn.{letter}_proj.bias"] = 0.1 * matrix(width, 1)[:, 0]
+    for part, shape in (("gate", (inner, size)), ("up", (inner, size)), ("down", (size, inner))):
+        tensors[f"mlp.{part}_proj.weight"] = matrix(*shape)
+    tensors["final_layernorm.weight"] *= 6  # so that some tokens are likely
+    return {f"model.mtp_layers.0.{name}": each for name, each in tensors.items()}
