@@ -53,6 +53,7 @@ from quire.engine.speculation import (
     head_specs,
     load_draft_model,
     load_heads,
+    needs_features,
 )
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
@@ -144,7 +145,7 @@ def build_engine(
         cache.layers = layers
         decoder = ops.record(loaded.model, layers, step_tokens, find_tap_layers(heads))
         features = RequestFeatures(max_requests)
-        listeners: list[StepListener] = [features] if heads else []
+        listeners: list[StepListener] = [features] if needs_features(heads) else []
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners)
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)

@@ -23,11 +23,11 @@ from quire.engine.recorded_eagle import EagleRow, RecordedEagle
 from quire.engine.runner import StepStates
 from quire.engine.token_states import FilledBlocks, TokenStates
 from quire.kernels import Kernels
-from quire.kernels.paging import MAX_TREE_NODES
 from quire.speculative.draft_tree import MAX_CHILDREN, rank
 from quire.speculative.dynamic_tree import DynamicTree
 
 WIDTH = 2  # nodes of a depth that get children
+MAX_NODES = 20  # of a tree that the head computes
 MAX_RECENT = 16  # tokens of a request that are computed with the first depth
 MAX_STATE_BYTES = 128 << 20  # of all requests
 
@@ -212,7 +212,7 @@ class EagleProposer:
             self.states.keep_last(row.request.id)
             depth = -(-most // self._width)
             room = self._reserve(row.request, most - 1) if depth > 1 else 0
-            num_nodes = min(room, most, MAX_TREE_NODES)
+            num_nodes = min(room, most, MAX_NODES)
             growths.append(Growth(row.request, row.begin, num_nodes, depth, DynamicTree(), {ROOT: following}))
         with np.errstate(all="ignore"):  # a head may have any values; what is no number becomes no draft
             self._add_children(growths, [[ROOT]] * len(growths), [states[None] for states, _ in computed], 0)

@@ -12,7 +12,7 @@ from quire.core.scheduler import Scheduler
 from quire.engine.backend import choose_quantize, find_head_obstacle
 from quire.engine.block_head import BlockDrafter
 from quire.engine.draft_vocabulary import DraftOutput, OneMatrix, TrimmedVocabulary, WholeVocabulary
-from quire.engine.eagle import EagleProposer
+from quire.engine.eagle import MAX_NODES, WIDTH, EagleProposer
 from quire.engine.heads import MAX_ROWS, DraftHead, HeadProposer, RequestFeatures
 from quire.engine.medusa import MedusaDrafter
 from quire.engine.memory import check_weights
@@ -108,6 +108,11 @@ def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
     return tuple(sorted({layer for config in configs for layer in config.tap_layers}))
 
 
+def needs_features(heads: Mapping[str, LoadedHead]) -> bool:
+    """Whether a head reads the states of each request's last token only."""
+    return any(not isinstance(head, LoadedEagle) for head in heads.values())
+
+
 def head_specs(heads: Mapping[str, LoadedHead]) -> list[CacheSpec]:
     """The layers that heads have in the cache."""
     return [head.head.cache_spec for head in heads.values() if isinstance(head, LoadedEagle)]
@@ -169,7 +174,7 @@ def build_eagle(
         output = OneMatrix(target.head.weight, None, target.head.softcap, ops, MAX_ROWS)
     return EagleProposer(
         name,
-        RecordedEagle(loaded.head, cache, native, max_tokens, MAX_ROWS * MAX_DRAFTS),
+        RecordedEagle(loaded.head, cache, native, max_tokens, MAX_ROWS // WIDTH * MAX_NODES),
         output,
         [taps.index(layer) for layer in config.tap_layers],
         ops,

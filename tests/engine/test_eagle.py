@@ -23,8 +23,10 @@ from quire.core.request import Request
 from quire.engine.build import build_engine as build
 from quire.engine.eagle import EagleProposer
 from quire.engine.recorded_eagle import EagleRow, RecordedEagle
+from quire.engine.sampling_state import signed
 from quire.engine.speculation import LoadedHead
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
+from quire.kernels.reference_sampling import gumbel as reference_gumbel
 from quire.layers.source import Part
 from quire.models.eagle import EagleConfig
 from quire.models.registry import MODELS as FAMILIES
@@ -40,6 +42,7 @@ from tests.engine.test_speculation import (
     ENGINES,
     MODELS,
     OPS,
+    VOCAB_SIZE,
     make_engine,
     make_requests,
     run,
@@ -632,6 +635,58 @@ def test_heads_that_the_kernels_cannot_serve_are_refused(tmp_path: Path) -> None
     write_head(directory, config, eagle_tensors("own", config, target.config))
     with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 256, and this head's have 24"):
         build(EngineConfig(model=str(path), device="cpu", kernels="native", speculate=f"eagle:{directory}"), path)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_the_best_candidates(kind: str, sampled: bool, tmp_path: Path) -> None:
+    """The first drafts of two depths are the best of all tokens that can be drafted, by logit and noise."""
+    heads, tensors = make_head(kind, "llama", tmp_path)
+    engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
+    requests = questions(sampled)
+    for request in requests:
+        engine.add(request)
+    while not all(request.num_output > 3 for request in requests):
+        engine.step()
+    recorder = record(proposer)
+    compared = 0
+    for request, drafts in zip(requests, proposer.propose_requests(requests, [8] * len(requests)), strict=True):
+        assert drafts is not None
+        own = [call for call in recorder.computed if call[0].request is request]
+        logits, ids = logits_of(kind, tensors, own[-1][2][-1], request)
+        noise = [reference_noise(request, place)[ids] if sampled else torch.zeros(len(ids)) for place in range(2)]
+        is_best(logits + 0.9 * noise[0], ids, drafts.tokens[0])
+        for row, _, states in recorder.drafted:
+            node = 0  # of the head's nodes the likeliest one is the first
+            if row.request is request and drafts.tokens[0] == row.tokens[0]:
+                children = [each for each in range(len(drafts)) if drafts.parent(each) == 0]
+                if children:
+                    logits, ids = logits_of(kind, tensors, states[node], request)
+                    is_best(logits + 0.9 * noise[1], ids, drafts.tokens[children[0]])
+                    compared += 1
+    assert compared >= 3
+
+
+def logits_of(kind: str, tensors: dict[str, Any], states: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    """Log probabilities and ids of the tokens that can be drafted."""
+    head = torch.from_numpy(MODELS["llama"].head.weight.dense())  # type: ignore[attr-defined]
+    ids = torch.arange(VOCAB_SIZE)
+    if kind == "own":
+        known = tensors["draft_ids"].tolist()
+        ids = torch.tensor(known + sorted(set(request.tokens) - set(known)))
+    matrix = head[ids]
+    if kind == "eagle3":
+        ids = torch.from_numpy(np.flatnonzero(tensors["t2d"]))
+        matrix = torch.from_numpy(tensors["lm_head.weight"])
+    return (matrix @ states).log_softmax(0), ids
+
+
+def reference_noise(request: Request, place: int) -> Tensor:
+    return reference_gumbel(torch.tensor(signed(request.seed)), torch.tensor(len(request.tokens) + place), VOCAB_SIZE)
+
+
+def is_best(scores: Tensor, ids: Tensor, token: int) -> None:
+    assert scores[ids == token] > scores.max() - 0.3  # int8
 
 
 def make_mimo(directory: Path) -> tuple[Path, dict[str, Any]]:
