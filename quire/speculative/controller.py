@@ -3,6 +3,9 @@
 Proposers give drafts with odds. The calibration turns odds into chances, and measured durations say what a step with so
 many drafts takes. The drafts that give the most tokens a second are chosen, over all rows and proposers at once. The
 ledgers bound what wrong guesses may cost, for the engine and for each request.
+
+A GPU's engine launches plain steps one behind the other. A step with drafts needs the last tokens on the host, so the
+device is idle before it: a gap. `promises_gain` says before each plain step whether drafts are worth one.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation 
 ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
+GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
 
 
 @dataclass(slots=True)
@@ -76,6 +80,8 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._failures: Counter[str] = Counter()
         self._propose_s = 0.0  # of the step being planned
+        self._gap_s = 0.0  # by which a plain step takes longer after a gap
+        self._peek_s = 0.0  # of `promises_gain`
         self._asked_s = 0.0  # of it, in models
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
@@ -93,8 +99,37 @@ class Controller:
             self._choose(running, step_s)
         self._propose_s = self._clock() - self._begin_s
 
-    def observe(self, plan: Plan, sampled: Sampled) -> None:
-        """Learn from a step that has ended. Called after its commit."""
+    def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
+        """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
+        longer than it takes to launch the next one. What this call takes beyond that is lost.
+
+        The first drafts are guesses of the tokens in flight. Those behind them are what the next step could verify.
+        """
+        step_s = self.times.plain_s(len(running))
+        if step_s is None or may_admit or any(map(has_prompt, running)):
+            return False
+        if not self.ledger.may_lose(max(0.0, self._peek_s - hidden_s), step_s):
+            return False
+        begin_s = self._clock()
+        rows = [request for request in running if may_draft_next(request) and not self._pauses(request)]
+        survivals: list[float] = []
+        for request, tree in zip(rows, self._ask(rows), strict=True):
+            if tree is not None:
+                found = zip(tree.depths(), self._survivals(tree, self._records[request.id].shifts), strict=True)
+                survivals += [each for depth, each in found if depth > 1 and each >= MIN_SURVIVAL]
+        promises = bool(self._best_count(sorted(survivals, reverse=True), running, step_s))
+        if promises:
+            for request in rows:
+                self._records[request.id].pause = 0  # they are asked again when the tokens are known
+        seconds = self._clock() - begin_s
+        self._peek_s += PEEK_WEIGHT * (seconds - self._peek_s)
+        if seconds > hidden_s:
+            self.ledger.add(seconds - hidden_s, 0.0)
+        return promises
+
+    def observe(self, plan: Plan, sampled: Sampled, *, has_gap: bool = False) -> None:
+        """Learn from a step that has ended. Called after its commit. `has_gap`: on a device that could have been given
+        this step while it computed the one before, but was not."""
         end_s = self._clock()
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         for row, drafts in plan.drafts.items():
@@ -104,13 +139,16 @@ class Controller:
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
             return  # prompts
         propose_s, self._propose_s = self._propose_s, 0.0
-        self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
+        if num_drafts or not has_gap:
+            self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
         if step_s is None:
             return
         num_accepted = sum(map(len, sampled.accepted.values()))
         asked_s, self._asked_s = self._asked_s, 0.0
-        if not num_drafts:
+        if not num_drafts and has_gap:
+            self._gap_s += GAP_WEIGHT * (min(max(0.0, seconds - propose_s - step_s), step_s) - self._gap_s)
+        elif not num_drafts:
             seconds = step_s + asked_s  # nothing else is gained or lost
         self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
         for row, request in enumerate(plan.requests):
@@ -148,7 +186,7 @@ class Controller:
                 own = sorted((-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL)
                 nodes += own[: self._limit(rows[index])]
         nodes.sort()
-        count = self._best_count([-node[0] for node in nodes], running, step_s)
+        count = self._best_count([-node[0] for node in nodes], running, step_s, 1.0 + self._gap_s / step_s)
         chosen: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
             chosen.setdefault(index, []).append(node)
@@ -179,14 +217,19 @@ class Controller:
         record.pause = min(MAX_PAUSE, record.num_idle // PATIENCE)
         return False
 
-    def _best_count(self, survivals: Sequence[float], running: Sequence[Request], step_s: float) -> int:
-        """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn."""
+    def _best_count(
+        self, survivals: Sequence[float], running: Sequence[Request], step_s: float, plain_ratio: float = 1.0
+    ) -> int:
+        """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn.
+
+        Without any the step takes `plain_ratio` times a plain one: there may be a gap before it already.
+        """
         num_rows = len(running)
         most = min(len(survivals), self._max_tokens - num_rows)
         if not most:
             return 0
         ratios = self.times.ratios(num_rows, most)
-        best, best_rate, expected = 0, MIN_GAIN * num_rows, float(num_rows)
+        best, best_rate, expected = 0, MIN_GAIN * num_rows / plain_ratio, float(num_rows)
         for count in range(1, most + 1):
             expected += survivals[count - 1]
             if expected / ratios[count] > best_rate:
@@ -332,6 +375,16 @@ def may_draft(request: Request) -> bool:
         and request.beam is None
         and request.max_len - len(request.tokens) > 1
         and request.num_planned == len(request.tokens) - 1
+    )
+
+
+def may_draft_next(request: Request) -> bool:
+    """Whether drafts could follow the token in flight, once it is on the host."""
+    return (
+        request.num_in_flight == request.num_expected == 1
+        and request.beam is None
+        and request.max_len - len(request.tokens) > 2
+        and request.num_planned == len(request.tokens)
     )
 
 
