@@ -26,7 +26,7 @@ from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 
-FREE_DRAFTS = {"cpu": 12.0, "cuda": 128.0}  # how many drafts double the duration of a small step, until measured
+FREE_DRAFTS = {"cpu": 12.0, "cuda": 256.0}  # how many drafts double the duration of a small step, until measured
 # Of a row: on a CPU more take as long as they gain, on a GPU kernels verify rows of up to 16 tokens.
 MAX_DRAFTS = {"cpu": 10, "cuda": 15}
 MAX_GPU_TOKENS = 1024  # of a step with drafts: larger ones are not captured

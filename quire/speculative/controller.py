@@ -35,9 +35,11 @@ MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
 ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
 ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
+UNLUCKY_STEPS = 2.5  # plain steps more, for a request among others whose own drafts promise to pay
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
+DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
 
 
 @dataclass(slots=True)
@@ -81,7 +83,8 @@ class Controller:
         self._failures: Counter[str] = Counter()
         self._propose_s = 0.0  # of the step being planned
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
-        self._peek_s = 0.0  # of `promises_gain`
+        self._peek_s = 0.0  # of `promises_gain`, for each request
+        self._delays = Ledger(DELAY_LOSS, DELAY_GRACE)  # of plain steps, by that
         self._asked_s = 0.0  # of it, in models
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
@@ -108,23 +111,26 @@ class Controller:
         step_s = self.times.plain_s(len(running))
         if step_s is None or may_admit or any(map(has_prompt, running)):
             return False
-        if not self.ledger.may_lose(max(0.0, self._peek_s - hidden_s), step_s):
+        rows = [request for request in running if may_draft_next(request) and not self._pauses(request)]
+        expected_s = self._peek_s * len(rows)
+        if not rows or not self.ledger.may_lose(0.0, step_s):
+            return False
+        if not self._delays.may_lose(max(0.0, expected_s - hidden_s), step_s):
             return False
         begin_s = self._clock()
-        rows = [request for request in running if may_draft_next(request) and not self._pauses(request)]
-        survivals: list[float] = []
-        for request, tree in zip(rows, self._ask(rows), strict=True):
+        nodes: list[tuple[float, int]] = []
+        for index, (request, tree) in enumerate(zip(rows, self._ask(rows), strict=True)):
             if tree is not None:
                 found = zip(tree.depths(), self._survivals(tree, self._records[request.id].shifts), strict=True)
-                survivals += [each for depth, each in found if depth > 1 and each >= MIN_SURVIVAL]
-        promises = bool(self._best_count(sorted(survivals, reverse=True), running, step_s))
+                nodes += [(each, index) for depth, each in found if depth > 1 and each >= MIN_SURVIVAL]
+        nodes.sort(reverse=True)
+        seconds = self._clock() - begin_s
+        self._peek_s += PEEK_WEIGHT * (seconds / len(rows) - self._peek_s) if self._peek_s else seconds / len(rows)
+        self._delays.add(max(0.0, seconds - hidden_s), 0.0)
+        promises = bool(self._best_count(nodes, rows, running, step_s, asking_s=seconds))
         if promises:
             for request in rows:
                 self._records[request.id].pause = 0  # they are asked again when the tokens are known
-        seconds = self._clock() - begin_s
-        self._peek_s += PEEK_WEIGHT * (seconds - self._peek_s)
-        if seconds > hidden_s:
-            self.ledger.add(seconds - hidden_s, 0.0)
         return promises
 
     def observe(self, plan: Plan, sampled: Sampled, *, has_gap: bool = False) -> None:
@@ -150,6 +156,7 @@ class Controller:
             self._gap_s += GAP_WEIGHT * (min(max(0.0, seconds - propose_s - step_s), step_s) - self._gap_s)
         elif not num_drafts:
             seconds = step_s + asked_s  # nothing else is gained or lost
+            self._delays.add(step_s, step_s)
         self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
@@ -186,7 +193,8 @@ class Controller:
                 own = sorted((-each, index, node) for node, each in enumerate(survivals) if each >= MIN_SURVIVAL)
                 nodes += own[: self._limit(rows[index])]
         nodes.sort()
-        count = self._best_count([-node[0] for node in nodes], running, step_s, 1.0 + self._gap_s / step_s)
+        survivals = [(-each, index) for each, index, _ in nodes]
+        count = self._best_count(survivals, rows, running, step_s, gap_s=self._gap_s)
         chosen: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
             chosen.setdefault(index, []).append(node)
@@ -218,31 +226,59 @@ class Controller:
         return False
 
     def _best_count(
-        self, survivals: Sequence[float], running: Sequence[Request], step_s: float, plain_ratio: float = 1.0
+        self,
+        nodes: Sequence[tuple[float, int]],
+        rows: Sequence[Request],
+        running: Sequence[Request],
+        step_s: float,
+        *,
+        gap_s: float = 0.0,
+        asking_s: float = 0.0,
     ) -> int:
         """How many of the likeliest drafts to verify, so that tokens a second are most and no ledger is overdrawn.
 
-        Without any the step takes `plain_ratio` times a plain one: there may be a gap before it already.
+        `nodes` are (survival, index in `rows`), the likeliest first. A plain step takes `gap_s` longer too, and one
+        with drafts `asking_s` longer than was measured.
         """
         num_rows = len(running)
-        most = min(len(survivals), self._max_tokens - num_rows)
+        most = min(len(nodes), self._max_tokens - num_rows)
         if not most:
             return 0
-        ratios = self.times.ratios(num_rows, most)
-        best, best_rate, expected = 0, MIN_GAIN * num_rows / plain_ratio, float(num_rows)
+        ratios, asking = self.times.ratios(num_rows, most), asking_s / step_s
+        best, best_rate, expected = 0, MIN_GAIN * num_rows / (1.0 + gap_s / step_s), float(num_rows)
         for count in range(1, most + 1):
-            expected += survivals[count - 1]
-            if expected / ratios[count] > best_rate:
-                best, best_rate = count, expected / ratios[count]
-        while best and not self._may_lose((ratios[best] - 1.0) * step_s, running, step_s):
+            expected += nodes[count - 1][0]
+            if expected / (ratios[count] + asking) > best_rate:
+                best, best_rate = count, expected / (ratios[count] + asking)
+        while best and not self._may_lose((ratios[best] - 1.0) * step_s, nodes[:best], rows, running, step_s):
             best //= 2
         return best
 
-    def _may_lose(self, loss_s: float, running: Sequence[Request], step_s: float) -> bool:
+    def _may_lose(
+        self,
+        loss_s: float,
+        nodes: Sequence[tuple[float, int]],
+        rows: Sequence[Request],
+        running: Sequence[Request],
+        step_s: float,
+    ) -> bool:
+        """Whether no ledger forbids a step that takes `loss_s` longer and verifies these nodes.
+
+        Of several rows, one whose own drafts promise to pay for the step may have lost a few steps more, and what they
+        promise: otherwise one row that is unlucky for a few steps would stop the drafts of all.
+        """
         if not self.ledger.may_lose(loss_s, step_s):
             return False
-        records = [self._records.get(request.id) for request in running]
-        return all(record is None or record.ledger.may_lose(loss_s, step_s) for record in records)
+        promised = dict.fromkeys(running, 0.0) if len(running) > 1 else {}
+        for survival, index in nodes if promised else ():
+            promised[rows[index]] += survival
+        for request in running:
+            record, gain_s = self._records.get(request.id), promised.get(request, 0.0) * step_s
+            if gain_s >= loss_s:
+                gain_s += UNLUCKY_STEPS * step_s if promised else 0.0
+            if record is not None and not record.ledger.may_lose(loss_s - gain_s, step_s):
+                return False
+        return True
 
     def _ask(self, rows: Sequence[Request]) -> list[Drafts | None]:
         """The drafts of each request: those of all proposers, merged into one tree."""

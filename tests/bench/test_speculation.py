@@ -70,10 +70,3 @@ def test_a_plug_in_that_cannot_be_used_is_refused(name: str) -> None:
         load_plugin(name)
 
 
-def test_on_a_gpu_a_named_method_is_refused() -> None:
-    from quire.engine.speculation import build_controller
-
-    ops: Any = SimpleNamespace(device="cuda", native=None)
-    assert build_controller(EngineConfig(), ops, 64, 97, []) is None
-    with pytest.raises(InvalidParams, match="on a GPU"):
-        build_controller(EngineConfig(speculate="module:Class"), ops, 64, 97, [])

@@ -135,7 +135,7 @@ def run(
     scheduler = Scheduler(10_000, 16, 4096, 256, pace=Pace(target_s, 1, STEP_S, 1e-6))
     device, controller = Device(clock, slope), None
     if guesser is not None:
-        controller = Controller([guesser], 1024, VOCAB_SIZE, 128.0, max_drafts=15)
+        controller = Controller([guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15)
         controller._clock = clock.monotonic
     engine = Engine(scheduler, device, None, controller)  # type: ignore[arg-type]
     requests = [
