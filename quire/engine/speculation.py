@@ -131,7 +131,7 @@ def build_controller(
 ) -> Controller | None:
     """None if speculation is off."""
     methods = parse_speculate(config.speculate)
-    if methods is None or (not methods and not is_free(ops)):
+    if methods is None or not speculates(config, ops):
         return None
     plugins = [load_plugin(method.value) for method in methods if method.kind == "plugin"]
     return Controller(
@@ -145,9 +145,11 @@ def build_controller(
     )
 
 
-def is_free(ops: Kernels) -> bool:
-    """Whether `auto` speculates: drafts change no bit of an answer with quire's own CPU kernels, nor with `exact`."""
-    return ops.native is not None or ops.exact
+def speculates(config: EngineConfig, ops: Kernels) -> bool:
+    """Whether speculation is on. `auto` is on where drafts change no bit of an answer: with quire's own CPU kernels, and
+    with `exact`."""
+    methods = parse_speculate(config.speculate)
+    return methods is not None and (bool(methods) or ops.native is not None or ops.exact)
 
 
 def load_plugin(name: str) -> Proposer:

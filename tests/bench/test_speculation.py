@@ -68,5 +68,3 @@ def test_a_plug_in_that_cannot_be_used_is_refused(name: str) -> None:
 
     with pytest.raises(InvalidParams, match=name):
         load_plugin(name)
-
-
