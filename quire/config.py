@@ -144,8 +144,8 @@ class EngineConfig:
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
-        "module:Class. Answers are the same with any of them. On a GPU auto speculates with --exact only, because "
-        "otherwise rounding depends on it; a list is used in any case, and suffix in it names repeated text alone.",
+        "eagle:DIR, module:Class. Answers are the same with any of them. On a GPU auto speculates with --exact only: "
+        "rounding depends on it otherwise. A list is used in any case, and suffix in it names repeated text alone.",
         "METHODS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
@@ -225,6 +225,7 @@ SPECULATION_KINDS = {
     "draft": "MODEL",
     "block": "DIR",
     "medusa": "DIR",
+    "eagle": "DIR",
 }
 
 

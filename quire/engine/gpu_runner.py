@@ -239,7 +239,8 @@ class GpuRunner(ModelRunner):
         if has_tree(plan):
             self._move_tokens(
                 rows, self._num_accepted, self._accepted_paths, buffers.query_starts.view(len(plan) + 1),
-                buffers.seq_lens.view(len(plan)), [table.buffer.view(len(plan), buffers.max_blocks) for table in buffers.tables],
+                buffers.seq_lens.view(len(plan)),
+                [table.buffer.view(len(plan), buffers.max_blocks) for table in buffers.tables],
             )  # fmt: skip
 
     def _max_rows_of(self, kind: str) -> int:

@@ -80,7 +80,7 @@ def make_requests() -> list[Request]:
     ]
     prompt, requests = list(range(5, 25)), list[Request]()
     for number, (params, more) in enumerate(asked):
-        tokens = prompt[: 17 if number % 2 else 6] + [30 + number]
+        tokens = [*prompt[: 17 if number % 2 else 6], 30 + number]
         requests.append(Request(str(number), tokens, params, max_tokens=MAX_TOKENS, seed=number, **more))  # type: ignore[arg-type]
     twin = Request("twin", requests[1].prompt, requests[1].params, max_tokens=MAX_TOKENS, seed=99, leader=requests[1])
     return [*requests[:2], twin, *requests[2:]]

@@ -175,8 +175,7 @@ def build_engine(
     runner = build_runner(decoder, cache, ops, shape, config, "float32", 1 << 40)
     assert isinstance(runner, GpuRunner)
     info: Any = SimpleNamespace(device="cpu")
-    engine = Engine(scheduler, runner, info, controller)
-    return engine
+    return Engine(scheduler, runner, info, controller)
 
 
 def capture_all(engine: Engine) -> None:

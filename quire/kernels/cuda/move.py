@@ -36,7 +36,7 @@ def _move(
     heads, words = tl.arange(0, HEADS)[:, None], tl.arange(0, WORDS)[None, :]
     inside = (heads < num_heads) & (words < num_words)
     offsets = heads.to(tl.int64) * head_stride + words
-    for index in range(0, tl.load(num_accepted + row)):
+    for index in range(tl.load(num_accepted + row)):
         node = tl.load(paths + row * path_row + index)
         if node != index:
             source, target = front + node, front + index
@@ -82,7 +82,7 @@ class TokenMover:
         self, rows: Tensor, num_accepted: Tensor, paths: Tensor, starts: Tensor, seq_lens: Tensor,
         tables: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """rows [n, FIELDS], num_accepted and paths as of `accept_drafts`; starts, seq_lens and tables as in `Paging`."""
+        """rows [n, FIELDS], num_accepted and paths as of `accept_drafts`; the others as in `Paging`."""
         for shape, planes in self._planes:
             table = tables[shape.group]
             _move[(rows.shape[0], len(planes))](

@@ -132,10 +132,11 @@ class KernelCalls:
 
         model, rows = self.model, numbers(FEW_ROWS, FIELDS)
         counts, paths = numbers(MAX_ROWS), numbers(MAX_ROWS, MAX_NODES)
-        samples, tops, entries = longs(MANY_ROWS), torch_stub.empty(MANY_ROWS), numbers(MANY_ROWS)
+        tops: Any = torch_stub.empty(MANY_ROWS)
+        samples, entries = longs(MANY_ROWS), numbers(MANY_ROWS)
         accept_drafts(
             rows, numbers(MANY_ROWS), longs(MANY_ROWS), samples, tops, entries, longs(MAX_ROWS), counts, paths
-        )  # type: ignore[arg-type]
+        )
         shape, _, cache_dtype = self.ops.cache_shapes(
             KVCacheSpec(model.num_kv_heads, model.head_dim), model.kv_dtype, model.block_size
         )

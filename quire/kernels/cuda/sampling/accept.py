@@ -33,7 +33,7 @@ def _accept(
     draft = tl.load(step_tokens + first_token + nodes, mask=is_draft, other=-1)
     entry = tl.load(entries + first)
     node, accepted = 0, 0
-    for _ in range(0, count + 1):
+    for _ in range(count + 1):
         if node >= 0:
             parent_node = node
             node = -1
