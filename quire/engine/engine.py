@@ -56,7 +56,6 @@ class Launched:
     running: RunningStep
     begins_s: float  # estimated until the step before has ended
     expected_s: float  # duration; minus infinity if unknown
-    is_behind: bool  # whether another plan was in flight when it was launched
 
     @property
     def ends_s(self) -> float:
@@ -161,7 +160,7 @@ class Engine:
         self.step_s = sampled.seconds
         updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
         if self.controller is not None:
-            self.controller.observe(plan, sampled, has_gap=self.runner.depth > 1 and not oldest.is_behind)
+            self.controller.observe(plan, sampled)
         self._sample_next()
         if self.controller is not None and self.runner.depth > 1:
             self._prepare_drafts(self.controller)
@@ -229,11 +228,9 @@ class Engine:
         if self.runner.depth > 1 and not isinstance(running, Failure):
             self._launch_s = moving_average(self._launch_s or None, launched_s - now_s)
             expected_s = self._costs.predict(plan)
-        is_behind = bool(self._launched)
-        is_queued = is_behind and not self._launched[-1].running.is_done()
-        begins_s = max(launched_s, self._launched[-1].ends_s) if is_queued else launched_s
-        expected_s = -math.inf if expected_s is None else expected_s
-        self._launched.append(Launched(plan, running, begins_s, expected_s, is_behind))
+        is_behind = bool(self._launched) and not self._launched[-1].running.is_done()
+        begins_s = max(launched_s, self._launched[-1].ends_s) if is_behind else launched_s
+        self._launched.append(Launched(plan, running, begins_s, -math.inf if expected_s is None else expected_s))
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:

@@ -197,6 +197,7 @@ def build_controller(
         models,
         plugins,
         MAX_DRAFTS[ops.device],
+        is_pipelined=ops.fused is not None,
     )
 
 

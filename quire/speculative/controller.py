@@ -63,9 +63,10 @@ class Controller:
         models: Sequence[ModelProposer] = (),
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
+        is_pipelined: bool = False,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
-        checked.
+        checked. `is_pipelined`: plain steps are launched one behind the other, and `propose` is called after a gap.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
@@ -81,6 +82,8 @@ class Controller:
         self._vocab_size = vocab_size
         self._records: dict[str, Record] = {}
         self._failures: Counter[str] = Counter()
+        self._is_pipelined = is_pipelined
+        self._has_gap = False  # before the next step that is observed
         self._propose_s = 0.0  # of the step being planned
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
         self._peek_s = 0.0  # of `promises_gain`, for each request
@@ -95,6 +98,7 @@ class Controller:
         A step that computes prompts has no drafts: its duration grows with every token.
         """
         self._begin_s, self._asked_s = self._clock(), 0.0
+        self._has_gap = self._is_pipelined
         step_s = self.times.plain_s(len(running))
         if step_s is None or may_admit or any(map(has_prompt, running)):
             return
@@ -133,10 +137,10 @@ class Controller:
                 self._records[request.id].pause = 0  # they are asked again when the tokens are known
         return promises
 
-    def observe(self, plan: Plan, sampled: Sampled, *, has_gap: bool = False) -> None:
-        """Learn from a step that has ended. Called after its commit. `has_gap`: on a device that could have been given
-        this step while it computed the one before, but was not."""
+    def observe(self, plan: Plan, sampled: Sampled) -> None:
+        """Learn from a step that has ended. Called after its commit."""
         end_s = self._clock()
+        has_gap, self._has_gap = self._has_gap, False
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         for row, drafts in plan.drafts.items():
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))

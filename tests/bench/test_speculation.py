@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,17 @@ def test_a_plug_in_that_cannot_be_used_is_refused(name: str) -> None:
 
     with pytest.raises(InvalidParams, match=name):
         load_plugin(name)
+
+
+def test_on_a_gpu_auto_speculates_with_exact_only() -> None:
+    """Otherwise rounding depends on the tokens of a step, so it must be asked for."""
+    from quire.engine.speculation import build_controller
+
+    def is_on(speculate: str, *, exact: bool) -> bool:
+        ops: Any = SimpleNamespace(device="cuda", native=None, fused=object(), exact=exact)
+        return build_controller(EngineConfig(speculate=speculate), ops, 8192, 97, []) is not None
+
+    assert not is_on("auto", exact=False)
+    assert is_on("auto", exact=True)
+    assert is_on("suffix", exact=False)
+    assert not is_on("off", exact=True)

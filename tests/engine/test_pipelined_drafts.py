@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from quire.core.drafts import Drafts
 from quire.core.pace import Pace
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
-from quire.core.request import Request
+from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
 from quire.engine import engine as module
 from quire.engine.engine import Engine
@@ -135,7 +137,7 @@ def run(
     scheduler = Scheduler(10_000, 16, 4096, 256, pace=Pace(target_s, 1, STEP_S, 1e-6))
     device, controller = Device(clock, slope), None
     if guesser is not None:
-        controller = Controller([guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15)
+        controller = Controller([guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
         controller._clock = clock.monotonic
     engine = Engine(scheduler, device, None, controller)  # type: ignore[arg-type]
     requests = [
@@ -196,3 +198,36 @@ def test_the_updates_of_a_step_with_drafts_are_delivered_while_the_next_one_runs
     guessed = run(clock, 1, Guesser(clock, 1.0))
     num_steps = len(guessed.device.plans)
     assert guessed.device.idle_s < num_steps * (LAUNCH_S + 2 * PROPOSE_S)
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_step_with_drafts_that_fails_ends_its_own_requests_only(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    scheduler = Scheduler(100, 16, 4096, 256)
+    device = Device(clock, 0.01)
+    controller = Controller([Guesser(clock, 1.0)], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
+    controller._clock = clock.monotonic
+    info: Any = SimpleNamespace(device="cpu")
+    engine = Engine(scheduler, device, info, controller)
+    engine.add(Request("a", [1, 2, 3], SamplingParams(), max_tokens=50))
+    plain = getattr(Device if where == "launch" else Step, where)
+    failed: list[int] = []
+
+    def fail(self: Any, *args: Any, **options: Any) -> Any:
+        plan = args[0] if where == "launch" else self.plan
+        if plan.drafts and not failed:
+            failed.append(plan.step)
+            raise RuntimeError("the device failed")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Device if where == "launch" else Step, where, fail)
+    ends: dict[str, Any] = {}
+    while engine.has_work:
+        for update in engine.step():
+            if update.finish:
+                ends[update.id] = update.finish
+        if failed and "b" not in scheduler.requests and "b" not in ends:
+            engine.add(Request("b", [1, 2, 3], SamplingParams(), max_tokens=50))
+    assert ends == {"a": Finish.ERROR, "b": Finish.LENGTH}
+    assert scheduler.kv.pool.num_free == 100
