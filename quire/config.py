@@ -144,7 +144,9 @@ class EngineConfig:
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
-        "eagle:DIR, mtp (the model's own layers), module:Class. Answers are the same with any of them.",
+        "eagle:DIR, mtp (the model's own layers), module:Class. Answers are the same with any of them. On a GPU auto "
+        "speculates with --exact only: rounding depends on it otherwise. A list is used in any case, and suffix in it "
+        "names repeated text alone.",
         "METHODS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
@@ -233,12 +235,12 @@ SPECULATION_KINDS = {
 class SpeculationMethod:
     """One entry of `EngineConfig.speculate`."""
 
-    kind: str  # of SPECULATION_KINDS, or "plugin"
-    value: str  # a model's name, a head's directory, or module:Class. Empty for mtp
+    kind: str  # of SPECULATION_KINDS, "suffix" or "plugin"
+    value: str  # a model's name, a head's directory, or module:Class. Empty for mtp and suffix
 
 
 def parse_speculate(text: str) -> list[SpeculationMethod] | None:
-    """The methods that `speculate` lists beside those of auto. None if speculation is off."""
+    """The methods that `speculate` lists. Those of auto are used beside any of them. None if speculation is off."""
     if not isinstance(text, str) or not text:
         raise InvalidParams(f"speculate is {text!r}; give auto, off or a list of methods.", "speculate")
     if text == "off":
@@ -249,6 +251,9 @@ def parse_speculate(text: str) -> list[SpeculationMethod] | None:
         module, _, name = entry.rpartition(":")
         if entry == "auto":
             continue
+        if entry == "suffix":
+            methods.append(SpeculationMethod(entry, ""))
+            continue
         described = SPECULATION_KINDS.get(kind)
         if described is not None and bool(colon) == bool(value) == bool(described):
             methods.append(SpeculationMethod(kind, value))
@@ -256,7 +261,7 @@ def parse_speculate(text: str) -> list[SpeculationMethod] | None:
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             kinds = ", ".join(f"{kind}:{value}" if value else kind for kind, value in SPECULATION_KINDS.items())
             raise InvalidParams(
-                f"speculate has {entry!r}; give off, or a list of auto, {kinds} and classes as module:Class.",
+                f"speculate has {entry!r}; give off, or a list of auto, suffix, {kinds} and classes as module:Class.",
                 "speculate",
             )
         methods.append(SpeculationMethod("plugin", entry))

@@ -98,7 +98,7 @@ class BatchBuffers:
 
     def _lay_out(self, plan: Plan, size: int | None = None, rows: int | None = None) -> Batch:
         """`size` and `rows` pad the step to that many tokens and rows. Padding tokens have no slot, and padding rows no
-        context."""
+        context. Captured steps are padded, and have buffers of their own for the paths of trees."""
         self.uploader.clear()
         query_starts = list(accumulate(plan.counts, initial=0))
         num_rows, num_tokens = len(plan.counts), query_starts[-1]
@@ -129,7 +129,7 @@ class BatchBuffers:
                 self.block_size,
                 query_starts,
                 seq_lens,
-                paths=self._find_paths(plan, query_starts),
+                paths=self._find_paths(plan, query_starts) if size is None else None,
                 encoder_lens=self.encoder_lens.upload(num_rows) if self.encoder_lens else None,
             ),
             find_samples(plan, query_starts, seq_lens, entries),

@@ -54,6 +54,7 @@ from quire.engine.speculation import (
     load_draft_model,
     load_heads,
     needs_features,
+    speculates,
 )
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
@@ -146,7 +147,10 @@ def build_engine(
         decoder = ops.record(loaded.model, layers, step_tokens, find_tap_layers(heads))
         features = RequestFeatures(max_requests)
         listeners: list[StepListener] = [features] if needs_features(heads) else []
-        runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners)
+        runner = build_runner(
+            decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners,
+            speculates=speculates(config, ops),
+        )  # fmt: skip
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
     scheduler = Scheduler(
@@ -212,6 +216,8 @@ def build_runner(
     dtype: str,
     graph_bytes: int,
     listeners: Sequence[StepListener] = (),
+    *,
+    speculates: bool = False,
 ) -> Runner:
     if ops.native is not None:
         return ModelRunner(decoder, cache, BatchBuffers(shape), ops, listeners)
@@ -229,7 +235,7 @@ def build_runner(
     uses_items = not ops.exact and varlen_items.suits(torch_type(dtype), cache.layers[0], scoring)
     num_queries_per_kv = model.num_heads // model.num_kv_heads
     attention = AttentionShape(num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
-    return GpuRunner(decoder, cache, GpuBuffers(shape, attention), ops, graph_bytes)
+    return GpuRunner(decoder, cache, GpuBuffers(shape, attention), ops, graph_bytes, speculates=speculates)
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:

@@ -77,6 +77,7 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self._costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
         self._launch_s = 0.0  # duration of planning and launching
+        self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
@@ -117,12 +118,13 @@ class Engine:
         one is planned as late as possible, so that requests which arrive meanwhile join it. Until then no updates are
         returned.
         """
+        updates: list[Update] = []
         try:
-            updates = self._step()
+            self._step(updates)
         except DeviceLost:
             raise
         except Exception as error:
-            updates = self._recover(error)
+            updates += self._recover(error)
         except BaseException:
             self.scheduler.reset()
             self._drop_plans()
@@ -133,14 +135,14 @@ class Engine:
                     self.controller.finish(update.id)
         return updates
 
-    def _step(self) -> list[Update]:
+    def _step(self, updates: list[Update]) -> None:
         self.step_s = None
         while self._may_launch and self._launch():
             pass
         left_s = self._time_left() if self._launched else IDLE_S
         if left_s > 0:
             self._wait(left_s)
-            return []
+            return
         if self.scheduler.pace.target_s is None:  # without a latency target captures may delay updates
             self.runner.idle(self._launched[-1].ends_s - time.monotonic())
         oldest = self._launched.popleft()
@@ -149,17 +151,31 @@ class Engine:
         try:
             sampled = oldest.running.wait()
         except Exception as error:
-            return self._fail(plan, error)
+            updates += self._fail(plan, error)
+            return
         if self._launched and ends_now:
             self._launched[0].begins_s = time.monotonic()
         if sampled.seconds is not None:
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
-        updates = self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+        updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
         if self.controller is not None:
             self.controller.observe(plan, sampled)
         self._sample_next()
-        return updates
+        if self.controller is not None and self.runner.depth > 1:
+            self._prepare_drafts(self.controller)
+
+    def _prepare_drafts(self, controller: Controller) -> None:
+        """Decide whether drafts are worth an idle device. If it is idle, launch before the updates are delivered.
+
+        Drafts can follow only tokens that are on the host. So a step with drafts is launched when no other is in
+        flight, and the device is idle until then.
+        """
+        if not self._launched:
+            self._launch()
+        elif len(self._launched) == 1 and not self._launched[0].running.must_commit_first:
+            hidden_s = max(0.0, self._launched[0].ends_s - self._launch_s - time.monotonic())
+            self._drains = controller.promises_gain(self.scheduler.running, self.scheduler.may_admit, hidden_s)
 
     def _sample_next(self) -> None:
         """Sample the next plan in flight, if its sampling needs the tokens that were just committed."""
@@ -173,7 +189,7 @@ class Engine:
     @property
     def _may_launch(self) -> bool:
         """Nothing is launched after a plan that failed: it has no tokens, and its blocks were not written."""
-        if self._launched and self._launched[-1].running.must_commit_first:
+        if self._launched and (self._drains or self._launched[-1].running.must_commit_first):
             return False
         return len(self._launched) < self.runner.depth and self._time_left() <= 0
 
@@ -195,8 +211,10 @@ class Engine:
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
-        if self.controller is not None and not self._launched:
-            self.controller.propose(self.scheduler.running, self.scheduler.may_admit)
+        if not self._launched:
+            self._drains = False
+            if self.controller is not None:
+                self.controller.propose(self.scheduler.running, self.scheduler.may_admit)
         plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False

@@ -12,19 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.drafts import ROOT
 from quire.core.plan import Plan
 from quire.engine.batch import Batch, BatchBuffers, BufferShape, Samples
 from quire.engine.buffers import Buffer
 from quire.kernels.cuda.attention import varlen_items
-from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, split_rows
+from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, list_tokens, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
-from quire.kernels.cuda.attention.verify import is_fastest, num_units
+from quire.kernels.cuda.attention.verify import MAX_QUERIES, is_fastest, num_units
 from quire.kernels.cuda.launch.upload import Upload
-from quire.kernels.paging import Ends, Paging
+from quire.kernels.cuda.sampling import accept
+from quire.kernels.paging import NO_TOKEN, Ends, Paging, tree_paths
 
-NUM_BUFFERS = 13  # of a step, without those for each group (table, slots) and each window (splits, items)
+NUM_BUFFERS = 16  # of a step, without those for each group (table, slots) and each window (splits, items)
 SPARE_TILES = 64  # for partial tiles: each row may have one
+MAX_VERIFIED = 1024  # tokens of a captured step with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class GpuBuffers(BatchBuffers):
         self.max_rows = max_rows
         self.attention = attention
         self.tiles = Buffer((1 + 2 * max_tiles(max_tokens),), "int32", arrays, uploader)
-        max_splits = self._max_splits(max_rows)
+        self.max_verified = min(max_tokens, MAX_VERIFIED)
+        max_splits = max(self._max_splits(max_rows), self.max_verified if attention.exact else 0)
         self.splits = {window: Buffer((max_splits, FIELDS), "int32", arrays, uploader) for window in windows}
         self.items = {
             window: Buffer((self._max_items(max_tokens),), "int32", arrays, uploader) for window in windows
@@ -63,6 +67,12 @@ class GpuBuffers(BatchBuffers):
         self.last_window = attention.last_window
         self.end_splits = Buffer((max_splits, FIELDS), "int32", arrays, uploader)
         self.starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=arrays.device)
+        # For steps with drafts: the rows that have some, and each sample's parent (see `accept_drafts`). For captured
+        # steps with trees each token's ancestors, as exact attention takes them or as the other kernels do.
+        self.draft_rows = Buffer((max_rows, accept.FIELDS), "int32", arrays, uploader)
+        self.parents = Buffer((max_tokens + accept.MAX_NODES,), "int32", arrays, uploader)
+        shape_of_paths = (self.max_verified, MAX_QUERIES) if attention.exact else (self.max_verified,)
+        self.ancestors = Buffer(shape_of_paths, "int32" if attention.exact else "int64", arrays, uploader)
 
     def decode_batch(self, size: int) -> Batch:
         """The buffers that the graph of a decode step of this size reads."""
@@ -75,13 +85,19 @@ class GpuBuffers(BatchBuffers):
         tiles = Tiles(self.tiles.view(1 + 2 * max_tiles(size)))
         return self._captured(size, rows, Work(has_singles, True, splits, items, tiles))
 
-    def verify_batch(self, size: int, max_queries: int) -> Batch:
+    def verify_batch(self, size: int, max_queries: int, *, has_trees: bool) -> Batch:
         """The buffers that the graph of a step of drafts reads: `size` tokens, at most `max_queries` a row."""
-        rows = min(size, self.max_rows)
-        if self._verifies_with_items(size, max_queries):
+        rows, exact = min(size, self.max_rows), self.attention.exact
+        if not has_trees and self._verifies_with_items(size, max_queries):
             items = {window: buffer.view(self._max_items(size)) for window, buffer in self.items.items()}
             return self._captured(size, rows, Work(False, True, items=items))
-        return self._captured(size, rows, Work(True, False, self._splits(rows), max_queries=max_queries))
+        splits = self._splits(size if exact else rows)
+        work = Work(True, False, splits, max_queries=max_queries)
+        if not has_trees:
+            return self._captured(size, rows, work)
+        ancestors = self.ancestors.view(size)
+        work.masks = None if exact else ancestors
+        return self._captured(size, rows, work, ancestors if exact else None)
 
     def ends_of(self, batch: Batch, rows: int) -> Ends:
         """The samples of a mixed batch."""
@@ -93,13 +109,13 @@ class GpuBuffers(BatchBuffers):
             Paging(self.starts[: rows + 1], lengths, paging.block_tables, [], self.block_size, [], [], work=work),
         )
 
-    def _captured(self, size: int, rows: int, work: Work) -> Batch:
+    def _captured(self, size: int, rows: int, work: Work, paths: Tensor | None = None) -> Batch:
         tables = [table.buffer.view(rows, self.max_blocks) for table in (*self.tables, *self.fixed_tables)]
         slots = [slots.view(size) for slots in self.slot_mapping]
         starts, seq_lens = self.query_starts.view(rows + 1), self.seq_lens.view(rows)
         encoder_lens = self.encoder_lens.view(rows) if self.encoder_lens else None
         paging = Paging(
-            starts, seq_lens, tables, slots, self.block_size, [], [], work=work, encoder_lens=encoder_lens
+            starts, seq_lens, tables, slots, self.block_size, [], [], paths, work=work, encoder_lens=encoder_lens
         )  # fmt: skip
         return Batch(
             self.tokens.view(size), self.positions.view(size), paging, Samples(), self.last_token_entries.view(rows)
@@ -124,11 +140,15 @@ class GpuBuffers(BatchBuffers):
         self.uploader.send()
         return samples
 
-    def fill_verify(self, plan: Plan, size: int, max_queries: int) -> Samples:
+    def fill_verify(self, plan: Plan, size: int, max_queries: int, *, has_trees: bool) -> Samples:
         """A step whose tokens are all sampled, at most `max_queries` of a row, padded to `size` tokens."""
         rows = min(size, self.max_rows)
         samples = self._lay_out(plan, size, rows).samples
-        if self._verifies_with_items(size, max_queries):
+        if has_trees:
+            self._fill_ancestors(plan)
+        if self.attention.exact:
+            self._fill_tokens_alone(plan, size)
+        elif not has_trees and self._verifies_with_items(size, max_queries):
             self._fill_items(plan, 0)
         else:
             group, kv_heads = self.attention.num_queries_per_kv, self.attention.kv_heads
@@ -137,6 +157,29 @@ class GpuBuffers(BatchBuffers):
         self._upload_samples(samples, size)
         self.uploader.send()
         return samples
+
+    def _fill_ancestors(self, plan: Plan) -> None:
+        """Of each token of the step; rows that are chains have none."""
+        num_tokens = plan.num_tokens
+        starts = self.query_starts.host[: len(plan) + 1].tolist()
+        paths = tree_paths(
+            starts, [plan.drafts[row].parents if row in plan.drafts else None for row in range(len(plan))]
+        )
+        if self.attention.exact:
+            self.ancestors.host[:num_tokens, : paths.shape[1]] = paths
+            self.ancestors.host[:num_tokens, paths.shape[1] :] = NO_TOKEN
+        else:
+            self.ancestors.host[:num_tokens] = to_masks(paths)
+        self.ancestors.upload(num_tokens)
+
+    def _fill_tokens_alone(self, plan: Plan, size: int) -> None:
+        """For exact attention: each token as an entry of its own, whatever the window."""
+        rows = np.arange(len(plan))
+        splits = list_tokens(rows, self.query_starts.host[rows], np.array(plan.counts))
+        for buffer in self.splits.values():
+            buffer.host[: len(splits)] = splits
+            buffer.host[len(splits) : size, 0] = PADDING_ROW
+            buffer.upload(size)
 
     def _verifies_with_items(self, size: int, max_queries: int) -> bool:
         attention = self.attention
@@ -187,6 +230,19 @@ class GpuBuffers(BatchBuffers):
         self.sample_indices.host[:count] = samples.indices
         self.sample_entries.upload(size)
         self.sample_lengths.upload(size)
+        if samples.drafts:
+            self._upload_drafts(samples)
+
+    def _upload_drafts(self, samples: Samples) -> None:
+        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1."""
+        roots = [nth for nth, node in enumerate(samples.nodes) if node == ROOT and samples.rows[nth] in samples.drafts]
+        for index, nth in enumerate(roots):
+            drafts = samples.drafts[samples.rows[nth]]
+            self.draft_rows.host[index] = samples.rows[nth], nth, samples.indices[nth], len(drafts)
+            of_nodes = range(len(drafts)) if drafts.parents is None else [parent + 1 for parent in drafts.parents]
+            self.parents.host[nth + 1 : nth + 1 + len(drafts)] = of_nodes
+        self.draft_rows.upload(len(roots))
+        self.parents.upload(len(samples))
 
     def fill_padding(self, size: int, rows: int) -> None:
         """A step that consists of padding, for warmup and capture."""
@@ -206,6 +262,8 @@ class GpuBuffers(BatchBuffers):
         for items in self.items.values():
             items.host[0] = 0
             items.upload(1)
+        self.ancestors.host[...] = NO_TOKEN if self.attention.exact else 0
+        self.ancestors.upload(len(self.ancestors.host))
         for splits in (*self.splits.values(), self.end_splits):
             splits.host[:, 0] = PADDING_ROW
             splits.upload(len(splits.host))
@@ -254,3 +312,11 @@ class GpuBuffers(BatchBuffers):
 
 def max_tiles(num_tokens: int) -> int:
     return num_tokens // TILE_QUERIES + SPARE_TILES
+
+
+def to_masks(paths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """`tree_paths` as bits, [tokens]: bit i is set if the row's token i is an ancestor of this token, or this token. A
+    token of a chain has none."""
+    bits = np.where(paths >= 0, np.int64(1) << np.maximum(paths, 0).astype(np.int64), np.int64(0))
+    masks: NDArray[np.int64] = np.bitwise_or.reduce(bits, axis=1)
+    return masks

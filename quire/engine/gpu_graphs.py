@@ -24,6 +24,7 @@ FIRST_TOKENS = {
     "mixed": tuple(range(256, 1281, 128)), "prompts": (256, 512, 1024), "crowded": (512, 1024),
 }  # fmt: skip
 TOKENS = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+FIRST_VERIFY_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 VERIFY_TOKENS = (2, 4, 8, 16, *range(32, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
 WARMUP_SIZES = (1, 16, 32, 64, 128, 256)  # together these launch every kernel
 CAPTURE_MARGIN = 5.0  # idle time for a capture, as a multiple of the last one's duration. Some take much longer.
@@ -31,12 +32,12 @@ CAPTURE_MARGIN = 5.0  # idle time for a capture, as a multiple of the last one's
 
 class Key(NamedTuple):
     """`decode` is a step of single tokens, `mixed` one of prompts and single tokens, `prompts` one of prompts only, and
-    `crowded` one of more rows than `mixed` has. `verify` is a step of drafts: each of its tokens is sampled. Sampling
-    is not captured."""
+    `crowded` one of more rows than `mixed` has. `verify` is a step of drafts: each of its tokens is sampled. Its rows
+    are chains, and those of `trees` are trees or chains. Sampling is not captured."""
 
     kind: str
     size: int  # rows of `decode`, tokens of the others
-    max_queries: int = 1  # of a row, for `verify`
+    max_queries: int = 1  # of a row, for `verify` and `trees`
 
 
 class Captured(NamedTuple):
@@ -76,7 +77,8 @@ class Graphs:
         return min(larger, default=None)
 
     def _fit(self, kind: str, size: int, max_queries: int) -> Key | None:
-        sizes = {"decode": self._rows, "verify": self._verify_tokens}.get(kind, self._tokens)
+        by_kind = {"decode": self._rows, "verify": self._verify_tokens, "trees": self._verify_tokens}
+        sizes = by_kind.get(kind, self._tokens)
         index = bisect_left(sizes, size)
         return Key(kind, sizes[index], max_queries) if index < len(sizes) else None
 
@@ -85,11 +87,14 @@ class Graphs:
         captured.graph.replay()
         return captured.hidden
 
-    def warm_up(self, kinds: Sequence[str], max_queries: Sequence[int] = ()) -> None:
-        """Run and capture the first sizes of these kinds, and all decode sizes. Run steps of drafts for each of
-        `max_queries`. This loads every kernel of a step and allocates the workspaces."""
+    def warm_up(self, kinds: Sequence[str], verify_kinds: Sequence[str] = (), max_queries: Sequence[int] = ()) -> None:
+        """Run and capture the first sizes of these kinds, and all decode sizes. Of `verify_kinds` those for the largest
+        of `max_queries` are captured, because they serve steps of fewer too, and one is run for each of the others.
+        This loads every kernel of a step and allocates the workspaces."""
         first = [key for key in self._pending if key.kind == "decode"]
         first += [Key(kind, size) for kind in kinds for size in FIRST_TOKENS[kind] if size in self._tokens]
+        sizes = [size for size in FIRST_VERIFY_TOKENS if size in self._verify_tokens]
+        first += [Key(kind, size, max(max_queries)) for kind in verify_kinds for size in sizes]
         # Largest first: the largest decode graph is required, and smaller ones reuse its memory.
         was_run = set[str]()
         for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
@@ -99,9 +104,10 @@ class Graphs:
                 was_run.add(key.kind)
             if self._bytes_left > 0:
                 self._capture(key)
-        for queries in max_queries:
-            for size in (self._verify_tokens[0], self._verify_tokens[-1]):
-                self._body(Key("verify", size, queries))
+        for kind in verify_kinds:
+            for queries in max_queries:
+                for size in (self._verify_tokens[0], self._verify_tokens[-1]):
+                    self._body(Key(kind, size, queries))
         torch.cuda.synchronize()
 
     def capture_next(self, seconds: float) -> bool:

@@ -23,12 +23,15 @@ from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collec
 from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
 from quire.kernels import Kernels
 from quire.kernels.cuda.attention.verify import MAX_QUERIES, QUERIES, round_queries
+from quire.kernels.cuda.move import TokenMover
+from quire.kernels.cuda.sampling.accept import MAX_NODES, accept_drafts
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans in flight
 MIXED_ROWS = 128  # of a captured step with prompts, unless its kind is `crowded`
+VERIFY_KINDS = ("verify", "trees")  # of graphs for steps of drafts
 
 
 def copy_to_host(x: Tensor) -> Tensor:
@@ -79,6 +82,8 @@ class GpuStep:
         if self.output is not None:
             return
         output = self.runner.sampler.sample(self.samples, self.hidden)
+        if self.samples.drafts:
+            self.runner.accept(self.plan, output)
         host_outputs, count = self.host_outputs, len(self.samples)
         host_outputs.tokens[:count].copy_(output.tokens, non_blocking=True)
         host_outputs.max_logits[:count].copy_(output.max_logits, non_blocking=True)
@@ -101,9 +106,7 @@ class GpuStep:
     def wait(self) -> Sampled:
         assert self.output is not None, "the plan before was not committed"
         self.host_outputs.done_event.synchronize()
-        sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
-        self.runner.move_accepted(self.plan, sampled)
-        return sampled
+        return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
 
 
 class GpuRunner(ModelRunner):
@@ -114,9 +117,22 @@ class GpuRunner(ModelRunner):
     depth = DEPTH
 
     def __init__(
-        self, model: Decoder, cache: CacheTensors, buffers: GpuBuffers, ops: Kernels, graph_bytes: int
+        self,
+        model: Decoder,
+        cache: CacheTensors,
+        buffers: GpuBuffers,
+        ops: Kernels,
+        graph_bytes: int,
+        *,
+        speculates: bool = False,
     ) -> None:
+        """`speculates`: steps of drafts are captured when the engine is built, too."""
         super().__init__(model, cache, buffers, ops)
+        device = torch.device(ops.device)
+        self._speculates = speculates
+        self._num_accepted = torch.zeros(buffers.max_rows, dtype=torch.int32, device=device)  # by row of the step
+        self._accepted_paths = torch.zeros(buffers.max_rows, MAX_NODES, dtype=torch.int32, device=device)
+        self._move_tokens = TokenMover(cache.layers, len(buffers.tables), device)
         self.sampler = GpuSampler(model.head, buffers, ops)
         self.max_rows = buffers.max_rows
         self._host_outputs = deque(
@@ -132,7 +148,6 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
-        assert all(drafts.is_chain for drafts in plan.drafts.values()), "captured steps compute chains"
         host_outputs = self._host_outputs[0]
         self._host_outputs.rotate(-1)
         host_outputs.start_event.record()
@@ -154,19 +169,23 @@ class GpuRunner(ModelRunner):
         return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
 
     def _run_verify(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep | None:
-        """A step of drafts and single tokens, without prompts, if a captured graph serves it."""
-        if self.ops.exact or plan.counts != plan.yields or max(plan.counts) > MAX_QUERIES:
+        """A step of drafts and single tokens, without prompts, if a captured graph serves it.
+
+        Exact attention computes chains as it does trees.
+        """
+        if plan.counts != plan.yields or max(plan.counts) > MAX_QUERIES:
             return None
-        key = self.graphs.find("verify", plan.num_tokens, round_queries(max(plan.counts)))
+        has_trees = self.ops.exact or has_tree(plan)
+        key = self.graphs.find("trees" if has_trees else "verify", plan.num_tokens, round_queries(max(plan.counts)))
         if key is None or any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
             return None
-        samples = self.buffers.fill_verify(plan, key.size, key.max_queries)
+        samples = self.buffers.fill_verify(plan, key.size, key.max_queries, has_trees=has_trees)
         return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
 
     def _run_mixed(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
         """A step with prompt chunks or drafts, and possibly decode rows."""
-        if any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
-            return self._run_with_prompt_logprobs(plan, host_outputs)
+        if has_tree(plan) or any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
+            return self._run_whole(plan, host_outputs)
         rows = max(len(plan), sum(plan.yields))
         kind = "crowded" if rows > MIXED_ROWS else "mixed" if 1 in plan.counts else "prompts"
         key = self.graphs.find(kind, plan.num_tokens) if rows <= self.max_rows else None
@@ -176,8 +195,9 @@ class GpuRunner(ModelRunner):
         batch, ends = self.buffers.fill_eager(plan)
         return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), host_outputs)
 
-    def _run_with_prompt_logprobs(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
-        """A step with prompt log probabilities: its last layer is computed for all tokens."""
+    def _run_whole(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
+        """A step whose last layer is computed for all tokens: it has prompt log probabilities, or trees that no graph
+        serves."""
         batch, _ = self.buffers.fill_eager(plan)
         hidden = self._forward(batch, len(plan))
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
@@ -200,11 +220,28 @@ class GpuRunner(ModelRunner):
         """The step that a graph captures, on the persistent buffers."""
         if key.kind == "decode":
             return self._forward(self.buffers.decode_batch(key.size), key.size)
-        if key.kind == "verify":
-            return self._forward(self.buffers.verify_batch(key.size, key.max_queries), min(key.size, self.max_rows))
+        if key.kind in VERIFY_KINDS:
+            batch = self.buffers.verify_batch(key.size, key.max_queries, has_trees=key.kind == "trees")
+            return self._forward(batch, min(key.size, self.max_rows))
         rows = self._max_rows_of(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
         return self._forward(batch, rows, self.buffers.ends_of(batch, rows))
+
+    def accept(self, plan: Plan, output: SamplerOutput) -> None:
+        """Find the accepted drafts of a step on the device, store the last tokens of their requests, and move side
+        branches of trees to the front of their rows."""
+        buffers, rows = self.buffers, self.buffers.draft_rows.view(len(plan.drafts))
+        accept_drafts(
+            rows, buffers.parents.view(len(output.tokens)), buffers.tokens.view(plan.num_tokens), output.tokens,
+            output.max_logits, buffers.sample_entries.view(len(output.tokens)), self.sampler.last_tokens,
+            self._num_accepted, self._accepted_paths,
+        )  # fmt: skip
+        if has_tree(plan):
+            self._move_tokens(
+                rows, self._num_accepted, self._accepted_paths, buffers.query_starts.view(len(plan) + 1),
+                buffers.seq_lens.view(len(plan)),
+                [table.buffer.view(len(plan), buffers.max_blocks) for table in buffers.tables],
+            )  # fmt: skip
 
     def _max_rows_of(self, kind: str) -> int:
         """Rows of a captured step with prompts."""
@@ -216,10 +253,15 @@ class GpuRunner(ModelRunner):
         loaded."""
         self.buffers.fill_padding(self.buffers.max_tokens, self.max_rows)
         kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
-        self.graphs.warm_up(kinds, () if self.ops.exact else QUERIES)
+        verify_kinds = VERIFY_KINDS if self._speculates else ()
+        self.graphs.warm_up(kinds, VERIFY_KINDS[1:] if self.ops.exact and verify_kinds else verify_kinds, QUERIES)
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))
 
     def idle(self, seconds: float) -> bool:
         return self.graphs.capture_next(seconds)
+
+
+def has_tree(plan: Plan) -> bool:
+    return not all(drafts.is_chain for drafts in plan.drafts.values())

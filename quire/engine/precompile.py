@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_speculate
 from quire.errors import QuireError
 from quire.kernels.cuda_driver import find_capability
 from quire.kernels.isa import usable_cores
@@ -114,6 +114,7 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
         "windows": sorted(set(model.windows), key=str),
         "attention_softcap": model.attention_softcap,
         "logit_softcap": model.logit_softcap,
+        "speculates": config.speculate != "off" and (config.exact or bool(parse_speculate(config.speculate))),
     }
 
 

@@ -32,8 +32,10 @@ from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_bloc
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
 from quire.weights.mtp import load_mtp
 
-FREE_DRAFTS = 12.0  # how many drafts double the duration of a small step on a CPU, until measured
-MAX_DRAFTS = 10  # of a row: on a CPU more take as long as they gain
+FREE_DRAFTS = {"cpu": 12.0, "cuda": 256.0}  # how many drafts double the duration of a small step, until measured
+# Of a row: on a CPU more take as long as they gain, on a GPU kernels verify rows of up to 16 tokens.
+MAX_DRAFTS = {"cpu": 10, "cuda": 15}
+MAX_GPU_TOKENS = 1024  # of a step with drafts: larger ones are not captured
 NUM_COMPARED = 512  # tokens of two vocabularies
 
 LoadedHead = LoadedBlockHead | LoadedMedusa | LoadedEagle
@@ -191,29 +193,26 @@ def build_controller(
 ) -> Controller | None:
     """None if speculation is off."""
     methods = parse_speculate(config.speculate)
-    if methods is None or (not methods and not is_free(ops)):
+    if methods is None or not speculates(config, ops):
         return None
-    if ops.device == "cuda":
-        raise InvalidParams(
-            f"speculate is {config.speculate!r}, and on a GPU steps are planned before the last tokens are known, so "
-            "nothing could be drafted yet; leave it out.",
-            "speculate",
-        )
     plugins = [load_plugin(method.value) for method in methods if method.kind == "plugin"]
     return Controller(
         [SuffixProposer()],
-        max_tokens_per_step,
+        min(max_tokens_per_step, MAX_GPU_TOKENS) if ops.device == "cuda" else max_tokens_per_step,
         vocab_size,
-        FREE_DRAFTS,
+        FREE_DRAFTS[ops.device],
         models,
         plugins,
-        MAX_DRAFTS,
+        MAX_DRAFTS[ops.device],
+        is_pipelined=ops.fused is not None,
     )
 
 
-def is_free(ops: Kernels) -> bool:
-    """Whether `auto` speculates: with quire's own CPU kernels drafts change no bit of an answer."""
-    return ops.native is not None
+def speculates(config: EngineConfig, ops: Kernels) -> bool:
+    """Whether speculation is on. `auto` is on where drafts change no bit of an answer: with quire's own CPU kernels,
+    and with `exact`."""
+    methods = parse_speculate(config.speculate)
+    return methods is not None and (bool(methods) or ops.native is not None or ops.exact)
 
 
 def load_plugin(name: str) -> Proposer:

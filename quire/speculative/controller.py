@@ -3,6 +3,9 @@
 Proposers give drafts with odds. The calibration turns odds into chances, and measured durations say what a step with so
 many drafts takes. The drafts that give the most tokens a second are chosen, over all rows and proposers at once. The
 ledgers bound what wrong guesses may cost, for the engine and for each request.
+
+A GPU's engine launches plain steps one behind the other. A step with drafts needs the last tokens on the host, so the
+device is idle before it: a gap. `promises_gain` says before each plain step whether drafts are worth one.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ MAX_DEBT_STEP = 0.3  # by how much a step that pays back may take longer, relati
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
 FORGETTING = 0.98  # of a request's shifts while nothing is verified, for which nothing would ever be again
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
+GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
+DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
 
 
 class Node(NamedTuple):
@@ -70,9 +75,10 @@ class Controller:
         models: Sequence[ModelProposer] = (),
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
+        is_pipelined: bool = False,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
-        checked.
+        checked. `is_pipelined`: plain steps are launched one behind the other, and `propose` is called after a gap.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
@@ -88,7 +94,12 @@ class Controller:
         self._vocab_size = vocab_size
         self._records: dict[str, Record] = {}
         self._failures: Counter[str] = Counter()
+        self._is_pipelined = is_pipelined
+        self._has_gap = False  # before the next step that is observed
         self._propose_s = 0.0  # of the step being planned
+        self._gap_s = 0.0  # by which a plain step takes longer after a gap
+        self._peek_s = 0.0  # of `promises_gain`, for each request
+        self._delays = Ledger(DELAY_LOSS, DELAY_GRACE)  # of plain steps, by that
         self._asked_s = 0.0  # of it, in models
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
@@ -99,6 +110,7 @@ class Controller:
         A step that computes prompts has no drafts: its duration grows with every token.
         """
         self._begin_s, self._asked_s = self._clock(), 0.0
+        self._has_gap = self._is_pipelined
         step_s = self.times.plain_s(len(running))
         if step_s is None or may_admit or any(map(has_prompt, running)):
             return
@@ -106,9 +118,44 @@ class Controller:
             self._choose(running, step_s)
         self._propose_s = self._clock() - self._begin_s
 
+    def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
+        """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
+        longer than it takes to launch the next one. What this call takes beyond that is lost.
+
+        The first drafts are guesses of the tokens in flight. Those behind them are what the next step could verify.
+        """
+        step_s = self.times.plain_s(len(running))
+        if step_s is None or may_admit or any(map(has_prompt, running)):
+            return False
+        rows = [request for request in running if may_draft_next(request) and not self._pauses(request)]
+        expected_s = self._peek_s * len(rows)
+        if not rows or not self.ledger.may_lose(0.0, step_s):
+            return False
+        if not self._delays.may_lose(max(0.0, expected_s - hidden_s), step_s):
+            return False
+        begin_s = self._clock()
+        nodes: list[Node] = []
+        for index, (request, tree) in enumerate(zip(rows, self._ask(rows), strict=True)):
+            if tree is not None:
+                record = self._records[request.id]
+                survivals, balance_s = self._survivals(tree, record.shifts), record.ledger.balance_s
+                for nth, (depth, survival) in enumerate(zip(tree.depths(), survivals, strict=True)):
+                    if depth > 1 and survival >= MIN_SURVIVAL:
+                        nodes.append(Node(-survival, balance_s, index, nth))
+        nodes.sort()
+        seconds = self._clock() - begin_s
+        self._peek_s += PEEK_WEIGHT * (seconds / len(rows) - self._peek_s) if self._peek_s else seconds / len(rows)
+        self._delays.add(max(0.0, seconds - hidden_s), 0.0)
+        promises = bool(self._best_nodes(nodes, rows, running, step_s, asking_s=seconds))
+        if promises:
+            for request in rows:
+                self._records[request.id].pause = 0  # they are asked again when the tokens are known
+        return promises
+
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Learn from a step that has ended. Called after its commit."""
         end_s = self._clock()
+        has_gap, self._has_gap = self._has_gap, False
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         for row, drafts in plan.drafts.items():
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
@@ -117,14 +164,18 @@ class Controller:
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
             return  # prompts
         propose_s, self._propose_s = self._propose_s, 0.0
-        self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
+        if num_drafts or not has_gap:
+            self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
         if step_s is None:
             return
         num_accepted = sum(map(len, sampled.accepted.values()))
         asked_s, self._asked_s = self._asked_s, 0.0
-        if not num_drafts:
+        if not num_drafts and has_gap:
+            self._gap_s += GAP_WEIGHT * (min(max(0.0, seconds - propose_s - step_s), step_s) - self._gap_s)
+        elif not num_drafts:
             seconds = step_s + asked_s  # nothing else is gained or lost
+            self._delays.add(step_s, step_s)
         self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
@@ -162,7 +213,7 @@ class Controller:
                 own = [Node(-each, balance_s, index, nth) for nth, each in enumerate(survivals) if each >= MIN_SURVIVAL]
                 nodes += sorted(own)[: self._limit(rows[index])]
         nodes.sort()
-        best = self._best_nodes(nodes, rows, running, step_s)
+        best = self._best_nodes(nodes, rows, running, step_s, gap_s=self._gap_s)
         chosen: dict[int, list[int]] = {}
         for node in best:
             chosen.setdefault(node.row, []).append(node.number)
@@ -196,10 +247,18 @@ class Controller:
         return False
 
     def _best_nodes(
-        self, nodes: Sequence[Node], rows: Sequence[Request], running: Sequence[Request], step_s: float
+        self,
+        nodes: Sequence[Node],
+        rows: Sequence[Request],
+        running: Sequence[Request],
+        step_s: float,
+        *,
+        gap_s: float = 0.0,
+        asking_s: float = 0.0,
     ) -> Sequence[Node]:
         """The drafts to verify, so that tokens a second are most and no ledger is overdrawn. `nodes` are sorted.
 
+        A plain step takes `gap_s` longer too, and one with drafts `asking_s` longer than was measured.
         A request in debt has lost more than others should make it lose. Then only its own drafts are verified, if a few
         of them are likely to pay the debt back, and else none.
         """
@@ -208,11 +267,11 @@ class Controller:
             nodes = [node for node in nodes if rows[node.row].id in indebted]
         num_rows = len(running)
         most = min(len(nodes), self._max_tokens - num_rows, self.times.max_drafts(num_rows))
-        ratios = self.times.ratios(num_rows, most)
-        best, best_rate, expected = 0, MIN_GAIN * num_rows, float(num_rows)
+        ratios, asking = self.times.ratios(num_rows, most), asking_s / step_s
+        best, best_rate, expected = 0, MIN_GAIN * num_rows / (1.0 + gap_s / step_s), float(num_rows)
         for count, node in enumerate(nodes[:most], 1):
             expected -= node.negative_survival
-            rate = expected / ratios[count]
+            rate = expected / (ratios[count] + asking)
             if rate > best_rate or (indebted and ratios[count] - 1.0 < MAX_DEBT_STEP):
                 best, best_rate = count, rate
         if not best or not self.ledger.may_lose(0.0, step_s):
@@ -365,6 +424,16 @@ def may_draft(request: Request) -> bool:
         and request.beam is None
         and request.max_len - len(request.tokens) > 1
         and request.num_planned == len(request.tokens) - 1
+    )
+
+
+def may_draft_next(request: Request) -> bool:
+    """Whether drafts could follow the token in flight, once it is on the host."""
+    return (
+        request.num_in_flight == request.num_expected == 1
+        and request.beam is None
+        and request.max_len - len(request.tokens) > 2
+        and request.num_planned == len(request.tokens)
     )
 
 

@@ -71,10 +71,15 @@ def test_a_plug_in_that_cannot_be_used_is_refused(name: str) -> None:
         load_plugin(name)
 
 
-def test_on_a_gpu_a_named_method_is_refused() -> None:
+def test_on_a_gpu_auto_speculates_with_exact_only() -> None:
+    """Otherwise rounding depends on the tokens of a step, so it must be asked for."""
     from quire.engine.speculation import build_controller
 
-    ops: Any = SimpleNamespace(device="cuda", native=None)
-    assert build_controller(EngineConfig(), ops, 64, 97, []) is None
-    with pytest.raises(InvalidParams, match="on a GPU"):
-        build_controller(EngineConfig(speculate="module:Class"), ops, 64, 97, [])
+    def is_on(speculate: str, *, exact: bool) -> bool:
+        ops: Any = SimpleNamespace(device="cuda", native=None, fused=object(), exact=exact)
+        return build_controller(EngineConfig(speculate=speculate), ops, 8192, 97, []) is not None
+
+    assert not is_on("auto", exact=False)
+    assert is_on("auto", exact=True)
+    assert is_on("suffix", exact=False)
+    assert not is_on("off", exact=True)

@@ -119,3 +119,23 @@ def test_after_a_capture_that_failed_none_is_tried(monkeypatch, caplog) -> None:
     assert "No more steps are captured: a capture failed: no." in caplog.text
     assert not graphs.capture_next(math.inf)
     assert graphs.find("prompts", 700) == Key("prompts", 1024)
+
+
+def test_steps_of_drafts_are_captured_at_start_if_there_will_be_any(monkeypatch) -> None:
+    """For the most drafts of a row: these graphs serve fewer, until a better one is captured."""
+    gpu = FakeGpu(monkeypatch)
+    graphs = make(gpu)
+    graphs.warm_up(KINDS, ("verify", "trees"), (2, 4, 16))
+    for kind in ("verify", "trees"):
+        assert graphs.find(kind, 30, 4) == Key(kind, 32, 16)
+        assert {key.max_queries for key in gpu.run if key.kind == kind} == {2, 4, 16}, "every kernel was run"
+    while graphs.capture_next(math.inf):
+        pass
+    assert graphs.find("trees", 30, 4) == Key("trees", 32, 4)
+    assert graphs.find("verify", 1025, 2) is None
+
+
+def test_without_speculation_no_step_of_drafts_is_run_at_start(monkeypatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    make(gpu).warm_up(KINDS)
+    assert not {"verify", "trees"} & {key.kind for key in gpu.run}

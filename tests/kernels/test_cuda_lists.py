@@ -126,9 +126,9 @@ def test_captured_steps_of_drafts(monkeypatch: pytest.MonkeyPatch, max_queries: 
     plan, size = make_plan(counts, 700), next(size for size in (16, 32, 1024) if size >= sum(counts))
     plan.yields[:] = counts
     plan.drafts.update((row, Drafts([0] * (count - 1))) for row, count in enumerate(counts) if count > 1)
-    samples = buffers.fill_verify(plan, size, max_queries)
+    samples = buffers.fill_verify(plan, size, max_queries, has_trees=False)
     assert samples.indices == list(range(sum(counts)))
-    work = buffers.verify_batch(size, max_queries).paging.work
+    work = buffers.verify_batch(size, max_queries, has_trees=False).paging.work
     starts = np.cumsum([0, *counts])
     if work.has_others:
         assert not work.has_singles
@@ -146,6 +146,41 @@ def test_captured_steps_of_drafts(monkeypatch: pytest.MonkeyPatch, max_queries: 
         assert (own[:, 6] == 700).all()
     units = num_units(max_queries, 4, 8, size)
     assert (used[used[:, 5] > 1, 3] < max_partials(units)).all(), "a partial outside of the workspace"
+
+
+def plan_trees() -> Plan:
+    """A tree, a single token and a chain."""
+    plan = make_plan([5, 1, 3], 700)
+    plan.yields[:] = plan.counts
+    plan.drafts.update({0: Drafts([7, 8, 9, 6], [-1, 0, -1, 2]), 2: Drafts([4, 5])})
+    return plan
+
+
+def test_captured_steps_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = make_buffers(monkeypatch, 8, exact=False)
+    samples = buffers.fill_verify(plan_trees(), 16, 8, has_trees=True)
+    work = buffers.verify_batch(16, 8, has_trees=True).paging.work
+    assert work.masks[:9].tolist() == [0b1, 0b11, 0b111, 0b1001, 0b11001, 0, 0, 0, 0]
+    assert work.has_singles
+    assert not work.has_others, "varlen computes no trees"
+    assert buffers.positions.host[:9].tolist() == [695, 696, 697, 696, 697, 699, 697, 698, 699]
+    assert samples.lengths == [696, 697, 698, 697, 698, 700, 698, 699, 700]
+    assert buffers.draft_rows.host[:2].tolist() == [[0, 0, 0, 4], [2, 6, 6, 2]]
+    assert buffers.parents.host[[1, 2, 3, 4, 7, 8]].tolist() == [0, 1, 0, 3, 0, 1]
+
+
+def test_exact_steps_of_drafts_compute_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = make_buffers(monkeypatch, 8, exact=True)
+    buffers.fill_verify(plan_trees(), 16, 8, has_trees=True)
+    paging = buffers.verify_batch(16, 8, has_trees=True).paging
+    assert [[node for node in path if node >= 0] for path in paging.paths[:9].tolist()] == [
+        [0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [], [], [], []
+    ]  # fmt: skip
+    splits = paging.work.splits[None]
+    assert splits[:9, 0].tolist() == [0] * 5 + [1] + [2] * 3
+    assert splits[:9, 7].tolist() == list(range(9))
+    assert (splits[9:16, 0] == PADDING_ROW).all()
+    assert paging.work.masks is None
 
 
 def test_exact_steps_cut_no_row(monkeypatch: pytest.MonkeyPatch) -> None:

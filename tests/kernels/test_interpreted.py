@@ -13,10 +13,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.cpu
 
 
-def test_attention_norms_and_activations() -> None:
+@pytest.mark.parametrize(
+    "script", ["interpreted", "interpreted_speculation exact", "interpreted_speculation"]
+)  # fmt: skip
+def test_kernels_and_the_runner_on_a_simulated_gpu(script: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted"],
+        [sys.executable, "-m", *f"tests.kernels.{script}".split()],
         env=environment,
         capture_output=True,
         text=True,

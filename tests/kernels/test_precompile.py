@@ -92,12 +92,21 @@ def test_all_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.Monk
         "_fill_last_tokens",
     } <= {*compiled}
     assert compiled.count("_decode") == 2
-    assert compiled.count("_verify") == 2, "for few tokens, and for many tokens in rows of up to 8"
+    assert not {"_verify", "_accept"} & {*compiled}, "nothing speculates"
+
+
+def test_kernels_of_drafts_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_all(tmp_path, monkeypatch, speculate="suffix")
+    assert {"_accept", "_move"} <= {*compiled}
+    assert compiled.count("_verify") == 4, (
+        "of chains for few tokens, and for many in rows of up to 8; of trees likewise"
+    )
 
 
 def test_exact_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_all(tmp_path, monkeypatch, exact=True)
-    assert {"_prefill", "_single", "_skinny"} <= {*compiled}
+    assert {"_prefill", "_single", "_skinny", "_accept"} <= {*compiled}
+    assert compiled.count("_single") == 2, "of trees too"
     assert not {"_varlen", "_decode", "_verify"} & {*compiled}
 
 

@@ -43,6 +43,7 @@ class Model:
     windows: tuple[int | None, ...]  # the distinct ones
     attention_softcap: float | None
     logit_softcap: float | None
+    speculates: bool = False  # steps verify drafts
 
 
 class KernelCalls:
@@ -65,8 +66,10 @@ class KernelCalls:
             yield partial(self.attend_to_singles, window, 1)
         for window in self.model.windows:
             yield partial(self.attend_to_singles, window, MANY_ROWS)
-        for window in () if self.model.exact else self.model.windows:
-            yield partial(self.attend_to_drafts, window)
+        if self.model.speculates:
+            for window in self.model.windows:
+                yield partial(self.attend_to_drafts, window)
+            yield self.accept
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
@@ -101,16 +104,45 @@ class KernelCalls:
         from quire.kernels.cuda.attention.dispatch import Work
         from quire.kernels.cuda.attention.scoring import Scoring
         from quire.kernels.cuda.attention.split_kv import FIELDS
-        from quire.kernels.cuda.attention.verify import MANY_TOKENS, QUERIES, is_fastest
+        from quire.kernels.cuda.attention.verify import MANY_TOKENS, MAX_QUERIES, QUERIES, is_fastest
 
         model = self.model
         group, scoring = model.num_heads // model.num_kv_heads, Scoring(model.scale, window, None, None)
-        for tokens, queries in ((FEW_ROWS, QUERIES[0]), *((MANY_TOKENS, queries) for queries in QUERIES)):
+
+        def attend(tokens: int, queries: int, *, has_trees: bool) -> None:
             work = Work(True, False, splits={window: numbers(FEW_ROWS, FIELDS)}, max_queries=queries)
+            work.masks = longs(tokens) if has_trees and not model.exact else None
             (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
+            paging.paths = numbers(tokens, MAX_QUERIES) if model.exact else None
             has_varlen = model.attention_softcap is None and varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
-            if not has_varlen or is_fastest(queries, group, tokens):
+            if has_trees or not has_varlen or is_fastest(queries, group, tokens):
                 self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
+
+        if not model.exact:
+            for tokens, queries in ((FEW_ROWS, QUERIES[0]), *((MANY_TOKENS, queries) for queries in QUERIES)):
+                attend(tokens, queries, has_trees=False)
+        for tokens in (FEW_ROWS, MANY_TOKENS):
+            attend(tokens, MAX_QUERIES, has_trees=True)
+
+    def accept(self) -> None:
+        from quire.kernels.cache_spec import KVCacheSpec
+        from quire.kernels.cuda.move import TokenMover
+        from quire.kernels.cuda.sampling.accept import FIELDS, MAX_NODES, accept_drafts
+        from quire.kernels.paging import LayerCache
+
+        model, rows = self.model, numbers(FEW_ROWS, FIELDS)
+        counts, paths = numbers(MAX_ROWS), numbers(MAX_ROWS, MAX_NODES)
+        tops: Any = torch_stub.empty(MANY_ROWS)
+        samples, entries = longs(MANY_ROWS), numbers(MANY_ROWS)
+        accept_drafts(
+            rows, numbers(MANY_ROWS), longs(MANY_ROWS), samples, tops, entries, longs(MAX_ROWS), counts, paths
+        )
+        shape, _, cache_dtype = self.ops.cache_shapes(
+            KVCacheSpec(model.num_kv_heads, model.head_dim), model.kv_dtype, model.block_size
+        )
+        kept: Any = torch_stub.empty(2, *shape, dtype=torch_stub.DTYPES[cache_dtype])
+        move = TokenMover([LayerCache(kept, kept, 0, model.block_size)], 1, "meta")  # type: ignore[arg-type]
+        move(rows, counts, paths, numbers(FEW_ROWS + 1), numbers(FEW_ROWS), [numbers(FEW_ROWS, 16)])
 
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""

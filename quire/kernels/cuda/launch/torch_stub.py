@@ -55,6 +55,9 @@ class Tensor:
     def is_contiguous(self) -> bool:
         return self._strides == Tensor(self.shape, self.dtype)._strides
 
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     def contiguous(self) -> Tensor:
         return self if self.is_contiguous() else Tensor(self.shape, self.dtype)
 
@@ -81,10 +84,14 @@ def empty(*shape: Any, dtype: DType = DTYPES["float32"], device: object = None) 
     return Tensor(tuple(sizes), dtype)
 
 
+def tensor(numbers: list[int], dtype: DType, device: object = None) -> Tensor:
+    return Tensor((len(numbers),), dtype)
+
+
 def install(capability: tuple[int, int]) -> None:
     """Make `import torch` find this stub, with a GPU of that compute capability."""
     torch: Any = ModuleType("torch")
-    torch.__dict__.update(DTYPES, Tensor=Tensor, dtype=DType, device=str, empty=empty, zeros=empty)
+    torch.__dict__.update(DTYPES, Tensor=Tensor, dtype=DType, device=str, empty=empty, zeros=empty, tensor=tensor)
     torch.cuda = SimpleNamespace(
         is_available=lambda: True,
         current_device=lambda: 0,

@@ -1,0 +1,233 @@
+"""Drafts on a device that computes one plan while the next is planned, in simulated time: plain decoding keeps both in
+flight where drafts do not pay, and speculation never loses more than its ledger allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.core.drafts import Drafts
+from quire.core.pace import Pace
+from quire.core.params import SamplingParams
+from quire.core.plan import Plan, Sampled
+from quire.core.request import Finish, Request
+from quire.core.scheduler import Scheduler
+from quire.engine import engine as module
+from quire.engine.engine import Engine
+from quire.engine.runner import accept
+from quire.speculative.controller import Controller
+from quire.speculative.proposer import Context
+from tests.engine.test_step_ahead import Clock
+
+pytestmark = pytest.mark.cpu
+
+STEP_S, LAUNCH_S, DELIVERY_S, PROPOSE_S = 4e-3, 0.25e-3, 0.1e-3, 20e-6
+VOCAB_SIZE = 1000
+NUM_TOKENS = 400
+
+
+def answer_of(request_id: str, position: int) -> int:
+    return random.Random(f"{request_id} {position}").randrange(VOCAB_SIZE)
+
+
+@dataclass
+class Step:
+    clock: Clock
+    plan: Plan
+    begin_s: float
+    end_s: float
+
+    @property
+    def must_commit_first(self) -> bool:
+        return bool(self.plan.drafts)
+
+    def sample(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return self.clock.now >= self.end_s
+
+    def wait(self) -> Sampled:
+        self.clock.now = max(self.clock.now, self.end_s)
+        plan, sampled = self.plan, Sampled([[] for _ in self.plan.requests], seconds=self.end_s - self.begin_s)
+        for row, request in enumerate(plan.requests):
+            if not plan.yields[row]:
+                continue
+            depths = [0, *plan.drafts[row].depths()] if row in plan.drafts else [0]
+            first = plan.starts[row] + plan.counts[row] - plan.yields[row] + 1
+            tokens = [answer_of(request.id, first + depth) for depth in depths]
+            accept(plan, sampled, row, 0, tokens, [1.0] * len(tokens), {})
+        return sampled
+
+
+class Device:
+    """A step takes STEP_S, and `slope` of that more for each draft. The host takes LAUNCH_S to launch one."""
+
+    depth = 2
+
+    def __init__(self, clock: Clock, slope: float) -> None:
+        self.clock, self.slope = clock, slope
+        self.free_s = self.idle_s = 0.0
+        self.plans: list[Plan] = []
+
+    def launch(self, plan: Plan, is_behind: bool = False) -> Step:
+        self.clock.now += LAUNCH_S
+        self.plans.append(plan)
+        begin_s = max(self.free_s, self.clock.now)
+        self.idle_s += begin_s - self.free_s if self.free_s else 0.0
+        self.free_s = begin_s + STEP_S * (1.0 + self.slope * sum(map(len, plan.drafts.values())))
+        return Step(self.clock, plan, begin_s, self.free_s)
+
+    def reset(self) -> None:
+        pass
+
+    def idle(self, seconds: float) -> bool:
+        return False
+
+
+class Guesser:
+    """Positions can be guessed with the given chance, the same ones whenever it is asked."""
+
+    name = "guesser"
+
+    def __init__(self, clock: Clock, chance: float, seconds: float = PROPOSE_S) -> None:
+        self.clock, self.chance, self.seconds = clock, chance, seconds
+
+    def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        found: list[Drafts | None] = []
+        for context, most in zip(contexts, max_drafts, strict=True):
+            self.clock.now += self.seconds
+            tokens = []
+            for position in range(len(context.tokens), len(context.tokens) + min(most, 6)):
+                is_right = random.Random(f"{context.request_id} {position} guess").random() < self.chance
+                tokens.append((answer_of(context.request_id, position) + (not is_right)) % VOCAB_SIZE)
+            found.append(Drafts(tokens, None, [0.9] * len(tokens)))
+        return found
+
+    def finish(self, request_id: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@dataclass
+class Run:
+    seconds: float  # from the first token on
+    device: Device
+    controller: Controller | None
+    tokens: list[list[int]]
+
+
+def run(
+    clock: Clock, num_requests: int, guesser: Guesser | None, *, slope: float = 0.01, target_s: float | None = None
+) -> Run:
+    scheduler = Scheduler(10_000, 16, 4096, 256, pace=Pace(target_s, 1, STEP_S, 1e-6))
+    device, controller = Device(clock, slope), None
+    if guesser is not None:
+        controller = Controller([guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
+        controller._clock = clock.monotonic
+    engine = Engine(scheduler, device, None, controller)  # type: ignore[arg-type]
+    requests = [
+        Request(str(number), [1, 2, 3], SamplingParams(), max_tokens=NUM_TOKENS) for number in range(num_requests)
+    ]
+    for request in requests:
+        engine.add(request)
+    while not all(request.num_output for request in requests):
+        engine.step()
+    begin_s = clock.now
+    while engine.has_work:
+        engine.step()
+        clock.now += DELIVERY_S
+    return Run(clock.now - begin_s, device, controller, [request.tokens[3:] for request in requests])
+
+
+@pytest.mark.parametrize("target_s", [None, 0.025])
+@pytest.mark.parametrize("num_requests", [1, 16, 64])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+def test_no_chance_of_right_drafts_makes_decoding_slower(
+    clock: Clock, chance: float, num_requests: int, target_s: float | None
+) -> None:
+    slope = 0.01 if num_requests == 1 else 0.0025
+    plain = run(clock, num_requests, None, slope=slope, target_s=target_s)
+    guessed = run(clock, num_requests, Guesser(clock, chance), slope=slope, target_s=target_s)
+    assert guessed.tokens == plain.tokens
+    assert guessed.seconds < plain.seconds / 0.98
+    if chance == 0.9 and num_requests < 64:
+        assert guessed.seconds < plain.seconds / 2
+    if chance == 0.0:
+        assert guessed.device.idle_s < 0.02 * guessed.seconds, "plain steps are launched behind each other"
+
+
+def test_right_drafts_are_worth_a_gap_before_each_step(clock: Clock) -> None:
+    guessed = run(clock, 1, Guesser(clock, 1.0))
+    with_drafts = [plan for plan in guessed.device.plans if plan.drafts]
+    assert len(with_drafts) > 0.9 * len(guessed.device.plans)
+    assert len(guessed.device.plans) < NUM_TOKENS / 5
+
+
+def test_a_step_with_drafts_is_charged_with_the_gap_before_it(clock: Clock) -> None:
+    guessed = run(clock, 1, Guesser(clock, 0.9), slope=0.0)
+    assert guessed.controller is not None
+    times = guessed.controller.times
+    assert times.plain_s(1) == pytest.approx(STEP_S, rel=0.03), "in a full pipeline"
+    assert times.ratios(1, 6)[6] == pytest.approx((STEP_S + LAUNCH_S) / STEP_S, rel=0.02)
+
+
+def test_a_slow_proposer_is_not_asked_for_long(clock: Clock) -> None:
+    plain = run(clock, 1, None)
+    guessed = run(clock, 1, Guesser(clock, 0.0, seconds=0.1))
+    assert guessed.seconds < plain.seconds + 0.4, "a few calls"
+    guessed = run(clock, 1, Guesser(clock, 0.0, seconds=2e-3))
+    assert guessed.seconds < plain.seconds / 0.98, "while a step runs its time is hidden"
+
+
+def test_the_updates_of_a_step_with_drafts_are_delivered_while_the_next_one_runs(clock: Clock) -> None:
+    guessed = run(clock, 1, Guesser(clock, 1.0))
+    num_steps = len(guessed.device.plans)
+    assert guessed.device.idle_s < num_steps * (LAUNCH_S + 2 * PROPOSE_S)
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_step_with_drafts_that_fails_ends_its_own_requests_only(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    scheduler = Scheduler(100, 16, 4096, 256)
+    device = Device(clock, 0.01)
+    controller = Controller([Guesser(clock, 1.0)], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
+    controller._clock = clock.monotonic
+    info: Any = SimpleNamespace(device="cpu")
+    engine = Engine(scheduler, device, info, controller)
+    engine.add(Request("a", [1, 2, 3], SamplingParams(), max_tokens=50))
+    plain = getattr(Device if where == "launch" else Step, where)
+    failed: list[int] = []
+
+    def fail(self: Any, *args: Any, **options: Any) -> Any:
+        plan = args[0] if where == "launch" else self.plan
+        if plan.drafts and not failed:
+            failed.append(plan.step)
+            raise RuntimeError("the device failed")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Device if where == "launch" else Step, where, fail)
+    ends: dict[str, Any] = {}
+    while engine.has_work:
+        for update in engine.step():
+            if update.finish:
+                ends[update.id] = update.finish
+        if failed and "b" not in scheduler.requests and "b" not in ends:
+            engine.add(Request("b", [1, 2, 3], SamplingParams(), max_tokens=50))
+    assert ends == {"a": Finish.ERROR, "b": Finish.LENGTH}
+    assert scheduler.kv.pool.num_free == 100
