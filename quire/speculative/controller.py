@@ -34,7 +34,7 @@ log = logging.getLogger("quire.speculative")
 
 MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.02  # drafts that are less likely to be reached and right are not considered
-ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
+ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.012  # shares of the time that speculation may lose
 ENGINE_GRACE, REQUEST_GRACE = 8.0, 2.0  # plain steps that it may lose at first
 MAX_DEBT_STEP = 0.3  # by how much a step that pays back may take longer, relative to a plain one
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
