@@ -50,7 +50,7 @@ from tests.engine.test_speculation import (
 from tests.tools.eagle import KINDS, eagle_config, eagle_tensors, mtp_tensors
 from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, write_head
-from tests.tools.native import PanelSource, all_of
+from tests.tools.native import PanelSource, all_of, mixed, native_model
 from tests.tools.tiny_models import tiny_config, tiny_directory, tiny_weights, write_directory
 
 pytestmark = pytest.mark.cpu
@@ -409,6 +409,50 @@ def test_only_filled_blocks_are_read(settings: str, tmp_path: Path) -> None:
     )
     assert found == expected
     assert sum(len(tree[0]) for tree in found.values()) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows(kind: str, tmp_path: Path) -> None:
+    """All layers have a window, and so has the head. Blocks behind it are freed before the head is asked."""
+    config = replace(CONFIGS["llama"], family="mistral", windows=(12,) * 3)
+    model = native_model(config, OPS, mixed)
+    target = Target(model, config)
+    described = eagle_config(kind, target)
+    tensors = eagle_tensors(kind, described, config)
+    heads: dict[str, LoadedHead] = {"eagle": load_eagle(write_head(tmp_path, described, tensors), target, OPS)}
+    plain, _ = build_engine(config, model, OPS, {})
+    expected = answer(plain, questions())
+    for asked_seldom in (False, True):
+        engine, (proposer,) = build_engine(config, model, OPS, heads)
+        if asked_seldom:
+            ask_sometimes(proposer, 3)
+        recorder = record(proposer)
+        assert answer(engine, questions()) == expected
+        assert engine.controller is not None
+        assert engine.controller.models == [proposer], "the head failed"
+        assert any(row.begin for row, _, _ in recorder.drafted)
+        loaded = heads["eagle"]
+        assert isinstance(loaded, LoadedEagle)
+        assert loaded.head.config.window == 12
+
+
+def test_a_head_that_fails_is_dropped(tmp_path: Path) -> None:
+    heads, _ = make_head("own", "llama", tmp_path)
+    engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
+    assert isinstance(proposer, EagleProposer)
+    calls: list[int] = []
+
+    def fail(rows: Sequence[EagleRow]) -> Any:
+        calls.append(len(rows))
+        raise RuntimeError("no drafts today")
+
+    proposer._recorded.draft = fail  # type: ignore[method-assign]
+    plain = make_engine(CONFIGS["llama"], 8, {})
+    assert answer(engine, questions()) == answer(plain, questions())
+    assert engine.controller is not None
+    assert engine.controller.models == []
+    assert len(calls) == 1
+    assert proposer.states.num_bytes == 0, "nothing is kept for it"
 
 
 class CopyingTensors:
