@@ -26,7 +26,10 @@ from quire.engine.recorded_eagle import EagleRow, RecordedEagle
 from quire.engine.sampling_state import signed
 from quire.engine.speculation import LoadedHead
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
+from quire.kernels import select_torch
+from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
+from quire.layers.rotary import RotaryTable, plain_frequencies
 from quire.layers.source import Part
 from quire.models.eagle import EagleConfig
 from quire.models.registry import MODELS as FAMILIES
@@ -243,6 +246,39 @@ def test_states_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
         tree = Drafts(list(row.tokens), list(row.parents or ()))
         for node in range(len(tree)):
             near(states[node], plain.draft(tokens, row.begin, tree.path_tokens(node))[-1], tolerance)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mtp"])
+def test_the_network_runs_on_tensors_too(kind: str, tmp_path: Path) -> None:
+    """The same class on torch's ops, as on a GPU."""
+    path, tensors = make_mimo(tmp_path / "model")
+    native, ops = load_model(path, dtype="float32", ops=OPS), select_torch("cpu")
+    model = load_model(path, dtype="float32", ops=ops)
+    target = Target(model.model, model.config)
+    if kind == "mtp":
+        loaded = load_mtp(path, target, ops)
+    else:
+        config = eagle_config(kind, target, **TWO_LAYERS[kind])
+        tensors = eagle_tensors(kind, config, model.config)
+        loaded = load_eagle(write_head(tmp_path / "head", config, tensors), target, ops)
+    head, count = loaded.head, 7
+    plain_rotary = (
+        native.model.layers[0].attention.rotary
+        if kind == "mtp"
+        else RotaryTable(plain_frequencies(16, 10_000.0), max_len=128, interleaved=False, arrays=OPS.arrays)
+    )
+    plain = PlainEagle(tensors, head.config, PlainTarget(native.config, native.model), plain_rotary)
+    features, tokens = torch.randn(count, head.config.num_features), [3, 9, 27, 81, 51, 57, 75]
+    cache = LayerCache(*(torch.full((5, 4, 2, 16), torch.nan) for _ in range(2)), 0, 4)
+    paging = Paging(
+        torch.tensor([0, count]), torch.tensor([count]), [torch.tensor([[3, 1]])],
+        [torch.tensor([12, 13, 14, 15, 4, 5, 6])], 4, [0, count], [count],
+    )  # fmt: skip
+    fused = head.fuse(features)
+    expected = plain(fused.clone(), tokens, torch.arange(count))
+    found = head(torch.tensor(tokens), fused, torch.arange(count), paging, cache)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
