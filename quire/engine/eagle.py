@@ -76,8 +76,9 @@ class Growth:
 class EagleProposer:
     """A `ModelProposer` and a `StepListener`.
 
-    `taps` are the tapped layers of the target; the head reads those at `tap_indices`, or without any the final states.
-    `reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool.
+    The head reads the taps at `tap_indices`, or without any the final states. `group` is that of its layer in the
+    cache. `reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool. `width` nodes of
+    a depth get children; with 1 a tree is a chain.
     """
 
     is_parallel = False

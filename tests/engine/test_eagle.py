@@ -652,6 +652,24 @@ def test_states_are_bounded(tmp_path: Path) -> None:
     assert [request.tokens[request.num_prompt :] for request in requests] == answer(plain, questions())
 
 
+def test_with_a_width_of_one_drafts_are_a_chain(tmp_path: Path) -> None:
+    heads, _ = make_head("own", "llama", tmp_path)
+    engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
+    assert isinstance(proposer, EagleProposer)
+    narrow = EagleProposer(
+        "eagle", proposer._recorded, proposer._output, proposer._tap_indices, OPS, group=proposer._group, block_size=4,
+        max_tokens=96, pool=lambda: engine.scheduler.kv.pool, reserve=engine.scheduler.reserve, width=1,
+    )  # fmt: skip
+    assert narrow.drafts_per_pass == 1
+    engine.runner.listeners[:] = [narrow]  # type: ignore[attr-defined]
+    assert engine.controller is not None
+    engine.controller.models = [narrow]
+    trees = record_trees(narrow)
+    assert answer(engine, questions()) == answer(make_engine(CONFIGS["llama"], 8, {}), questions())
+    assert all(parents is None for tokens, parents, _ in trees.values() if tokens)
+    assert max(len(tokens) for tokens, _, _ in trees.values()) > 2
+
+
 def test_without_free_blocks_a_tree_is_flat(tmp_path: Path) -> None:
     heads, _ = make_head("own", "llama", tmp_path)
     engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
