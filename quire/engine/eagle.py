@@ -76,8 +76,9 @@ class Growth:
 class EagleProposer:
     """A `ModelProposer` and a `StepListener`.
 
-    `taps` are the tapped layers of the target; the head reads those at `tap_indices`, or without any the final states.
-    `reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool.
+    The head reads the taps at `tap_indices`, or without any the final states. `group` is that of its layer in the
+    cache. `reserve` allocates blocks for drafts (`Scheduler.reserve`), `pool` returns the block pool. `width` nodes of
+    a depth get children; with 1 a tree is a chain.
     """
 
     is_parallel = False
@@ -111,8 +112,12 @@ class EagleProposer:
         self._reserve = reserve
         self._width = width
         self._max_children = MAX_CHILDREN if width > 1 else 1
+        self._is_called = False  # set for ever by a call that raises: then nobody calls again
 
     def keep(self, plan: Plan, sampled: Sampled, states: StepStates) -> None:
+        if self._is_called:
+            self.reset()
+            return
         for source, target in plan.copies:
             self.blocks.copy(source, target)
         for row, request in enumerate(plan.requests):
@@ -123,6 +128,7 @@ class EagleProposer:
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Compute tokens until few are left, which `propose_requests` computes."""
+        self._is_called = True
         rows: list[EagleRow] = []
         for request in requests:
             row = self._find_row(request)
@@ -130,8 +136,10 @@ class EagleProposer:
                 row.tokens, row.features = row.tokens[:excess], row.features[:excess]
                 rows.append(row)
         self._compute(rows)
+        self._is_called = False
 
     def propose_requests(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        self._is_called = True
         found: list[Drafts | None] = [None] * len(requests)
         rows: list[tuple[int, EagleRow]] = []
         for index, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
@@ -145,6 +153,7 @@ class EagleProposer:
             )
             for index, tree in zip(indices, trees, strict=True):
                 found[index] = tree
+        self._is_called = False
         return found
 
     def finish(self, request_id: str) -> None:

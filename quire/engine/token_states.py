@@ -140,11 +140,16 @@ class FilledBlocks:
     def find_begin(self, table: Table, stop: int) -> int:
         """The first token of the filled blocks in front of `stop`: the first of a block.
 
-        It is above `stop` if tokens before it in its block are missing. Then the next block is the first to be filled.
+        It is above `stop` if tokens before it in its block are missing, or if its block is behind the window. Then the
+        next block is the first to be filled.
         """
         index, offset = divmod(stop, self._block_size)
         if offset and self.count(table[index]) < offset:
-            return (index + 1) * self._block_size
+            index, offset = index + 1, 0
+        while not offset and index < len(table) and table[index] is None:
+            index += 1
+        if index * self._block_size > stop:
+            return index * self._block_size
         while index and self.count(table[index - 1]) == self._block_size:
             index -= 1
         return index * self._block_size

@@ -26,7 +26,10 @@ from quire.engine.recorded_eagle import EagleRow, RecordedEagle
 from quire.engine.sampling_state import signed
 from quire.engine.speculation import LoadedHead
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
+from quire.kernels import select_torch
+from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
+from quire.layers.rotary import RotaryTable, plain_frequencies
 from quire.layers.source import Part
 from quire.models.eagle import EagleConfig
 from quire.models.registry import MODELS as FAMILIES
@@ -50,7 +53,7 @@ from tests.engine.test_speculation import (
 from tests.tools.eagle import KINDS, eagle_config, eagle_tensors, mtp_tensors
 from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, write_head
-from tests.tools.native import PanelSource, all_of
+from tests.tools.native import PanelSource, all_of, mixed, native_model
 from tests.tools.tiny_models import tiny_config, tiny_directory, tiny_weights, write_directory
 
 pytestmark = pytest.mark.cpu
@@ -245,6 +248,39 @@ def test_states_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
             near(states[node], plain.draft(tokens, row.begin, tree.path_tokens(node))[-1], tolerance)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "mtp"])
+def test_the_network_runs_on_tensors_too(kind: str, tmp_path: Path) -> None:
+    """The same class on torch's ops, as on a GPU."""
+    path, tensors = make_mimo(tmp_path / "model")
+    native, ops = load_model(path, dtype="float32", ops=OPS), select_torch("cpu")
+    model = load_model(path, dtype="float32", ops=ops)
+    target = Target(model.model, model.config)
+    if kind == "mtp":
+        loaded = load_mtp(path, target, ops)
+    else:
+        config = eagle_config(kind, target, **TWO_LAYERS[kind])
+        tensors = eagle_tensors(kind, config, model.config)
+        loaded = load_eagle(write_head(tmp_path / "head", config, tensors), target, ops)
+    head, count = loaded.head, 7
+    plain_rotary = (
+        native.model.layers[0].attention.rotary
+        if kind == "mtp"
+        else RotaryTable(plain_frequencies(16, 10_000.0), max_len=128, interleaved=False, arrays=OPS.arrays)
+    )
+    plain = PlainEagle(tensors, head.config, PlainTarget(native.config, native.model), plain_rotary)
+    features, tokens = torch.randn(count, head.config.num_features), [3, 9, 27, 81, 51, 57, 75]
+    cache = LayerCache(*(torch.full((5, 4, 2, 16), torch.nan) for _ in range(2)), 0, 4)
+    paging = Paging(
+        torch.tensor([0, count]), torch.tensor([count]), [torch.tensor([[3, 1]])],
+        [torch.tensor([12, 13, 14, 15, 4, 5, 6])], 4, [0, count], [count],
+    )  # fmt: skip
+    fused = head.fuse(features)
+    expected = plain(fused.clone(), tokens, torch.arange(count))
+    found = head(torch.tensor(tokens), fused, torch.arange(count), paging, cache)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_a_node_has_the_bits_of_its_path_as_a_chain(kind: str, kv_dtype: str, tmp_path: Path) -> None:
@@ -350,8 +386,10 @@ def test_a_copied_block_keeps_its_keys(tmp_path: Path) -> None:
     answer(engine, [Request("1", prompt, params, max_tokens=8)])
     recorder = record(proposer)
     answer(engine, [Request("2", [*prompt[:54], 3, 4, 5], params, max_tokens=8)])
-    assert [row.begin for row, _, _ in recorder.computed[:1]] == [0]
-    assert recorder.computed[0][0].start >= 54
+    assert all(row.begin == 0 for row, _, _ in recorder.computed)
+    positions = [position for row, _, _ in recorder.computed for position in row.positions().tolist()]
+    assert positions == list(range(54, 54 + len(positions))), "each once, and none with the other request's keys"
+    assert len(positions) > 6
 
 
 def test_keys_that_are_missing_are_not_read(tmp_path: Path) -> None:
@@ -407,6 +445,50 @@ def test_only_filled_blocks_are_read(settings: str, tmp_path: Path) -> None:
     )
     assert found == expected
     assert sum(len(tree[0]) for tree in found.values()) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows(kind: str, tmp_path: Path) -> None:
+    """All layers have a window, and so has the head. Blocks behind it are freed before the head is asked."""
+    config = replace(CONFIGS["llama"], family="mistral", windows=(12,) * 3)
+    model = native_model(config, OPS, mixed)
+    target = Target(model, config)
+    described = eagle_config(kind, target)
+    tensors = eagle_tensors(kind, described, config)
+    heads: dict[str, LoadedHead] = {"eagle": load_eagle(write_head(tmp_path, described, tensors), target, OPS)}
+    plain, _ = build_engine(config, model, OPS, {})
+    expected = answer(plain, questions())
+    for asked_seldom in (False, True):
+        engine, (proposer,) = build_engine(config, model, OPS, heads)
+        if asked_seldom:
+            ask_sometimes(proposer, 3)
+        recorder = record(proposer)
+        assert answer(engine, questions()) == expected
+        assert engine.controller is not None
+        assert engine.controller.models == [proposer], "the head failed"
+        assert any(row.begin for row, _, _ in recorder.drafted)
+        loaded = heads["eagle"]
+        assert isinstance(loaded, LoadedEagle)
+        assert loaded.head.config.window == 12
+
+
+def test_a_head_that_fails_is_dropped(tmp_path: Path) -> None:
+    heads, _ = make_head("own", "llama", tmp_path)
+    engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
+    assert isinstance(proposer, EagleProposer)
+    calls: list[int] = []
+
+    def fail(rows: Sequence[EagleRow]) -> Any:
+        calls.append(len(rows))
+        raise RuntimeError("no drafts today")
+
+    proposer._recorded.draft = fail  # type: ignore[method-assign]
+    plain = make_engine(CONFIGS["llama"], 8, {})
+    assert answer(engine, questions()) == answer(plain, questions())
+    assert engine.controller is not None
+    assert engine.controller.models == []
+    assert len(calls) == 1
+    assert proposer.states.num_bytes == 0, "nothing is kept for it"
 
 
 class CopyingTensors:
@@ -568,6 +650,24 @@ def test_states_are_bounded(tmp_path: Path) -> None:
     assert 30 * row_bytes < largest <= 40 * row_bytes
     plain = make_engine(CONFIGS["llama"], 8, {})
     assert [request.tokens[request.num_prompt :] for request in requests] == answer(plain, questions())
+
+
+def test_with_a_width_of_one_drafts_are_a_chain(tmp_path: Path) -> None:
+    heads, _ = make_head("own", "llama", tmp_path)
+    engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads)
+    assert isinstance(proposer, EagleProposer)
+    narrow = EagleProposer(
+        "eagle", proposer._recorded, proposer._output, proposer._tap_indices, OPS, group=proposer._group, block_size=4,
+        max_tokens=96, pool=lambda: engine.scheduler.kv.pool, reserve=engine.scheduler.reserve, width=1,
+    )  # fmt: skip
+    assert narrow.drafts_per_pass == 1
+    engine.runner.listeners[:] = [narrow]  # type: ignore[attr-defined]
+    assert engine.controller is not None
+    engine.controller.models = [narrow]
+    trees = record_trees(narrow)
+    assert answer(engine, questions()) == answer(make_engine(CONFIGS["llama"], 8, {}), questions())
+    assert all(parents is None for tokens, parents, _ in trees.values() if tokens)
+    assert max(len(tokens) for tokens, _, _ in trees.values()) > 2
 
 
 def test_without_free_blocks_a_tree_is_flat(tmp_path: Path) -> None:

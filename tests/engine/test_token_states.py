@@ -107,6 +107,8 @@ def test_a_run_begins_where_blocks_are_filled() -> None:
     assert blocks.find_stop(table, 3, 7) == 7
     assert blocks.find_stop(table, 12, 16) == 12
     assert blocks.find_begin([None, *table[1:]], 10) == 4  # behind a window
+    assert blocks.find_begin([None, None, *table[1:]], 0) == 8
+    assert blocks.find_begin([None, None, *table[1:]], 3) == 8
 
 
 def test_what_is_written_or_allocated_again_is_not_filled() -> None:

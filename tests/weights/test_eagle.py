@@ -9,18 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from quire.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel, WeightMismatch
-from quire.kernels import select_torch
 from quire.weights.eagle import find_window, load_eagle, read_tap_layers
 from quire.weights.fields import Fields
 from quire.weights.heads import Target
-from quire.weights.loader import load_model
-from tests.tools.eagle import KINDS, eagle_config, eagle_tensors
+from tests.tools.eagle import eagle_config, eagle_tensors
 from tests.tools.heads import Tensors, write_head
 from tests.tools.native import FITTING, all_of, kernels_of, native_model
-from tests.tools.tiny_models import tiny_directory
 
 pytestmark = pytest.mark.cpu
 
@@ -121,27 +117,6 @@ def test_eagle_1_and_2(bias: bool, tmp_path: Path) -> None:
     assert loaded.head.config.join_bias == loaded.head.config.attention_bias == bias
     assert loaded.output is None
     assert loaded.draft_ids is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_the_same_in_torch(kind: str, tmp_path: Path) -> None:
-    """The loader and the network run on torch's ops too."""
-    path = tiny_directory(tmp_path / "model")
-    ops = select_torch("cpu")
-    model = load_model(path, dtype="float32", ops=ops)
-    target = Target(model.model, model.config)
-    changes = {"own": {"tap_layers": [0, 1, 1]}, "eagle3": {"eagle_config": None}, "eagle": {}}[kind]
-    if kind == "eagle3":
-        changes["eagle_aux_hidden_state_layer_ids"] = [1, 1, 2]
-    config = eagle_config(kind, target, **changes)
-    tensors = eagle_tensors(kind, config, model.config)
-    loaded = load_eagle(write_head(tmp_path / "head", config, tensors), target, ops)
-    features = torch.randn(5, loaded.head.config.num_features)
-    fused = loaded.head.fuse(features)
-    assert fused.shape == (5, model.config.hidden_size)
-    if kind != "eagle":
-        expected = features @ torch.from_numpy(tensors["fc.weight"]).T
-        torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_layers", [8, 32])
