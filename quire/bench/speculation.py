@@ -21,6 +21,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.errors import InvalidParams
 from quire.llm import LLM
+from quire.speculative.controller import Controller
 
 PROMPTS = {
     "chat": [
@@ -130,14 +131,15 @@ class Bench:
         """(plain, speculative). `make_requests` is called once for each; which way comes first alternates."""
         self._plain_first = not self._plain_first
         if self._plain_first:
-            plain = self._answer(make_requests(), speculate=False)
-            return plain, self._answer(make_requests(), speculate=True)
-        speculative = self._answer(make_requests(), speculate=True)
-        return self._answer(make_requests(), speculate=False), speculative
+            plain = self.answer(make_requests(), None)
+            return plain, self.answer(make_requests(), self._controller)
+        speculative = self.answer(make_requests(), self._controller)
+        return self.answer(make_requests(), None), speculative
 
-    def _answer(self, requests: list[Request], *, speculate: bool) -> Answer:
+    def answer(self, requests: list[Request], controller: Controller | None) -> Answer:
+        """With the drafts that the controller chooses, or plainly."""
         engine = self._engine
-        engine.controller = self._controller if speculate else None
+        engine.controller = controller
         for request in requests:
             engine.add(request)
         while any(not request.num_output for request in requests) and engine.has_work:
