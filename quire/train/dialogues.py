@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from quire.core.params import SamplingParams
 from quire.errors import BadModelFile, InvalidParams
 from quire.llm import LLM
 from quire.text.input_processor import Prompt
+from quire.train.settings import write_atomically
 
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of answers, in turn
 QUESTION_TOKENS = 96
@@ -231,9 +232,7 @@ def write_round(path: Path, dialogues: Sequence[Dialogue]) -> None:
         "num_prompts": np.array([dialogue.num_prompt for dialogue in dialogues], np.int32),
         "held_out": np.array([dialogue.is_held_out for dialogue in dialogues], np.int32),
     }
-    partial = path.with_name(path.name + ".partial")
-    save_file(columns, partial)
-    partial.replace(path)
+    write_atomically(path, save(columns))
 
 
 def read_round(path: Path) -> list[Dialogue]:

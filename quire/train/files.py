@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from quire.errors import ModelError
@@ -33,10 +33,7 @@ def write_tensors(directory: Path, parameters: Mapping[str, Tensor], draft_ids: 
     tensors = {name: value.detach().to("cpu", torch.float16).contiguous() for name, value in parameters.items()}
     if bad := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise ModelError(f"{bad[0]} of the head has values that float16 cannot hold. Train with another seed.")
-    path = directory / "model.safetensors"
-    partial = path.with_name(path.name + ".partial")
-    save_file({**tensors, "draft_ids": draft_ids.cpu()}, partial)
-    partial.replace(path)
+    write_atomically(directory / "model.safetensors", save({**tensors, "draft_ids": draft_ids.cpu()}))
 
 
 def write_config(directory: Path, described: Mapping[str, Any]) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from quire.errors import BadModelFile, ModelError
 from quire.train.dialogues import Dialogue
 from quire.train.features import Batch, FeatureMaker, Features, make_batch, pick_anchors
 from quire.train.heads.head import TrainedHead
+from quire.train.settings import write_atomically
 from quire.train.target import Target
 from quire.train.vocabulary import DraftVocabulary, SoftCrossEntropy
 
@@ -126,13 +127,8 @@ class Trainer:
         for name, value in self._parameters.items():
             kept = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": kept[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in kept}
-        partial = self._path.with_name(self._path.name + ".partial")
-        save_file(
-            {name: value.cpu().contiguous() for name, value in tensors.items()},
-            partial,
-            {"round": f"{number}", "step": f"{step}"},
-        )
-        partial.replace(self._path)
+        on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        write_atomically(self._path, save(on_host, {"round": f"{number}", "step": f"{step}"}))
 
     def _load(self) -> tuple[int, int]:
         """The round and the step to go on with."""

@@ -100,6 +100,8 @@ def check_directory(directory: Path, work: Path, resume: bool) -> None:
     if resume:
         if not (work / "settings.json").exists():
             raise InvalidParams(f"{directory} has no run that could be resumed. Leave --resume out.", "resume")
+        if (directory / "config.json").exists() and not (work / "state.safetensors").exists():
+            raise InvalidParams(f"The run in {directory} is complete. Name another directory for a new one.", "resume")
         return
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidParams(

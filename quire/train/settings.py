@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +120,23 @@ def check_same(settings: Settings, engine: dict[str, Any], path: Path) -> None:
     """A resumed run must have been started with the same settings."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        before = {**kept["settings"], **kept["engine"]}
+        parts = [(kept["settings"], asdict(settings)), (kept["engine"], engine)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadModelFile(f"{path} cannot be read, so the run cannot be resumed ({error}). Start a new one.") from None
-    now = json.loads(json.dumps({**asdict(settings), **engine}))
-    for name in (*(field.name for field in fields(Settings) if field.name != "minutes"), *engine):
-        if before.get(name) != now[name]:
-            raise InvalidParams(
-                f"The run in {path.parent.parent} was started with {name} {before.get(name)!r}, and it is "
-                f"{now[name]!r} now. Resume it with the same options, or name another directory."
-            )
+    for before, wanted in parts:
+        now = json.loads(json.dumps(wanted))
+        for name in now:
+            if name != "minutes" and before.get(name) != now[name]:
+                raise InvalidParams(
+                    f"The run in {path.parent.parent} was started with {name} {before.get(name)!r}, and it is "
+                    f"{now[name]!r} now. Resume it with the same options, or name another directory."
+                )
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, data: bytes | str) -> None:
     """A file that is there is whole."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(data if isinstance(data, bytes) else data.encode())
     partial.replace(path)
 
 
