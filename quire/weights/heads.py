@@ -148,7 +148,10 @@ def check_sizes(fields: Fields, config: ModelConfig) -> None:
 
 
 def target_digest(model: Decoder) -> str:
-    """Identifies the weights of a model: sha256 over its sizes, its last norm, and some rows of its embedding."""
+    """Identifies the weights of a model: sha256 over its sizes, its last norm, and some rows of its embedding.
+
+    Numbers are rounded to bfloat16, so a model has the same digest in float32 on a CPU and in bfloat16 on a GPU.
+    """
     vocab_size, hidden_size = model.embedding.weight.shape
     attention = model.layers[0].attention
     sizes = {
@@ -161,11 +164,16 @@ def target_digest(model: Decoder) -> str:
     }
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
     index = model.head.ops.arrays.put(range(0, vocab_size, DIGEST_STRIDE), "int64")
-    with np.errstate(over="ignore"):
-        rows = as_floats(model.embedding.weight.rows(index)).astype(np.float16)
-    for values in (as_floats(model.norm.weight), rows):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    for values in (model.norm.weight, model.embedding.weight.rows(index)):
+        digest.update(round_to_bfloat16(as_floats(values)).tobytes())
     return digest.hexdigest()
+
+
+def round_to_bfloat16(values: Floats) -> NDArray[np.uint16]:
+    """To the nearest, halves to even, as torch rounds. The upper half of each float32."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded: NDArray[np.uint32] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.astype(np.uint16)
 
 
 def as_floats(values: Any) -> Floats:
