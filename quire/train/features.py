@@ -98,6 +98,11 @@ class Batch:
     lengths: Tensor  # [dialogues]
     anchors: Tensor  # [dialogues, anchors] int64; padding repeats the last one
     is_anchor: Tensor  # [dialogues, anchors] bool
+    host_anchors: tuple[Tensor, ...]  # those of each dialogue, without padding, on the host
+
+    def count(self, row: int, place: int) -> int:
+        """How many of a dialogue's anchors have a draft at that place: those in front."""
+        return int((self.host_anchors[row] + place + 1 < len(self.dialogues[row].tokens)).sum())
 
     def at_anchors(self, x: Tensor, shift: int = 0) -> Tensor:
         """x [dialogues, tokens, ...] -> [dialogues, anchors, ...]"""
@@ -110,7 +115,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def make_batch(target: Target, features: Sequence[Features], anchors: Sequence[Tensor]) -> Batch:
-    """`anchors` are those of each dialogue, at least one."""
+    """`anchors` are those of each dialogue, at least one, ascending."""
     device = target.device
     pad = torch.nn.utils.rnn.pad_sequence
     texts = [torch.from_numpy(each.dialogue.tokens).long() for each in features]
@@ -133,6 +138,7 @@ def make_batch(target: Target, features: Sequence[Features], anchors: Sequence[T
         lengths=torch.tensor([len(text) for text in texts], device=device),
         anchors=filled.to(device),
         is_anchor=(torch.arange(width) < counts[:, None]).to(device),
+        host_anchors=tuple(anchors),
     )
 
 

@@ -81,17 +81,17 @@ class Trainer:
     def train(self, dialogues: Sequence[Dialogue], report: Callable[[Progress], None]) -> None:
         rounds = list(plan_rounds(dialogues, self._settings))
         num_steps = sum(count_batches(each, self._settings) for each in rounds)
-        first, step = self._load()
+        first, step, begin = self._load()
         for number, each in enumerate(rounds[first:], first):
             if self._share_used() >= 1:
                 break
             for batch in self._batches(number, each):
-                done = max(step / num_steps, self._share_used())
-                loss = self._step(batch, min(1.0, done))
+                used = begin + (1 - begin) * self._share_used()
+                loss = self._step(batch, min(1.0, max(step / num_steps, used)))
                 step += 1
                 self.losses.append(loss)
                 report(Progress(step, num_steps, sum(self.losses[-LOSS_STEPS:]) / len(self.losses[-LOSS_STEPS:])))
-            self._save(number + 1, step)
+            self._save(number + 1, step, begin + (1 - begin) * self._share_used())
 
     def _batches(self, number: int, dialogues: Sequence[Dialogue]) -> Iterator[Batch]:
         settings = self._settings
@@ -122,25 +122,26 @@ class Trainer:
         self._optimizer.step()
         return value
 
-    def _save(self, number: int, step: int) -> None:
+    def _save(self, number: int, step: int, used: float) -> None:
+        """`used` is the part of the schedule that a limit on the time has used up."""
         tensors = {f"head.{name}": value.detach() for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             kept = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": kept[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in kept}
         on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        write_atomically(self._path, save(on_host, {"round": f"{number}", "step": f"{step}"}))
+        write_atomically(self._path, save(on_host, {"round": f"{number}", "step": f"{step}", "used": f"{used}"}))
 
-    def _load(self) -> tuple[int, int]:
-        """The round and the step to go on with."""
+    def _load(self) -> tuple[int, int, float]:
+        """The round and the step to go on with, and the part of the schedule that time has used up."""
         if not self._path.exists():
-            return 0, 0
+            return 0, 0, 0.0
         try:
             with safe_open(self._path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
                 metadata = file.metadata()
             self._restore(tensors)
-            return int(metadata["round"]), int(metadata["step"])
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            return int(metadata["round"]), int(metadata["step"]), float(metadata["used"])
+        except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
             raise BadModelFile(
                 f"{self._path} cannot be read ({error}). Delete it, and training begins anew."
             ) from error

@@ -24,7 +24,7 @@ from quire.kernels import isa
 from quire.llm import LLM
 from quire.progress import bar
 from quire.train import settings as kept_settings
-from quire.train.dialogues import Dialogue, Dialogues, Interviewer, Limits, collect
+from quire.train.dialogues import Dialogues, Interviewer, Limits, collect
 from quire.train.evaluation import Acceptance, Evaluator
 from quire.train.features import FeatureMaker
 from quire.train.files import describe_head, write_config, write_tensors
@@ -43,7 +43,7 @@ from quire.train.vocabulary import DraftVocabulary, choose_draft_ids
 ASKING_SHARE = 0.45  # of the minutes, for questions and answers
 TRAINING_SHARE = 0.9  # of the minutes, when training ends: measuring takes the rest
 GPU_CACHE_GIB = 16.0  # of the engine that answers; the rest of the memory is for training
-EAGLE_SHARE = 4  # its attention has a score for each pair of tokens, so its batches are smaller
+MAX_SCORES = 1_500_000_000  # of attention in one batch
 
 Say = Callable[[str], None]
 
@@ -57,6 +57,11 @@ class Clock:
 
     def share_used(self) -> float:
         return 0.0 if self.minutes is None else (time.monotonic() - self.begin_s) / (60 * self.minutes)
+
+    def until(self, share: float) -> Callable[[], float]:
+        """How much is used of the time from now until that share: from 0 to 1 or more."""
+        now = self.share_used()
+        return lambda: (self.share_used() - now) / max(1e-9, share - now)
 
 
 def train_draft(
@@ -87,8 +92,10 @@ def train_draft(
     report: dict[str, Any] = describe_training(dialogues, acceptance)
     write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
     write_config(directory, {**described, "report": report})
-    measured = try_engine(config, chosen.kind, directory, dialogues, llm.info.device)
-    if measured is not None:
+    measured = None
+    if target.ops.native is not None and METHODS[chosen.kind] in SPECULATION_KINDS:
+        speculate = f"{METHODS[chosen.kind]}:{directory}"
+        measured = measure_engine(replace(config, speculate="auto"), speculate, dialogues.held_out)
         report["engine"] = describe_counts(measured)
         write_config(directory, {**described, "report": report})
     (work / "state.safetensors").unlink(missing_ok=True)
@@ -175,10 +182,10 @@ def train_head(
     vocabulary = DraftVocabulary(target, draft_ids)
     head = make_head(target, settings, len(draft_ids))
     longest = max(len(dialogue.tokens) for dialogue in dialogues.all)
-    features = FeatureMaker(target, head.inputs, max(longest, scale.text_tokens))
-    size = batch_size(settings.kind, scale)
+    features = FeatureMaker(target, head.inputs, max(longest, scale.pass_tokens))
+    size = batch_size(settings, scale, target)
     loop = LoopSettings(scale.epochs, scale.round_tokens, size, scale.anchor_share, settings.seed)
-    trainer = Trainer(head, target, vocabulary, features, loop, state, lambda: clock.share_used() / TRAINING_SHARE)
+    trainer = Trainer(head, target, vocabulary, features, loop, state, clock.until(TRAINING_SHARE))
     with bar("training", unit="steps") as report:
         trainer.train(training, lambda done: report(done.step, done.num_steps))
     if trainer.losses:
@@ -188,8 +195,11 @@ def train_head(
     return Trained(head, vocabulary, features, trainer.losses)
 
 
-def batch_size(kind: str, scale: Scale) -> int:
-    return max(1, scale.batch_dialogues // EAGLE_SHARE) if kind == "eagle" else scale.batch_dialogues
+def batch_size(settings: Settings, scale: Scale, target: Target) -> int:
+    """Dialogues of a batch: fewer where attention would have too many scores."""
+    queries = {"block": scale.answer_tokens * (settings.layers or 1), "eagle": scale.text_tokens}
+    num_scores = queries.get(settings.kind, 0) * (settings.depth or 1) * scale.text_tokens * target.config.num_heads
+    return max(1, min(scale.batch_dialogues, MAX_SCORES // max(1, num_scores)))
 
 
 def make_head(target: Target, settings: Settings, num_ids: int) -> TrainedHead:
@@ -214,7 +224,7 @@ def measure(
 ) -> tuple[Acceptance, dict[str, Any]]:
     """Acceptance on held-out dialogues, and the head's config.json without its report."""
     held_out = dialogues.held_out[: scale.held_out]
-    size = batch_size(settings.kind, scale)
+    size = batch_size(settings, scale, target)
     evaluator = Evaluator(trained.head, target, trained.vocabulary, trained.features)
     acceptance = evaluator.measure(held_out, size)
     fields = trained.head.describe()
@@ -232,14 +242,6 @@ def describe_training(dialogues: Dialogues, acceptance: Acceptance) -> dict[str,
             round(acceptance.tokens_per_step(depth), 4) for depth in range(1, len(acceptance.by_depth) + 1)
         ],
     }
-
-
-def try_engine(config: EngineConfig, kind: str, directory: Path, dialogues: Dialogues, device: str) -> Measured | None:
-    """None where this kind cannot draft."""
-    if device == "cuda" or METHODS[kind] not in SPECULATION_KINDS:
-        return None
-    prompts: list[Dialogue] = dialogues.held_out
-    return measure_engine(replace(config, speculate="auto"), f"{METHODS[kind]}:{directory}", prompts)
 
 
 def make_document(

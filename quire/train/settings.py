@@ -70,6 +70,7 @@ class Scale:
     epochs: int
     answer_tokens: int  # of one answer, at most
     text_tokens: int  # of a dialogue, at most
+    pass_tokens: int  # that the target computes at once for features
     round_questions: int  # asked and answered in one go
     round_tokens: int  # of dialogues whose features are in memory at once
     batch_dialogues: int  # of a training step
@@ -79,8 +80,8 @@ class Scale:
 
 
 SCALES = {
-    "cpu": Scale(500_000, 2, 256, 512, 64, 65_536, 8, 0.5, 64, 1),
-    "cuda": Scale(20_000_000, 1, 512, 1024, 2048, 1 << 20, 64, 1.0, 512, 2),
+    "cpu": Scale(500_000, 4, 256, 512, 512, 64, 65_536, 4, 0.5, 64, 1),
+    "cuda": Scale(20_000_000, 1, 512, 1024, 16_384, 2048, 1 << 20, 64, 1.0, 512, 2),
 }
 
 

@@ -103,18 +103,16 @@ class SoftCrossEntropy(torch.autograd.Function):
         grad_after = torch.zeros_like(after)
         total, weight_sum = states.new_zeros(()), states.new_zeros(())
         for row, dialogue in enumerate(batch.dialogues):
-            anchors = batch.anchors[row][batch.is_anchor[row]]
-            columns = vocabulary.columns(dialogue)
-            first = int(anchors.min())
-            known = batch.hidden[row, first : int(batch.lengths[row])]
+            columns, first = vocabulary.columns(dialogue), int(batch.host_anchors[row][0])
+            known = batch.hidden[row, first : len(dialogue.tokens)]
             taught = (known.to(columns.rows.dtype) @ columns.rows.T).float()
             if vocabulary.softcap is not None:
                 taught = vocabulary.softcap * torch.tanh(taught / vocabulary.softcap)
             for place in range(states.shape[2]):
-                count = int((anchors + place + 1 < batch.lengths[row]).sum())  # anchors ascend
+                count = batch.count(row, place)
                 if not count:
                     break
-                at, weight = anchors[:count], decay**place
+                at, weight = batch.anchors[row, :count], decay**place
                 x, b = states[row, :count, place], before[row, :count, place]
                 logits = vocabulary.logits(x, columns, at, b @ after.T if after.shape[1] else None)
                 wanted = taught[at + place - first].masked_fill_(columns.first > at[:, None], -torch.inf)

@@ -171,9 +171,9 @@ def target_digest(model: Decoder) -> str:
 
 def round_to_bfloat16(values: Floats) -> NDArray[np.uint16]:
     """To the nearest, halves to even, as torch rounds. The upper half of each float32."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded: NDArray[np.uint32] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
+    bits, half = np.ascontiguousarray(values).view(np.uint32), np.uint32(16)
+    is_odd = (bits >> half) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + is_odd) >> half).astype(np.uint16)
 
 
 def as_floats(values: Any) -> Floats:
