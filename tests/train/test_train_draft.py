@@ -243,6 +243,17 @@ def test_a_broken_state_is_refused(model: Path, tmp_path: Path, monkeypatch: pyt
         train(model, tmp_path / "head", resume=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_runs_on_the_ops_of_torch(kind: str, model: Path, tmp_path: Path) -> None:
+    """As on a GPU: tensors from the model to the loss. The engine drafts with quire's own kernels only."""
+    config = engine_config(model, kernels="torch")
+    document = train_draft(config, settings(kind), tmp_path / "head", scale=SCALE)
+    assert document["verdict"] is None
+    assert "engine" not in document
+    assert document["acceptance"][0] > 0.3
+    assert (tmp_path / "head" / "model.safetensors").exists()
+
+
 def test_threads_are_those_of_the_engine(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "head", "medusa")
     assert torch.get_num_threads() == 1
