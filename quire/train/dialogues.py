@@ -65,6 +65,13 @@ class Interviewer:
     seed: int
     prompts: Sequence[str] = ()
     _asked: set[tuple[int, ...]] = field(default_factory=set)  # prompts of all dialogues so far
+    _given: list[list[int]] = field(default_factory=list)  # the given prompts that fit, in a random order
+
+    def __post_init__(self) -> None:
+        texts = list(self.prompts)
+        random.Random(self.seed).shuffle(texts)
+        rendered = [self._render(text) for text in texts]
+        self._given = [prompt for prompt in rendered if len(prompt) <= self.limits.text_tokens // 2]
 
     def remember(self, dialogues: Sequence[Dialogue]) -> None:
         """Dialogues of earlier rounds: their questions are not asked again."""
@@ -95,7 +102,7 @@ class Interviewer:
         """Of a round, as prompts. Given prompts take every third place until they are used up."""
         count = self.limits.round_questions
         share = count // 3
-        given = self._given()[number * share : (number + 1) * share]
+        given = self._given[number * share : (number + 1) * share]
         own = self._ask(number, count - len(given))
         questions: list[list[int]] = []
         for prompt in mix(own, given):
@@ -104,13 +111,6 @@ class Interviewer:
                 self._asked.add(key)
                 questions.append(prompt)
         return questions
-
-    def _given(self) -> list[list[int]]:
-        texts = list(self.prompts)
-        random.Random(self.seed).shuffle(texts)
-        most = self.limits.text_tokens // 2
-        rendered = [self._render(text) for text in texts]
-        return [prompt for prompt in rendered if len(prompt) <= most]
 
     def _ask(self, number: int, count: int) -> list[list[int]]:
         """The model's own questions, without the bad ones."""

@@ -260,6 +260,7 @@ def make_document(
         **report,
         "loss": [round(each, 4) for each in losses[:: max(1, len(losses) // 100)]],
         "speedup": None if measured is None else round(measured.speedup, 3),
+        "speedup_without": None if measured is None else round(measured.speedup_without, 3),
         "different": None if measured is None else measured.different,
         "verdict": None if measured is None else judge(measured),
     }

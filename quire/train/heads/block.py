@@ -25,6 +25,7 @@ from quire.train.target import Target
 from quire.train.vocabulary import Bigrams
 
 TAP_SHARES = (0.35, 0.7)
+FLATTEN = 0.3  # of the first logits: at first they are those of another place
 KV_SHARES = {1: (0.7,), 2: (0.5, 0.9)}  # by the number of layers
 
 
@@ -92,7 +93,7 @@ class BlockModule(nn.Module):
         self.in_proj = linear(size, NUM_INPUTS * size, generator, gain=0.5)
         self.slots = table_of(0.3 * torch.randn(depth, size, generator=generator))
         self.layers = nn.ModuleList(BlockLayer(target, layer, size, generator) for layer in self.inputs.kv_layers)
-        self.norm = Norm(torch.full((size,), mean_scale(target)), eps)
+        self.norm = Norm(torch.full((size,), FLATTEN * mean_scale(target)), eps)
         rank = RANK
         self.bigram_in = table_of(torch.randn(num_ids, rank, generator=generator) / rank**0.5)
         self.bigram_out = table_of(torch.zeros(num_ids, rank))

@@ -83,7 +83,7 @@ class EagleModule(nn.Module):
         layer, attention = self.midlayer, self.midlayer.self_attn
         following = batch.embedded.roll(-1, 1)  # the last row's is wrong, and no anchor's
         embedded = layer.input_layernorm(following)
-        g = self.fc(batch.taps.flatten(2))
+        g = self.fc(batch.taps.flatten(2)).float()  # the residual stream is never rounded
         pasts: list[tuple[Tensor, Tensor]] = []
         states = []
         for step in range(self.depth):
