@@ -73,6 +73,11 @@ class Interviewer:
         rendered = [self._render(text) for text in texts]
         self._given = [prompt for prompt in rendered if len(prompt) <= self.limits.text_tokens // 2]
 
+    @property
+    def num_too_long(self) -> int:
+        """Given prompts that are left out, because they leave too little room for an answer."""
+        return len(self.prompts) - len(self._given)
+
     def remember(self, dialogues: Sequence[Dialogue]) -> None:
         """Dialogues of earlier rounds: their questions are not asked again."""
         self._asked |= {prompt_key(dialogue.tokens[: dialogue.num_prompt]) for dialogue in dialogues}

@@ -78,9 +78,11 @@ def train_draft(
     work = directory / "training"
     check_directory(directory, work, resume)
     prompts = read_prompts(settings.prompts)
+    if settings.reuse is not None:
+        kept_settings.check_reused(Path(settings.reuse).expanduser(), config.model)
     with closing(LLM(**engine_options(config))) as llm:
         say(llm.info.summary)
-        scale = scale or SCALES[llm.info.device]
+        scale = scale or kept_settings.adapt(SCALES[llm.info.device], settings.kind)
         chosen = kept_settings.choose(settings, scale, llm.info.config)
         remember(chosen, config, work, resume)
         dialogues = make_dialogues(llm, chosen, scale, prompts, work, clock, say)
@@ -142,12 +144,13 @@ def make_dialogues(
 ) -> Dialogues:
     if settings.reuse is not None:
         dialogues = Dialogues(Path(settings.reuse).expanduser() / "training")
-        if not dialogues.all:
-            raise InvalidParams(f"{settings.reuse} has no dialogues. Name the directory of another run.", "reuse")
     else:
         dialogues = Dialogues(work)
         limits = Limits(scale.round_questions, scale.answer_tokens, min(scale.text_tokens, llm.info.max_len))
         interviewer = Interviewer(llm, limits, settings.seed, prompts)
+        if interviewer.num_too_long:
+            most = limits.text_tokens // 2
+            say(f"{interviewer.num_too_long} of {len(prompts)} prompts have more than {most} tokens and are left out")
         wanted = settings.tokens or 0
         with bar("asking and answering", unit="tokens") as report:
             collect(

@@ -85,6 +85,27 @@ SCALES = {
 }
 
 
+def adapt(scale: Scale, kind: str) -> Scale:
+    """For heads whose cost hardly depends on the number of anchors, each epoch uses all of them."""
+    if kind == "eagle":
+        return replace(scale, epochs=max(1, scale.epochs // 2), anchor_share=1.0)
+    return replace(scale, anchor_share=1.0) if kind == "exit" else scale
+
+
+def check_reused(directory: Path, model: str) -> None:
+    """Dialogues of another run must be those of the same model."""
+    path = directory / "training" / "settings.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["engine"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InvalidParams(f"{directory} has no dialogues. Name the directory of another run.", "reuse") from None
+    if found != model:
+        raise InvalidParams(
+            f"The dialogues in {directory} are those of {found}, and the model is {model}. Name a run of this model.",
+            "reuse",
+        )
+
+
 def choose(settings: Settings, scale: Scale, model: ModelConfig) -> Settings:
     """The settings with values for all fields but `minutes`. Raises for a model that is too small."""
     layer = settings.layer

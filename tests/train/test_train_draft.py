@@ -148,6 +148,8 @@ def test_dialogues_of_another_run_are_used(model: Path, tmp_path: Path, monkeypa
     assert second["answer_tokens"] == first["answer_tokens"]
     with pytest.raises(InvalidParams, match="has no dialogues"):
         train(model, tmp_path / "third", reuse=str(tmp_path / "nothing"))
+    with pytest.raises(InvalidParams, match=r"are those of .*chat\.gguf, and the model is .*other\.gguf"):
+        train(chat_model(tmp_path / "other.gguf"), tmp_path / "third", reuse=str(tmp_path / "first"))
 
 
 def test_minutes_end_a_run_early(model: Path, tmp_path: Path) -> None:
@@ -168,6 +170,14 @@ def test_prompts_are_used_up_to_a_third(model: Path, tmp_path: Path) -> None:
     tokens = held["tokens"].tolist()
     found = sum(tokens[at : at + len(asked)] == asked for at in range(len(tokens)))
     assert 1 <= found <= 5
+
+
+def test_prompts_that_are_left_out_are_counted(model: Path, tmp_path: Path) -> None:
+    prompts, said = tmp_path / "prompts.txt", list[str]()
+    prompts.write_text("short\n" + "long " * 40)
+    options = settings("medusa", prompts=(str(prompts),))
+    train_draft(engine_config(model), options, tmp_path / "head", scale=SCALE, say=said.append)
+    assert "1 of 2 prompts have more than 48 tokens and are left out" in said
 
 
 def test_a_model_without_a_chat_template_continues_text(tmp_path: Path) -> None:
