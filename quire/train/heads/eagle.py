@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from quire.layers.rotary import plain_frequencies
 from quire.train.features import Batch, Inputs
-from quire.train.heads.head import GatedMLP, Norm, attend, linear, mean_scale, rotate, spread_layers
+from quire.train.heads.head import GatedMLP, Norm, attend, linear, rotate, spread_layers
 from quire.train.target import Target
 
 TAP_SHARES = (0.1, 0.5, 0.9)
+FLATTEN = 0.3  # of the first logits: at first they are those of another token
 MAX_TEXT = 4096  # tokens of a dialogue in training
 
 
@@ -73,7 +74,8 @@ class EagleModule(nn.Module):
         self.config = config
         self.fc = linear(size, 3 * size, generator, gain=0.1)
         self.midlayer = EagleLayer(target, generator)
-        self.norm = Norm(torch.full((size,), mean_scale(target)), config.norm_eps)
+        last_norm = target.as_tensor(target.model.norm.weight).float().cpu()
+        self.norm = Norm(FLATTEN * last_norm, config.norm_eps)
         with torch.no_grad():
             self.fc.weight[:, 2 * size :] += torch.eye(size)
             copy_layer(target, self.midlayer)
