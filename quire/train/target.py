@@ -32,7 +32,6 @@ class Target:
         self.config = config
         self.ops = ops
         self.device = torch.device(ops.device)
-        self.is_gpu = ops.device == "cuda"
         self._kv_dtype = kv_dtype
         self._is_native = ops.native is not None
 
@@ -42,6 +41,10 @@ class Target:
         runner = llm._client.engine.runner
         assert isinstance(runner, ModelRunner)
         return cls(find_model(runner), llm.info.config, runner.ops, llm.config.kv_dtype)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.ops.device == "cuda"
 
     @property
     def hidden_size(self) -> int:

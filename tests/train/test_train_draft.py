@@ -19,6 +19,7 @@ from quire.train.loop import Trainer
 from quire.train.report import METHODS
 from quire.train.run import train_draft
 from quire.train.settings import KINDS, Scale, Settings
+from quire.train.target import Target
 from tests.tools.chat_model import SCALE, chat_model, engine_config, settings
 
 pytestmark = pytest.mark.cpu
@@ -254,9 +255,13 @@ def test_a_broken_state_is_refused(model: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_runs_on_the_ops_of_torch(kind: str, model: Path, tmp_path: Path) -> None:
-    """As on a GPU: tensors from the model to the loss. The engine drafts with quire's own kernels only."""
-    config = engine_config(model, kernels="torch")
+def test_it_runs_in_bfloat16_on_the_ops_of_torch(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: tensors from the model to the loss, and products in bfloat16. The engine drafts with quire's own
+    kernels only."""
+    monkeypatch.setattr(Target, "is_gpu", property(lambda self: True))
+    config = engine_config(model, kernels="torch", dtype="bfloat16")
     document = train_draft(config, settings(kind), tmp_path / "head", scale=SCALE)
     assert document["verdict"] is None
     assert "engine" not in document
