@@ -24,6 +24,8 @@ from quire.train.settings import write_atomically
 
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of answers, in turn
 QUESTION_TOKENS = 96
+QUESTION_TOP_P = 0.95  # at temperature 1
+MIN_ENDED = 0.1  # share of questions that end by themselves, else all are taken
 MIN_CHARACTERS = 8  # of a question
 MIN_ANSWER = 4  # tokens
 MAX_REPEATS = 0.5  # share of a question's tokens that repeat what came before
@@ -127,20 +129,18 @@ class Interviewer:
                 f"{self.limits.text_tokens}. Raise max_len."
             )
         params = [
-            SamplingParams(temperature=1.0, max_tokens=most, seed=self._seed(number, nth, 0)) for nth in range(count)
+            SamplingParams(temperature=1.0, top_p=QUESTION_TOP_P, max_tokens=most, seed=self._seed(number, nth, 0))
+            for nth in range(count)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": opening}] * count, params, use_tqdm=False)
-        questions: list[list[int]] = []
-        for output in outputs:
-            answer = output.outputs[0]
-            if answer.error or not is_question(answer.text, answer.token_ids):
-                continue
-            if self.llm.get_tokenizer().chat_template:
-                questions.append(self._render(answer.text.strip()))
-            else:
-                ends = self.llm._input_processor.end_token_ids
-                questions.append([*opening, *(token for token in answer.token_ids if token not in ends)])
-        return questions
+        answers = [output.outputs[0] for output in outputs]
+        usable = [each for each in answers if not each.error and is_question(each.text, each.token_ids)]
+        if not self.llm.get_tokenizer().chat_template:
+            ends = self.llm._input_processor.end_token_ids
+            return [[*opening, *(token for token in each.token_ids if token not in ends)] for each in usable]
+        ended = [each for each in usable if each.finish_reason == "stop"]  # those that are cut off are often nonsense
+        chosen = ended if len(ended) >= MIN_ENDED * count else usable
+        return [self._render(each.text.strip()) for each in chosen]
 
     def _render(self, text: str) -> list[int]:
         tokenizer = self.llm.get_tokenizer()

@@ -14,7 +14,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SCALE = Scale(
-    tokens=1500, epochs=2, answer_tokens=24, text_tokens=96, pass_tokens=96, round_questions=16, round_tokens=1500,
+    tokens=1500, epochs=2, answer_tokens=24, text_tokens=96, pass_tokens=96, round_questions=16, round_tokens=900,
     batch_dialogues=4, anchor_share=0.5, held_out=8, layers=1,
 )  # fmt: skip
 

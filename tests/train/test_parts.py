@@ -60,7 +60,7 @@ def test_a_question_is_asked_once(llm: LLM) -> None:
     interviewer = Interviewer(llm, limits, 0)
     first = interviewer.make_round(0)
     prompts = [tuple(each.tokens[: each.num_prompt].tolist()) for each in first]
-    assert len(set(prompts)) == len(prompts) > 5
+    assert len(set(prompts)) == len(prompts) > 2
     assert not interviewer.make_round(0)
     other = Interviewer(llm, limits, 0)
     other.remember(first[:-1])

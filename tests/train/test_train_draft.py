@@ -103,7 +103,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int)
 INTERRUPTIONS: dict[str, tuple[type, str, int]] = {
     "asking": (Interviewer, "make_round", 3),
     "the first round": (Trainer, "_step", 3),
-    "a later round": (Trainer, "_step", 45),
+    "a later round": (Trainer, "_step", 30),
 }
 
 
@@ -245,7 +245,7 @@ def test_a_broken_file_of_prompts_is_refused(name: str, model: Path, tmp_path: P
 
 def test_a_broken_state_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        interrupt(patched, Trainer, "_step", 45)
+        interrupt(patched, Trainer, "_step", 30)
         with pytest.raises(KeyboardInterrupt):
             train(model, tmp_path / "head")
     state = tmp_path / "head" / "training" / "state.safetensors"
