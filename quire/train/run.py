@@ -8,10 +8,11 @@ DIR/training/state.safetensors         the head and the optimizer after the last
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from quire.config import SPECULATION_KINDS, EngineConfig
 from quire.errors import InvalidParams
 from quire.kernels import isa
 from quire.llm import LLM
-from quire.progress import bar
+from quire.progress import Report, bar
 from quire.train import settings as kept_settings
 from quire.train.dialogues import Dialogues, Interviewer, Limits, collect
 from quire.train.evaluation import Acceptance, Evaluator
@@ -62,6 +63,26 @@ class Clock:
         """How much is used of the time from now until that share: from 0 to 1 or more."""
         now = self.share_used()
         return lambda: (self.share_used() - now) / max(1e-9, share - now)
+
+
+@dataclass(slots=True)
+class Milestones:
+    """A bar on a terminal. Elsewhere a line for each tenth, with the time that is left."""
+
+    what: str
+    draw: Report
+    say: Say
+    begin_s: float = field(default_factory=time.monotonic)
+    num_said: int = 0
+
+    def report(self, done: int, total: int, more: str = "") -> None:
+        self.draw(done, total)
+        tenths = 10 * done // total
+        if tenths <= self.num_said or sys.stderr is None or sys.stderr.isatty():
+            return
+        self.num_said = tenths
+        passed_s = time.monotonic() - self.begin_s
+        self.say(f"{self.what}: {10 * tenths}% in {passed_s:.0f} s, {passed_s * (total / done - 1):.0f} s left{more}")
 
 
 def train_draft(
@@ -152,13 +173,15 @@ def make_dialogues(
             most = limits.text_tokens // 2
             say(f"{interviewer.num_too_long} of {len(prompts)} prompts have more than {most} tokens and are left out")
         wanted = settings.tokens or 0
-        with bar("asking and answering", unit="tokens") as report:
+        what = "asking and answering"
+        with bar(what, unit="tokens") as draw:
+            milestones = Milestones(what, draw, say)
             collect(
                 interviewer,
                 dialogues,
                 wanted,
                 lambda: clock.share_used() >= ASKING_SHARE,
-                lambda done: report(min(done, wanted), wanted),
+                lambda done: milestones.report(min(done, wanted), wanted),
             )
     say(
         f"{len(dialogues.all):,} dialogues with {dialogues.num_answer_tokens:,} tokens of answers, "
@@ -189,8 +212,9 @@ def train_head(
     size = batch_size(settings, scale, target)
     loop = LoopSettings(scale.epochs, scale.round_tokens, size, scale.anchor_share, settings.seed)
     trainer = Trainer(head, target, vocabulary, features, loop, state, clock.until(TRAINING_SHARE))
-    with bar("training", unit="steps") as report:
-        trainer.train(training, lambda done: report(done.step, done.num_steps))
+    with bar("training", unit="steps") as draw:
+        milestones = Milestones("training", draw, say)
+        trainer.train(training, lambda at: milestones.report(at.step, at.num_steps, f", loss {at.loss:.3f}"))
     if trainer.losses:
         size = max(1, len(trainer.losses) // 10)
         first, last = sum(trainer.losses[:size]) / size, sum(trainer.losses[-size:]) / size

@@ -43,6 +43,7 @@ def test_json_is_one_document(model: Path, tmp_path: Path) -> None:
     assert len(document["acceptance"]) == 4
     assert document["engine"]["num_prompts"] > 0
     assert "of them held out" in done.stderr
+    assert "training: 100% in" in done.stderr
     assert (tmp_path / "head" / "model.safetensors").exists()
 
 
