@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
 class PlainEagle:
     """One row after the other, with the keys and values of the rows before it."""
 
-    def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], window: int | None) -> None:
+        self.window = window
         self.tensors = {name.removeprefix("midlayer."): value for name, value in tensors.items()}
         self.config = config
 
@@ -166,9 +168,10 @@ class PlainEagle:
         past.append((turn(k, position, theta), v))
         q = turn(q, position, theta)
         groups = len(q) // len(k)
+        seen = past if self.window is None else past[-self.window :]
         out = []
         for head in range(len(q)):
-            keys, values = (torch.stack([pair[which][head // groups] for pair in past]) for which in (0, 1))
+            keys, values = (torch.stack([pair[which][head // groups] for pair in seen]) for which in (0, 1))
             out.append((keys @ q[head] * dim**-0.5).softmax(0) @ values)
         x = g + t["self_attn.o_proj.weight"] @ torch.cat(out)
         normed = rms(x, t["post_attention_layernorm.weight"], eps)
@@ -176,10 +179,12 @@ class PlainEagle:
         return x + t["mlp.down_proj.weight"] @ (nn.functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("window", [None, 6, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_eagle_is_what_its_formulas_say(family: str) -> None:
+def test_eagle_is_what_its_formulas_say(family: str, window: int | None) -> None:
     """Drafts of an anchor, made one after the other with a cache, as an engine makes them."""
     target = make_target(family)
+    target.config = replace(target.config, windows=(window,) * len(target.config.windows))
     module = EagleModule(target, 3, generator())
     disturb(module)
     dialogues = texts([9, 14])
@@ -193,7 +198,7 @@ def test_eagle_is_what_its_formulas_say(family: str) -> None:
         *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
         *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     }  # fmt: skip
-    plain = PlainEagle(tensors, described)
+    plain = PlainEagle(tensors, described, window)
     for row, dialogue in enumerate(dialogues):
         embedded = target.embed(torch.from_numpy(dialogue.tokens).long())
         for nth, anchor in enumerate(find_anchors(dialogue).tolist()):

@@ -72,6 +72,7 @@ class EagleModule(nn.Module):
         self.depth = depth
         self.inputs = Inputs(spread_layers(target, TAP_SHARES))
         self.config = config
+        self.window = find_window(config.windows)
         self.fc = linear(size, 3 * size, generator, gain=0.1)
         self.midlayer = EagleLayer(target, generator)
         last_norm = target.as_tensor(target.model.norm.weight).float().cpu()
@@ -91,7 +92,7 @@ class EagleModule(nn.Module):
         for step in range(self.depth):
             q, k, v = attention.project(torch.cat([embedded, layer.hidden_norm(g)], dim=-1))
             pasts.append((k, v))
-            x = g + attention.o_proj(attend(q, find_keys(pasts), attention.dim**-0.5))
+            x = g + attention.o_proj(attend(q, find_keys(pasts, self.window), attention.dim**-0.5))
             out = x + layer.mlp(layer.post_attention_layernorm(x))
             last = batch.tokens.shape[1] - 1
             states.append(take_rows(self.norm(out), (batch.anchors - 1 + step).clamp(max=last)))
@@ -141,17 +142,27 @@ def split_pairs(weight: Tensor, head_dim: int) -> Tensor:
     return heads.transpose(1, 2).reshape(weight.shape)
 
 
-def find_keys(pasts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What a row p of step s sees: rows up to p - s of step 0, and of each later step r only the row p - s + r."""
+def find_window(windows: tuple[int | None, ...]) -> int | None:
+    """The engine's head sees as far as the layer of the target that sees farthest."""
+    widest = [window for window in windows if window is not None]
+    return max(widest) if len(widest) == len(windows) else None
+
+
+def find_keys(pasts: list[tuple[Tensor, Tensor]], window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What a row p of step s sees: rows up to p - s of step 0, and of each later step r only the row p - s + r. With a
+    window nothing before p - window + 1."""
     (k, v), last = pasts[0], len(pasts) - 1
     rows, length = k.shape[:2]
     positions = torch.arange(length, device=k.device)
-    seen = positions <= (positions - last).clamp(min=0)[:, None]
+    ends = (positions - last).clamp(min=0)[:, None]
+    seen = positions <= ends
+    if window is not None:
+        seen = seen & (positions > positions[:, None] - window)
     found = [(k, v, seen.expand(rows, length, length))]
-    own = torch.ones(rows, length, 1, dtype=torch.bool, device=k.device)
     for step in range(1, len(pasts)):
         its_k, its_v = (x.roll(last - step, 1)[:, :, None] for x in pasts[step])
-        found.append((its_k, its_v, own))
+        is_near = window is None or last - step < window
+        found.append((its_k, its_v, torch.full((rows, length, 1), is_near, device=k.device)))
     return found
 
 
