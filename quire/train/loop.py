@@ -75,7 +75,10 @@ class Trainer:
         self._share_used = share_used
         self._parameters = dict(head.named_parameters())  # type: ignore[attr-defined]
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+            [{"params": [value], "rate": head.rates.get(name, 1.0)} for name, value in self._parameters.items()],
+            lr=PEAK_RATE,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
         )
 
     def train(self, dialogues: Sequence[Dialogue], report: Callable[[Progress], None]) -> None:
@@ -109,7 +112,7 @@ class Trainer:
 
     def _step(self, batch: Batch, done: float) -> float:
         for group in self._optimizer.param_groups:
-            group["lr"] = PEAK_RATE * rate(done)
+            group["lr"] = PEAK_RATE * rate(done) * group["rate"]
         with self._target.autocast():
             states = self.head(batch)
         loss = find_loss(self.head, states.float(), batch, self._vocabulary)

@@ -206,7 +206,7 @@ def train_head(
     training = dialogues.training
     draft_ids = choose_draft_ids(training, settings.vocabulary, target.config.vocab_size)
     vocabulary = DraftVocabulary(target, draft_ids)
-    head = make_head(target, settings, len(draft_ids))
+    head = make_head(target, settings, len(draft_ids), training[0].tokens.tolist())
     longest = max(len(dialogue.tokens) for dialogue in dialogues.all)
     features = FeatureMaker(target, head.inputs, max(longest, scale.pass_tokens))
     size = batch_size(settings, scale, target)
@@ -229,8 +229,8 @@ def batch_size(settings: Settings, scale: Scale, target: Target) -> int:
     return max(1, min(scale.batch_dialogues, MAX_SCORES // max(1, num_scores)))
 
 
-def make_head(target: Target, settings: Settings, num_ids: int) -> TrainedHead:
-    """A head before training. Its random weights depend on the seed only."""
+def make_head(target: Target, settings: Settings, num_ids: int, text: list[int]) -> TrainedHead:
+    """A head before training. Its random weights depend on the seed only. `text` is any dialogue."""
     generator = torch.Generator().manual_seed(settings.seed)
     depth = settings.depth or 1
     module: nn.Module
@@ -239,9 +239,9 @@ def make_head(target: Target, settings: Settings, num_ids: int) -> TrainedHead:
     elif settings.kind == "medusa":
         module = MedusaModule(target, depth)
     elif settings.kind == "eagle":
-        module = EagleModule(target, depth, generator)
+        module = EagleModule(target, depth, generator, text)
     else:
-        module = ExitModule(target, settings.layer or 1, generator)
+        module = ExitModule(target, settings.layer or 1, generator, text)
     made: Any = module.to(target.device)
     return made  # type: ignore[no-any-return]
 

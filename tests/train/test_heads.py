@@ -38,6 +38,7 @@ from tests.tools.tiny_models import tiny_directory
 pytestmark = pytest.mark.cpu
 
 NUM_IDS = 40
+TEXT = [5, 60, 7, 11, 80]
 
 
 def make_target(family: str = "llama") -> Target:
@@ -185,7 +186,7 @@ def test_eagle_is_what_its_formulas_say(family: str, window: int | None) -> None
     """Drafts of an anchor, made one after the other with a cache, as an engine makes them."""
     target = make_target(family)
     target.config = replace(target.config, windows=(window,) * len(target.config.windows))
-    module = EagleModule(target, 3, generator())
+    module = EagleModule(target, 3, generator(), TEXT)
     disturb(module)
     dialogues = texts([9, 14])
     batch = batch_of(target, module.inputs, dialogues)
@@ -217,7 +218,7 @@ def test_eagle_is_what_its_formulas_say(family: str, window: int | None) -> None
 def test_eagle_starts_as_the_last_layer() -> None:
     """With the target's own state as input and no embedding, its attention is that of the last layer."""
     target = make_target()
-    module = EagleModule(target, 1, generator())
+    module = EagleModule(target, 1, generator(), TEXT)
     attention = module.midlayer.self_attn
     size = target.hidden_size
     layer: Any = target.model.layers[-1]
@@ -235,7 +236,7 @@ def test_eagle_starts_as_the_last_layer() -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_exit_is_what_its_formulas_say(family: str) -> None:
     target = make_target(family)
-    module = ExitModule(target, 2, generator())
+    module = ExitModule(target, 2, generator(), TEXT)
     disturb(module)
     batch = batch_of(target, module.inputs, texts([9, 14]))
     t, eps = {name: value.detach() for name, value in module.state_dict().items()}, target.config.norm_eps
@@ -253,8 +254,8 @@ def make_modules(target: Target) -> list[TrainedHead]:
     return [
         BlockModule(target, 3, 1, NUM_IDS, generator()),
         MedusaModule(target, 3),
-        EagleModule(target, 3, generator()),
-        ExitModule(target, 1, generator()),
+        EagleModule(target, 3, generator(), TEXT),
+        ExitModule(target, 1, generator(), TEXT),
     ]
 
 

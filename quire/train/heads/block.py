@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,8 @@ class BlockLayer(nn.Module):
 
 class BlockModule(nn.Module):
     """All places of an anchor in one pass. It starts as the target's final state, which predicts the token before."""
+
+    rates: ClassVar[Mapping[str, float]] = {}
 
     def __init__(self, target: Target, depth: int, num_layers: int, num_ids: int, generator: torch.Generator) -> None:
         super().__init__()

@@ -6,14 +6,15 @@ computed together, step by step.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quire.layers.rotary import plain_frequencies
 from quire.train.features import Batch, Inputs
-from quire.train.heads.head import GatedMLP, Norm, attend, linear, rotate, spread_layers
+from quire.train.heads.head import GatedMLP, Norm, attend, linear, rotate, spread_layers, state_scale
 from quire.train.target import Target
 
 TAP_SHARES = (0.1, 0.5, 0.9)
@@ -65,8 +66,10 @@ class EagleModule(nn.Module):
     """Row i has the state of token i and the embedding of token i + 1, and predicts token i + 2."""
 
     bigrams = None
+    rates: ClassVar[Mapping[str, float]] = {}
 
-    def __init__(self, target: Target, depth: int, generator: torch.Generator) -> None:
+    def __init__(self, target: Target, depth: int, generator: torch.Generator, text: Sequence[int]) -> None:
+        """`text` is any text of the target's, to see how large its states are."""
         super().__init__()
         config, size = target.config, target.hidden_size
         self.depth = depth
@@ -77,9 +80,11 @@ class EagleModule(nn.Module):
         self.midlayer = EagleLayer(target, generator)
         last_norm = target.as_tensor(target.model.norm.weight).float().cpu()
         self.norm = Norm(FLATTEN * last_norm, config.norm_eps)
+        scale = state_scale(target, self.inputs.taps[-1], text)
         with torch.no_grad():
-            self.fc.weight[:, 2 * size :] += torch.eye(size)
-            copy_layer(target, self.midlayer)
+            self.fc.weight /= scale
+            self.fc.weight[:, 2 * size :] += torch.eye(size) / scale
+            copy_layer(target, self.midlayer, scale)
 
     def forward(self, batch: Batch) -> Tensor:
         """Step s of an anchor n is row n - 1 + s: its state is the output of step s - 1 of the row before it."""
@@ -115,15 +120,16 @@ class EagleModule(nn.Module):
         }
 
 
-def copy_layer(target: Target, to: EagleLayer) -> None:
-    """Start as the target's last layer, as far as the two are alike. The embedding's half of the input stays random."""
+def copy_layer(target: Target, to: EagleLayer, scale: float) -> None:
+    """Start as the target's last layer, as far as the two are alike. The embedding's half of the input stays random.
+    The residual stream is that of the target, divided by `scale`: states of any model then learn at one rate."""
     layer: Any = target.model.layers[-1]
     attention, size = layer.attention, target.hidden_size
     qkv = target.as_tensor(attention.qkv.weight.dense()).float().cpu()
     q, k, v = torch.split(qkv, [heads * attention.head_dim for heads in attention.heads])
     to.hidden_norm.weight.copy_(target.as_tensor(layer.input_norm.weight).float())
     to.self_attn.v_proj.weight[:, size:] = v
-    to.self_attn.o_proj.weight.copy_(target.as_tensor(attention.output.weight.dense()).float())
+    to.self_attn.o_proj.weight.copy_(target.as_tensor(attention.output.weight.dense()).float() / scale)
     rotary = attention.rotary
     if attention.qk_norm is None and rotary is not None and rotary.table.shape[1] == attention.head_dim:
         to.self_attn.q_proj.weight[:, size:] = split_pairs(q, attention.head_dim) if rotary.interleaved else q
@@ -132,7 +138,7 @@ def copy_layer(target: Target, to: EagleLayer) -> None:
         gate, up = target.as_tensor(layer.mlp.gate_up.weight.dense()).float().cpu().chunk(2)
         to.mlp.gate_proj.weight.copy_(gate)
         to.mlp.up_proj.weight.copy_(up)
-        to.mlp.down_proj.weight.copy_(target.as_tensor(layer.mlp.down.weight.dense()).float())
+        to.mlp.down_proj.weight.copy_(target.as_tensor(layer.mlp.down.weight.dense()).float() / scale)
         to.post_attention_layernorm.weight.copy_(target.as_tensor(layer.mlp_norm.weight).float())
 
 

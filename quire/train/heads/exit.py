@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.train.features import Batch, Inputs
-from quire.train.heads.head import Norm, linear
+from quire.train.heads.head import Norm, linear, state_scale
 from quire.train.settings import RANK
 from quire.train.target import Target
+
+FLATTEN = 0.3  # of the first logits: at first they are those of no layer that the target's output was made for
+UP_RATE = 5.0  # for states of size 1
 
 
 class ExitModule(nn.Module):
@@ -21,16 +25,19 @@ class ExitModule(nn.Module):
     bigrams = None
     depth = 1
 
-    def __init__(self, target: Target, layer: int, generator: torch.Generator) -> None:
+    def __init__(self, target: Target, layer: int, generator: torch.Generator, text: Sequence[int]) -> None:
+        """`text` is any text of the target's, to see how large its states are: the adapter adds to them."""
         super().__init__()
         size, rank, eps = target.hidden_size, min(RANK, target.hidden_size), target.config.norm_eps
         self.layer = layer
         self.eps = eps
         self.inputs = Inputs((layer - 1,))
         self.norm = Norm(torch.ones(size), eps)
-        self.out_norm = Norm(target.as_tensor(target.model.norm.weight).float().cpu(), eps)
+        self.out_norm = Norm(FLATTEN * target.as_tensor(target.model.norm.weight).float().cpu(), eps)
+        scale = state_scale(target, layer - 1, text)
         self.adapter_down = linear(rank, size, generator)
-        self.adapter_up = linear(size, rank, generator, gain=0.1)
+        self.adapter_up = linear(size, rank, generator, gain=0.1 * scale)
+        self.rates = {"adapter_up.weight": UP_RATE * scale}
 
     def forward(self, batch: Batch) -> Tensor:
         x = batch.at_anchors(batch.taps)[:, :, 0]

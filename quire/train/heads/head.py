@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ class TrainedHead(Protocol):
 
     inputs: Inputs
     depth: int
+    rates: Mapping[str, float]  # of parameters that learn faster than the others
 
     @property
     def bigrams(self) -> Bigrams | None: ...
@@ -128,6 +130,13 @@ def spread_layers(target: Target, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 def attention_of(target: Target, layer: int) -> Attention:
     return target.model.layers[layer].attention
+
+
+def state_scale(target: Target, layer: int, text: Sequence[int]) -> float:
+    """The usual size of states after a layer: a root mean square. It differs much between layers and models."""
+    (states,) = target.text_states((layer,), len(text)).compute([text])
+    squares = target.as_tensor(states.taps[0]).float().square().mean(-1)
+    return max(1e-3, float(squares.median().sqrt()))
 
 
 def mean_scale(target: Target) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class MedusaModule(nn.Module):
     """Head i predicts the draft i of an anchor from the final state of the token before the anchor."""
 
     bigrams = None
+    rates: ClassVar[Mapping[str, float]] = {}
 
     def __init__(self, target: Target, depth: int) -> None:
         super().__init__()
