@@ -144,7 +144,7 @@ class EngineConfig:
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
-        "module:Class. Answers are the same with any of them.",
+        "eagle:DIR, mtp (the model's own layers), module:Class. Answers are the same with any of them.",
         "METHODS",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
@@ -219,11 +219,13 @@ class EngineConfig:
             raise InvalidParams(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
 
-# What `speculate` may name besides classes, as kind:value. Each is described by its value.
+# What `speculate` may name besides classes, as kind:value. Each is described by its value; mtp has none.
 SPECULATION_KINDS = {
     "draft": "MODEL",
     "block": "DIR",
     "medusa": "DIR",
+    "eagle": "DIR",
+    "mtp": "",
 }
 
 
@@ -232,7 +234,7 @@ class SpeculationMethod:
     """One entry of `EngineConfig.speculate`."""
 
     kind: str  # of SPECULATION_KINDS, or "plugin"
-    value: str  # a model's name, a head's directory, or module:Class
+    value: str  # a model's name, a head's directory, or module:Class. Empty for mtp
 
 
 def parse_speculate(text: str) -> list[SpeculationMethod] | None:
@@ -243,15 +245,16 @@ def parse_speculate(text: str) -> list[SpeculationMethod] | None:
         return None
     methods: list[SpeculationMethod] = []
     for entry in text.split(","):
-        kind, _, value = entry.partition(":")
+        kind, colon, value = entry.partition(":")
         module, _, name = entry.rpartition(":")
         if entry == "auto":
             continue
-        if kind in SPECULATION_KINDS and value:
+        described = SPECULATION_KINDS.get(kind)
+        if described is not None and bool(colon) == bool(value) == bool(described):
             methods.append(SpeculationMethod(kind, value))
             continue
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            kinds = ", ".join(f"{kind}:{value}" for kind, value in SPECULATION_KINDS.items())
+            kinds = ", ".join(f"{kind}:{value}" if value else kind for kind, value in SPECULATION_KINDS.items())
             raise InvalidParams(
                 f"speculate has {entry!r}; give off, or a list of auto, {kinds} and classes as module:Class.",
                 "speculate",

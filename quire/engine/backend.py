@@ -172,12 +172,17 @@ def find_obstacle(model: ModelConfig, dtype: str, device: str) -> str | None:
         return f"quire's own CPU kernels do not run on {device}"
     if dtype != "float32":
         return f"quire's own CPU kernels compute in float32, not in {dtype}"
-    if model.head_dim % HEAD_DIM_UNIT or model.head_dim > MAX_HEAD_DIM:
-        return (
-            f"quire's own CPU kernels need heads of a multiple of {HEAD_DIM_UNIT} dimensions, at most {MAX_HEAD_DIM}, "
-            f"and this model's have {model.head_dim}"
-        )
-    return None
+    return find_head_obstacle(model.head_dim, "model")
+
+
+def find_head_obstacle(head_dim: int, whose: str) -> str | None:
+    """Why quire's CPU kernels do not compute attention with heads of that size, as a clause; None if they do."""
+    if head_dim % HEAD_DIM_UNIT == 0 and head_dim <= MAX_HEAD_DIM:
+        return None
+    return (
+        f"quire's own CPU kernels need heads of a multiple of {HEAD_DIM_UNIT} dimensions, at most {MAX_HEAD_DIM}, "
+        f"and this {whose}'s have {head_dim}"
+    )
 
 
 def choose_kv_dtype(wanted: str, dtype: str, ops: Kernels) -> str:

@@ -31,6 +31,7 @@ from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import time_copies
 from quire.engine.draft_model import DraftModel
+from quire.engine.eagle import EagleProposer
 from quire.engine.engine import Engine, EngineInfo
 from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
 from quire.engine.heads import RequestFeatures
@@ -45,12 +46,19 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.runner import ModelRunner, Runner, StepListener
-from quire.engine.speculation import build_controller, build_heads, find_tap_layers, load_draft_model, load_heads
+from quire.engine.speculation import (
+    build_controller,
+    build_heads,
+    find_tap_layers,
+    head_specs,
+    load_draft_model,
+    load_heads,
+    needs_features,
+)
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.speculative.proposer import ModelProposer
 from quire.weights.config import read_config
 from quire.weights.loader import (
     LoadedModel,
@@ -91,9 +99,9 @@ def build_engine(
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
-    heads = load_heads(config, loaded, ops)
+    heads = load_heads(config, loaded, path, ops)
     num_layers = len(loaded.model.cache_specs())
-    specs = loaded.model.cache_specs() + (draft.model.cache_specs() if draft else [])
+    specs = loaded.model.cache_specs() + head_specs(heads) + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
     if precompilation is not None:
         if ops.fused is None:
@@ -131,11 +139,13 @@ def build_engine(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
-        layers, draft_layers = cache.layers[:num_layers], cache.layers[num_layers:]
+        num_target_and_heads = num_layers + len(head_specs(heads))
+        layers, head_layers = cache.layers[:num_layers], cache.layers[num_layers:num_target_and_heads]
+        draft_layers = cache.layers[num_target_and_heads:]
         cache.layers = layers
         decoder = ops.record(loaded.model, layers, step_tokens, find_tap_layers(heads))
         features = RequestFeatures(max_requests)
-        listeners = [features] if heads else []
+        listeners: list[StepListener] = [features] if needs_features(heads) else []
         runner = build_runner(decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners)
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
@@ -153,7 +163,9 @@ def build_engine(
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
-    models: list[ModelProposer] = build_heads(heads, loaded.model, layers, features, ops, size.max_len, max_requests)
+    models = build_heads(heads, loaded.model, layers, head_layers, features, scheduler, ops, size.max_len, max_requests)
+    if isinstance(runner, ModelRunner):
+        runner.listeners += [model for model in models if isinstance(model, EagleProposer)]
     if draft is not None:
         recorded = ops.record(draft.model, draft_layers, step_tokens)
         buffers = BatchBuffers(shape)

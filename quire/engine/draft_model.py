@@ -41,6 +41,7 @@ class DraftModel:
 
     name = "draft"
     is_parallel = False
+    drafts_per_pass = 1
 
     def __init__(
         self,

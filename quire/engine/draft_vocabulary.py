@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.request import Request
+from quire.kernels import Kernels
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import address
 from quire.kernels.cpu.tape_memory import padded
@@ -162,6 +163,33 @@ class WholeVocabulary:
 
     def token_ids(self, request: Request, columns: Ids) -> Ids:
         return columns
+
+    def finish(self, request_id: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+class OneMatrix:
+    """One matrix for all places: a head's own, whose rows are those of `ids`, or the target's."""
+
+    def __init__(self, weight: Any, ids: Ids | None, softcap: float | None, ops: Kernels, max_rows: int) -> None:
+        self._weight = weight
+        self._ids = ids
+        self._softcap = softcap
+        self._ops = ops
+        self._buffer = np.empty((max_rows, padded(weight.shape[0])), np.float32)
+
+    def logits(self, states: Floats, requests: Sequence[Request]) -> Floats:
+        num_requests, depth, size = states.shape
+        logits = self._buffer[: num_requests * depth, : self._weight.shape[0]]
+        self._weight.multiply(states.reshape(-1, size), logits)
+        capped: Floats = self._ops.logits(logits, self._softcap)
+        return capped
+
+    def token_ids(self, request: Request, columns: Ids) -> Ids:
+        return columns if self._ids is None else self._ids[columns]
 
     def finish(self, request_id: str) -> None:
         pass

@@ -100,6 +100,7 @@ class HeadProposer:
     """A `ModelProposer` on a draft head. All drafts of a call come from one pass."""
 
     is_parallel = True
+    drafts_per_pass = 1
 
     def __init__(
         self, name: str, head: DraftHead, output: DraftOutput, features: RequestFeatures, ops: Kernels
@@ -155,10 +156,10 @@ class HeadProposer:
         return trees
 
 
-def find_candidates(request: Request, tokens: Ids, logprobs: Floats) -> list[Candidates]:
+def find_candidates(request: Request, tokens: Ids, logprobs: Floats, first: int = 0) -> list[Candidates]:
     """tokens, logprobs [depth, candidates] -> candidates of each place, with the noise that the target will use.
 
-    Places after one with a value that is not a number are left out.
+    The first place has `first` drafts before it. Places after one with a value that is not a number are left out.
     """
     valid: NDArray[np.bool_] = np.isfinite(logprobs)
     usable = [bool(row.any()) and not bool(nan.any()) for row, nan in zip(valid, np.isnan(logprobs), strict=True)]
@@ -166,7 +167,7 @@ def find_candidates(request: Request, tokens: Ids, logprobs: Floats) -> list[Can
     temperature = settings_of(request.params)[0]
     scores = logprobs
     if temperature > 0 and depth:
-        lengths = len(request.tokens) + np.arange(len(tokens))
+        lengths = len(request.tokens) + first + np.arange(len(tokens))
         seeds = np.full(len(tokens), signed(request.seed), np.int64)
         scores = logprobs + np.float32(temperature) * gumbel(seeds, lengths, tokens)
     places: list[Candidates] = []

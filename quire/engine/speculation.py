@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
-from quire.engine.backend import choose_quantize
+from quire.core.scheduler import Scheduler
+from quire.engine.backend import choose_quantize, find_head_obstacle
 from quire.engine.block_head import BlockDrafter
-from quire.engine.draft_vocabulary import DraftOutput, TrimmedVocabulary, WholeVocabulary
+from quire.engine.draft_vocabulary import DraftOutput, OneMatrix, TrimmedVocabulary, WholeVocabulary
+from quire.engine.eagle import MAX_NODES, WIDTH, EagleProposer
 from quire.engine.heads import MAX_ROWS, DraftHead, HeadProposer, RequestFeatures
 from quire.engine.medusa import MedusaDrafter
 from quire.engine.memory import check_weights
-from quire.errors import InvalidParams, ModelNotFound
+from quire.engine.recorded_eagle import RecordedEagle
+from quire.errors import InvalidParams, ModelNotFound, UnsupportedModel
 from quire.kernels import Kernels
+from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import LayerCache
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
@@ -23,15 +27,22 @@ from quire.speculative.proposer import ModelProposer, Proposer
 from quire.speculative.suffix import SuffixProposer
 from quire.store import resolve
 from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
 from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
+from quire.weights.mtp import load_mtp
 
 FREE_DRAFTS = 12.0  # how many drafts double the duration of a small step on a CPU, until measured
 MAX_DRAFTS = 10  # of a row: on a CPU more take as long as they gain
 NUM_COMPARED = 512  # tokens of two vocabularies
 
-LoadedHead = LoadedBlockHead | LoadedMedusa
-HEADS: dict[str, Callable[[Path, Target, Kernels], LoadedHead]] = {"block": load_block_head, "medusa": load_medusa}
+LoadedHead = LoadedBlockHead | LoadedMedusa | LoadedEagle
+HEADS: dict[str, Callable[[Path, Target, Kernels], LoadedHead]] = {
+    "block": load_block_head,
+    "medusa": load_medusa,
+    "eagle": load_eagle,
+    "mtp": load_mtp,
+}
 
 
 def load_draft_model(
@@ -68,47 +79,64 @@ def check_vocabulary(path: Path, draft_path: Path, name: str) -> None:
             )
 
 
-def load_heads(config: EngineConfig, target: LoadedModel, ops: Kernels) -> dict[str, LoadedHead]:
-    """The draft heads that `speculate` names, by kind."""
+def load_heads(config: EngineConfig, target: LoadedModel, path: Path, ops: Kernels) -> dict[str, LoadedHead]:
+    """The draft heads that `speculate` names, by kind. `path` is the target's."""
     heads: dict[str, LoadedHead] = {}
     for method in parse_speculate(config.speculate) or []:
         if method.kind not in HEADS:
             continue
         if ops.native is None:
+            named = f"{method.kind}:{method.value}" if method.value else method.kind
             raise InvalidParams(
-                f"speculate has {method.kind}:{method.value}, and a draft head needs quire's own CPU kernels; leave it "
-                "out.",
+                f"speculate has {named}, and a draft head needs quire's own CPU kernels; leave it out.",
                 "speculate",
             )
         if method.kind in heads:
             raise InvalidParams(f"speculate names two heads of kind {method.kind}; give one.", "speculate")
-        directory = Path(method.value).expanduser()
-        if not directory.is_dir():
+        directory = Path(method.value).expanduser() if method.value else path
+        if method.value and not directory.is_dir():
             raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
-        heads[method.kind] = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+        heads[method.kind] = loaded = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+        if isinstance(loaded, LoadedEagle) and (obstacle := find_head_obstacle(loaded.head.config.head_dim, "head")):
+            raise UnsupportedModel(f"{directory} cannot be used: {obstacle}.")
     return heads
 
 
 def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
     """The layers of the target whose hidden states the heads read."""
-    blocks = [head for head in heads.values() if isinstance(head, LoadedBlockHead)]
-    return tuple(sorted({layer for block in blocks for layer in block.head.config.tap_layers}))
+    configs = [head.head.config for head in heads.values() if not isinstance(head, LoadedMedusa)]
+    return tuple(sorted({layer for config in configs for layer in config.tap_layers}))
+
+
+def needs_features(heads: Mapping[str, LoadedHead]) -> bool:
+    """Whether a head reads the states of each request's last token only."""
+    return any(not isinstance(head, LoadedEagle) for head in heads.values())
+
+
+def head_specs(heads: Mapping[str, LoadedHead]) -> list[CacheSpec]:
+    """The layers that heads have in the cache."""
+    return [head.head.cache_spec for head in heads.values() if isinstance(head, LoadedEagle)]
 
 
 def build_heads(
     heads: Mapping[str, LoadedHead],
     target: Decoder,
     layers: Sequence[LayerCache],
+    own_layers: Sequence[LayerCache],
     features: RequestFeatures,
+    scheduler: Scheduler,
     ops: Kernels,
     max_len: int,
     max_requests: int,
 ) -> list[ModelProposer]:
-    """The proposers of the heads. `layers` are the target's caches."""
+    """The proposers of the heads. `layers` are the target's caches, `own_layers` those of `head_specs`."""
     proposers: list[ModelProposer] = []
-    taps, native = find_tap_layers(heads), ops.native
+    taps, native, own = find_tap_layers(heads), ops.native, iter(own_layers)
     for kind, loaded in heads.items():
         assert native is not None
+        if isinstance(loaded, LoadedEagle):
+            proposers.append(build_eagle(kind, loaded, target, next(own), taps, scheduler, ops, max_requests))
+            continue
         head: DraftHead
         output: DraftOutput
         if isinstance(loaded, LoadedBlockHead):
@@ -122,6 +150,40 @@ def build_heads(
                 output = TrimmedVocabulary(loaded.draft_ids, target.head, native, MAX_ROWS, max_requests)
         proposers.append(HeadProposer(kind, head, output, features, ops))
     return proposers
+
+
+def build_eagle(
+    name: str,
+    loaded: LoadedEagle,
+    target: Decoder,
+    cache: LayerCache,
+    taps: Sequence[int],
+    scheduler: Scheduler,
+    ops: Kernels,
+    max_requests: int,
+) -> EagleProposer:
+    native, config = ops.native, loaded.head.config
+    assert native is not None
+    max_tokens = scheduler.max_tokens_per_step
+    output: DraftOutput
+    if loaded.output is not None:
+        output = OneMatrix(loaded.output, loaded.draft_ids, None, ops, MAX_ROWS)
+    elif loaded.draft_ids is not None:
+        output = TrimmedVocabulary(loaded.draft_ids, target.head, native, MAX_ROWS, max_requests)
+    else:
+        output = OneMatrix(target.head.weight, None, target.head.softcap, ops, MAX_ROWS)
+    return EagleProposer(
+        name,
+        RecordedEagle(loaded.head, cache, native, max_tokens, MAX_ROWS // WIDTH * MAX_NODES),
+        output,
+        [taps.index(layer) for layer in config.tap_layers],
+        ops,
+        group=cache.group,
+        block_size=cache.block_size,
+        max_tokens=max_tokens,
+        pool=lambda: scheduler.kv.pool,
+        reserve=scheduler.reserve,
+    )
 
 
 def build_controller(

@@ -75,6 +75,24 @@ def tree_paths(query_starts: Sequence[int], parents: Sequence[Sequence[int] | No
         for index, parent in enumerate(nodes, 1):
             assert -1 <= parent < index - 1, nodes
             paths.append([*paths[start + parent + 1], index])
+    return fill_paths(paths)
+
+
+def forest_paths(query_starts: Sequence[int], parents: Sequence[Sequence[int] | None]) -> NDArray[np.int32] | None:
+    """The same for rows without a root: token i of row r is node i, and the context comes directly before nodes whose
+    parent is `ROOT`. None if all rows are chains."""
+    if all(nodes is None for nodes in parents):
+        return None
+    paths: list[list[int]] = []
+    for start, stop, nodes in zip(query_starts, query_starts[1:], parents, strict=False):
+        own: list[list[int]] = [[] for _ in range(start, stop)]
+        for node, parent in enumerate(nodes or ()):
+            own[node] = [*own[parent], node] if parent >= 0 else [node]
+        paths += own
+    return fill_paths(paths)
+
+
+def fill_paths(paths: Sequence[Sequence[int]]) -> NDArray[np.int32]:
     filled = np.full((len(paths), max(1, *map(len, paths)) if paths else 1), NO_TOKEN, np.int32)
     for path, row in zip(paths, filled, strict=True):
         row[: len(path)] = path

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
-from quire.layers.linear import Linear
+from quire.layers.linear import JoinedLinear, Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
@@ -22,7 +22,8 @@ class Attention:
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
     keys, is applied to each head before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
-    ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names.
+    ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
+    input is two tensors [tokens, hidden_size], whose projection is that of both side by side.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Attention:
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
         qkv: Sequence[Part] | None = None,
         output: Part | None = None,
+        joined: bool = False,
     ) -> None:
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
         qkv = qkv or [
@@ -52,7 +54,11 @@ class Attention:
             for letter, heads in zip("qkv", self.heads, strict=True)
         ]
         output = output or Part(f"{name}.o_proj", hidden_size, split="columns", unit=head_dim)
-        self.qkv = Linear(source, qkv, hidden_size, bias=bias)
+        self.qkv: Linear | JoinedLinear = (
+            JoinedLinear(source, ops, qkv, hidden_size, bias=bias)
+            if joined
+            else Linear(source, qkv, hidden_size, bias=bias)
+        )
         self.output = Linear(source, [output], num_heads * head_dim, bias=output_bias)
         self.head_dim = head_dim
         self.scale = scale
@@ -68,7 +74,7 @@ class Attention:
         return KVCacheSpec(self.heads[1], self.head_dim, window=self.window)
 
     def __call__(
-        self, x: Tensor, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None
+        self, x: Any, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None
     ) -> Tensor:
         """x [tokens, hidden_size], positions [tokens] -> [tokens, hidden_size]; with `ends`, those tokens' rows only"""
         qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim)

@@ -1,10 +1,12 @@
-"""Linear: a Weight of any storage format, and an optional bias."""
+"""Linear: a Weight of any storage format, and an optional bias. JoinedLinear: the same for two inputs side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quire.kernels import Kernels
 from quire.layers.source import Part, Source
 
 if TYPE_CHECKING:
@@ -22,3 +24,20 @@ class Linear:
         """x [..., in] -> [..., out]"""
         y: Tensor = self.weight.matmul(x)
         return y if self.bias is None else y + self.bias
+
+
+class JoinedLinear:
+    """y = [a, b] W^T + bias, for two inputs of one size. Each is multiplied with its own columns of W."""
+
+    def __init__(self, source: Source, ops: Kernels, parts: Sequence[Part], size: int, *, bias: bool = False) -> None:
+        first, second = ([replace(part, columns=range(start, start + size)) for part in parts] for start in (0, size))
+        self.first = source.matrix([part.tensor("weight") for part in first], 2 * size)
+        self.second = source.matrix([part.tensor("weight") for part in second], 2 * size)
+        self.bias = source.vector([part.tensor("bias") for part in parts]) if bias else None
+        self.ops = ops
+
+    def __call__(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """Two tensors [n, size] -> [n, out]"""
+        a, b = inputs
+        y: Tensor = self.second.matmul(b)
+        return self.ops.add(self.first.matmul(a), y if self.bias is None else y + self.bias)

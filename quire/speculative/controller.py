@@ -230,33 +230,34 @@ class Controller:
         num_rows, times = len(rows), self._draft_times[model.name]
         ratios = self.times.ratios(num_rows, self._max_drafts)
         share = times.expect(num_rows) / step_s
-        depths: list[int] = []
+        limits: list[int] = []  # of drafts
         for request, tree in zip(rows, trees, strict=True):
             record = self._records[request.id]
             others = 1.0
             if tree is not None:
                 survivals = self._survivals(tree, record.shifts)
-                rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, len(tree) + 1)]
+                most = min(len(tree), self._max_drafts)  # a merged tree may have more
+                rates = [(1 + sum(survivals[:count])) / ratios[count] for count in range(1, most + 1)]
                 others = max(rates, default=1.0)
             asked = record.asked.setdefault(model.name, Asked())
             limit = self._limit(request)
             depth = choose_depth(asked, ratios, share, num_rows, others, model.is_parallel)
-            depths.append(limit if depth and model.is_parallel else min(limit, depth))
-        if not any(depths):
+            limits.append(limit if depth and model.is_parallel else min(limit, depth * model.drafts_per_pass))
+        if not any(limits):
             return []
         begin_s = self._clock()
         try:
-            model.catch_up([request for request, depth in zip(rows, depths, strict=True) if depth])
+            model.catch_up([request for request, limit in zip(rows, limits, strict=True) if limit])
             self._begin_s += self._clock() - begin_s  # as the prompt's own time, it is not charged to drafts
             begin_s = self._clock()
-            found = model.propose_requests(rows, depths)
+            found = model.propose_requests(rows, limits)
         except Exception:
             log.exception("the model %r failed and is no longer asked for drafts", model.name)
             self.models.remove(model)
             return []
         seconds = self._clock() - begin_s
         self._asked_s += seconds
-        times.learn(num_rows, 1 if model.is_parallel else max(depths), seconds)
+        times.learn(num_rows, 1 if model.is_parallel else -(-max(limits) // model.drafts_per_pass), seconds)
         for index, drafts in enumerate(found):
             if drafts is not None and len(drafts):
                 known = (nth for nth, token in enumerate(drafts.tokens) if token >= self._vocab_size)

@@ -70,6 +70,12 @@ class ModelProposer(Protocol):
         draft is computed after the one before it."""
         ...
 
+    @property
+    def drafts_per_pass(self) -> int:
+        """How many drafts of a request are wanted of each pass of a model that is not parallel: 1 for a chain, more for
+        a tree with as many nodes a depth."""
+        ...
+
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Compute what is missing of the requests' tokens, without the last one."""
         ...

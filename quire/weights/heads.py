@@ -24,7 +24,8 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.medusa import Medusa, MedusaConfig
 from quire.weights.fields import Fields, read_json
-from quire.weights.panel_source import PanelSource
+from quire.weights.loader import open_source
+from quire.weights.names import may_stay_unread
 from quire.weights.safetensors import SINGLE, SafetensorsFiles
 from quire.weights.safetensors_checkpoint import DensePart, SafetensorsCheckpoint
 from quire.weights.survey import Survey, check
@@ -93,6 +94,8 @@ def load_block_head(directory: Path, target: Target, ops: Kernels) -> LoadedBloc
 def load_medusa(directory: Path, target: Target, ops: Kernels) -> LoadedMedusa:
     """A Medusa of quire's own layout or of the published one."""
     fields = read_head_config(directory, "medusa", target)
+    if not fields.has("quire_head"):
+        check_sizes(fields, target.config)
     published = not (directory / SINGLE).exists() and (directory / MEDUSA_FILE).exists()
     files = SafetensorsFiles(directory, MEDUSA_FILE if published else SINGLE)
     has_ids = "draft_ids" in files.tensors
@@ -107,13 +110,12 @@ def load_medusa(directory: Path, target: Target, ops: Kernels) -> LoadedMedusa:
 
 
 def read_head_config(directory: Path, kind: str, target: Target) -> Fields:
-    """The configuration of a head of that kind. It must be made for this target."""
+    """The configuration of a head of that kind. It must be made for this target, if it is one of quire's own."""
     path = directory / "config.json"
     fields = Fields(read_json(path), str(path))
     if not fields.has("quire_head"):
         if kind == "block":
             raise fields.bad("quire_head is missing, so this is no head that quire train-draft has made")
-        check_sizes(fields, target.config)
         return fields
     if (version := fields.count("quire_head")) != 1:
         raise fields.unsupported(f"quire_head is {version}; this quire reads version 1. Update quire.")
@@ -236,18 +238,30 @@ def read_matrix(files: SafetensorsFiles, name: str) -> Floats:
     return values
 
 
-def build_head(files: SafetensorsFiles, make: Callable[[Source], T], ops: Kernels, extra: Mapping[str, Shape]) -> T:
-    """Check the tensors that `make` declares, and `extra`, then make the head with matrices in int8."""
-    assert ops.native is not None
+def build_head(
+    files: SafetensorsFiles,
+    make: Callable[[Source], T],
+    ops: Kernels,
+    extra: Mapping[str, Shape],
+    dtype: str = "float32",
+    prefix: str = "",
+) -> T:
+    """Check the tensors that `make` declares, and `extra`, then make the head.
+
+    Its tensors are those whose names begin with `prefix`. Matrices for quire's own CPU kernels are in int8, others in
+    `dtype`.
+    """
     declared = Survey()
     make(declared)
     checkpoint = SafetensorsCheckpoint(files)
     expected = dict(extra)
     for part, cols in declared.declared:
         expected.update(checkpoint.find(part, cols).tensors)
-    check(expected, checkpoint.shapes)
+    available = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
+    ignored = {name for name in available if may_stay_unread(name, tied=False)} if not prefix else ()
+    check(expected, available, ignored)
     try:
-        with PanelSource(checkpoint, ops.native, quantize="int8") as source:
+        with open_source(checkpoint, dtype, ops, quantize="int8") as source:
             return make(source)
     except ValueError as error:
         raise BadModelFile(

@@ -73,6 +73,16 @@ def read_qwen2(fields: Fields) -> ModelConfig:
     return replace(config, windows=qwen_windows(fields, config.num_layers), attention_bias=True)
 
 
+def read_mimo(fields: Fields) -> ModelConfig:
+    num_mtp_layers = fields.count("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS)
+    return replace(
+        read_qwen2(fields),
+        family="mimo",
+        attention_bias=fields.flag("attention_bias", True),
+        num_mtp_layers=num_mtp_layers,
+    )
+
+
 def read_qwen3(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     config = plain_config(fields, "qwen3", head_dim=128)
@@ -107,6 +117,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3": read_qwen3,
     "gemma3_text": read_gemma3,
     "gemma3": read_gemma3,
+    "mimo": read_mimo,
 }
 
 

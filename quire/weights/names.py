@@ -45,7 +45,8 @@ TEXT_PREFIXES = {
 
 UNREAD_GGUF = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight")
 UNREAD_SAFETENSORS = re.compile(
-    r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias"
+    r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias|"
+    r"model\.mtp_layers\..*"
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

@@ -21,7 +21,7 @@ def test_prompts_are_read_by_category(tmp_path: Path) -> None:
     assert read_prompts(path) == {"x": ["a", "b"], "prompts": ["d"]}
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "nothing", '{"turns": []}'])
+@pytest.mark.parametrize("text", ["mtp:", "eagle", "", "{}", "[1]", "nothing", '{"turns": []}'])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
@@ -46,11 +46,12 @@ def test_with_speculation_off_there_is_nothing_to_compare(default_model: object)
 def test_methods_are_parsed() -> None:
     assert parse_speculate("off") is None
     assert parse_speculate("auto") == []
-    assert parse_speculate("draft:a/b.gguf,auto,my.module:Class,block:C:/heads,medusa:~/heads") == [
+    assert parse_speculate("draft:a/b.gguf,auto,my.module:Class,block:C:/heads,medusa:~/heads,mtp") == [
         SpeculationMethod("draft", "a/b.gguf"),
         SpeculationMethod("plugin", "my.module:Class"),
         SpeculationMethod("block", "C:/heads"),
         SpeculationMethod("medusa", "~/heads"),
+        SpeculationMethod("mtp", ""),
     ]
 
 

@@ -85,12 +85,12 @@ def test_nodes_that_a_grammar_refuses_are_left_out() -> None:
 
 
 class Model:
-    """A parallel model that always has the same tree."""
+    """A model that always has the same tree."""
 
-    name = "block"
-    is_parallel = True
-
-    def __init__(self, drafts: Drafts) -> None:
+    def __init__(self, drafts: Drafts, name: str = "block", is_parallel: bool = True, drafts_per_pass: int = 1) -> None:
+        self.name = name
+        self.is_parallel = is_parallel
+        self.drafts_per_pass = drafts_per_pass
         self.drafts = drafts
         self.asked: list[int] = []
         self.finished: list[str] = []
@@ -109,16 +109,50 @@ class Model:
         pass
 
 
-def test_a_parallel_model_is_asked_for_a_whole_tree_and_learns_by_level() -> None:
-    tree = Drafts([1, 2, 3, 4], [ROOT, ROOT, 0, 0], [0.5, 0.4, 0.5, 0.4], "block")
-    model = Model(tree)
-    controller = Controller([], 64, 97, 12.0, [model], max_drafts=10)
+def make_controller(models: list[Model]) -> tuple[Controller, Request]:
+    """A controller that knows how long a step takes, and a request that may have drafts."""
+    controller = Controller([], 64, 97, 12.0, models, max_drafts=10)
     request = Request("a", [5, 6, 7], max_tokens=40)
     request.num_planned = 2
     controller._clock = lambda: 0.0
     controller.times.learn(1, 0, 0.01)
     while controller.times.plain_s(1) is None:
         controller.times.learn(1, 0, 0.01)
+    return controller, request
+
+
+def test_a_model_that_grows_trees_is_asked_for_nodes_and_timed_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.speculative.controller.choose_depth", lambda *arguments: 3)
+    model = Model(Drafts([1], None, [0.9], "eagle"), "eagle", is_parallel=False, drafts_per_pass=2)
+    controller, request = make_controller([model])
+    now = [0.0]
+    controller._clock = lambda: now[0]
+    propose = model.propose_requests
+
+    def take_time(requests: list[Request], max_drafts: list[int]) -> list[Drafts | None]:
+        now[0] += 0.006
+        return propose(requests, max_drafts)
+
+    model.propose_requests = take_time  # type: ignore[method-assign]
+    controller.propose([request], may_admit=False)
+    assert model.asked == [6]
+    assert controller._draft_times["eagle"].expect(1) == pytest.approx(0.002)
+
+
+def test_a_second_model_is_asked_after_a_large_merged_tree() -> None:
+    wide = Drafts(list(range(1, 11)), [ROOT] * 10, [0.09] * 10, "block")
+    other = Drafts(list(range(20, 30)), [ROOT] * 10, [0.09] * 10, "medusa")
+    models = [Model(wide), Model(other, "medusa"), Model(Drafts([3], None, [0.5], "eagle"), "eagle")]
+    controller, request = make_controller(models)
+    controller.propose([request], may_admit=False)
+    assert controller.models == models
+    assert models[2].asked
+
+
+def test_a_parallel_model_is_asked_for_a_whole_tree_and_learns_by_level() -> None:
+    tree = Drafts([1, 2, 3, 4], [ROOT, ROOT, 0, 0], [0.5, 0.4, 0.5, 0.4], "block")
+    model = Model(tree)
+    controller, request = make_controller([model])
     controller.propose([request], may_admit=False)
     assert model.asked == [10]
     drafts = request.drafts

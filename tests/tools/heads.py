@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from quire.engine.eagle import EagleProposer
 from quire.engine.engine import Engine
 from quire.engine.heads import RequestFeatures
-from quire.engine.speculation import LoadedHead, build_heads, find_tap_layers
+from quire.engine.speculation import LoadedHead, build_heads, find_tap_layers, head_specs
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
@@ -123,9 +124,12 @@ def build_engine(
     features = RequestFeatures(max_requests)
     tiny = TinyEngine(
         config, model=model, ops=ops, max_requests=max_requests, max_tokens=max_tokens,
-        tap_layers=find_tap_layers(heads), listeners=[features], **settings,
+        tap_layers=find_tap_layers(heads), listeners=[features], more_specs=head_specs(heads), **settings,
     )  # fmt: skip
-    models = build_heads(heads, model, tiny.layers, features, ops, config.max_len, max_requests)
+    models = build_heads(
+        heads, model, tiny.layers, tiny.more_layers, features, tiny.scheduler, ops, config.max_len, max_requests
+    )
+    tiny.runner.listeners += [model for model in models if isinstance(model, EagleProposer)]
     controller = Controller(proposers or [], max_tokens, config.vocab_size, 12.0, models)
     controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
     return Engine(tiny.scheduler, tiny.runner, None, controller), models  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ class TinyEngine:
     ) -> None:
         """With `num_host_blocks`, whoever has to make room goes to the host, as far as that has room.
 
-        `more_specs` are kept in the same blocks, for a draft model that is not there.
+        `more_specs` are kept in the same blocks, in `more_layers`: for a draft model or a head.
         """
         ops, model = ops or select_torch(CPU), model or tiny_model(config)
         specs = [*model.cache_specs(), *more_specs]
@@ -102,6 +102,7 @@ class TinyEngine:
             max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
+        self.more_layers = cache.layers[len(model.layers) :]
         del cache.layers[len(model.layers) :]
         buffers = BatchBuffers(shape)
         self.layers = cache.layers

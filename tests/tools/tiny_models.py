@@ -43,6 +43,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 10000.0},
     "mistral": {"model_type": "mistral", "sliding_window": 8, "rope_theta": 10000.0},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1000000.0},
+    "mimo": {"model_type": "mimo", "num_nextn_predict_layers": 1, "rope_theta": 640000.0},
     "qwen3": {"model_type": "qwen3", "rope_theta": 1000000.0},
     "gemma3": {
         "model_type": "gemma3_text",
