@@ -88,6 +88,7 @@ class Request:
     num_drafts_in_flight: int = field(init=False, default=0)
     num_drafted: int = field(init=False, default=0)  # drafts that steps have verified
     num_accepted: int = field(init=False, default=0)  # those that were right
+    num_exited: int = field(init=False, default=0)  # tokens that an exit has chosen
     num_computed: int = field(init=False, default=0)
     num_planned: int = field(init=False, default=0)
     num_expected: int = field(init=False, default=0)

@@ -43,6 +43,7 @@ class Counters:
     preemptions: int = 0
     swaps: int = 0  # preemptions that swapped the request's blocks out to the host
     finished: int = 0
+    exited_tokens: int = 0  # tokens that an exit has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,10 @@ class Scheduler:
                 if row in plan.drafts:
                     request.num_drafted += len(plan.drafts[row])
                     request.num_accepted += max(0, len(tokens) - 1)
+                if row in sampled.exited:
+                    count = sampled.exited[row]  # the rest waits for its later layers
+                    request.num_exited += 1
+                    self.counters.exited_tokens += 1
                 all_tokens = request.tokens
                 all_tokens += tokens
                 if request.constraint is not None:
@@ -201,7 +206,7 @@ class Scheduler:
                     if finish:
                         ended = details.setdefault(row, Detail())
                         ended.num_cached, ended.num_accepted = request.num_cached, request.num_accepted
-                        ended.num_drafted = request.num_drafted
+                        ended.num_drafted, ended.num_exited = request.num_drafted, request.num_exited
                         if ended.logprobs:
                             del ended.logprobs[len(tokens) :]
                 detail = details.get(row) if details else None
@@ -436,7 +441,7 @@ class Scheduler:
         """
         if self.kv.prefix_cache:
             for request, count in zip(plan.requests, plan.counts, strict=True):
-                if count > 1:
+                if count > 1 and request.params.early_exit is None:  # else they may wait for their later layers
                     self.kv.publish_planned(request)
 
     def _grow_rows(self, plan: Plan, growing: list[tuple[Request, int]]) -> bool:
@@ -493,7 +498,7 @@ class Scheduler:
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
             assert added, "admission counted blocks that are not free"
-            if count > 1:
+            if count > 1 and request.params.early_exit is None:
                 self.kv.publish_planned(request)
             budget -= count
             num_reserved += self.kv.num_missing_blocks(request, self.max_tokens_per_step) + self._folded_blocks(request)

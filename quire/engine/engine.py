@@ -21,7 +21,7 @@ from quire.engine.costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep
-from quire.errors import DeviceLost, QuireError
+from quire.errors import DeviceLost, InvalidParams, QuireError
 from quire.models.config import ModelConfig
 from quire.speculative.controller import Controller
 
@@ -67,9 +67,17 @@ class Engine:
     """Requests in, updates out, one step at a time."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, controller: Controller | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        controller: Controller | None = None,
+        *,
+        has_exit: bool = False,
     ) -> None:
+        """With `has_exit` requests may exit early."""
         self.scheduler = scheduler
+        self.has_exit = has_exit
         self.controller = controller  # of speculation, if it is on
         self.runner = runner
         self.info = info
@@ -80,6 +88,12 @@ class Engine:
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
+        if request.params.early_exit is not None and not self.has_exit:
+            raise InvalidParams(
+                f"early_exit is {request.params.early_exit:g}, and this engine has no exit head; start it with "
+                "exit_head (--exit-head DIR), or leave early_exit out.",
+                "early_exit",
+            )
         with self._reset_if_interrupted():
             self.scheduler.add(request, time.monotonic())
 
@@ -152,7 +166,7 @@ class Engine:
             return self._fail(plan, error)
         if self._launched and ends_now:
             self._launched[0].begins_s = time.monotonic()
-        if sampled.seconds is not None:
+        if sampled.seconds is not None and not sampled.exited:  # such a step is no measure of others
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates = self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput, to_candidates, to_token_logprobs
+from quire.engine.split_steps import SplitSteps, without_rows
 from quire.kernels import Kernels
 from quire.kernels.arrays import Array, Arrays
 from quire.models.decoder import Decoder
@@ -112,6 +113,8 @@ class Step:
     hidden: Array  # [samples or more, hidden_size]
     states: StepStates
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    exits: dict[int, int] = field(default_factory=dict)  # tokens that the exit chose, by row; these have no samples
+    waiting: Collection[int] = ()  # of these rows, those whose later layers are not computed
     output: SamplerOutput | None = None
     begin_s: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -131,6 +134,9 @@ class Step:
     def wait(self) -> Sampled:
         assert self.output is not None
         sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.seconds)
+        for row, token in self.exits.items():
+            sampled.tokens[row] = [token]
+            sampled.exited[row] = 0 if row in self.waiting else self.plan.counts[row]
         self.runner.move_accepted(self.plan, sampled)
         for listener in self.runner.listeners:
             listener.keep(self.plan, sampled, self.states)
@@ -138,7 +144,9 @@ class Step:
 
 
 class ModelRunner:
-    """A model, its cache and its buffers. `launch` computes the whole plan. `listeners` get the states of each step."""
+    """A model, its cache and its buffers. `launch` computes the whole plan. `listeners` get the states of each step.
+    With `split` it runs the model in two parts.
+    """
 
     depth = 1
 
@@ -149,8 +157,10 @@ class ModelRunner:
         buffers: BatchBuffers,
         ops: Kernels,
         listeners: Sequence[StepListener] = (),
+        split: SplitSteps | None = None,
     ) -> None:
         self.model = model
+        self.split = split
         self.cache = cache
         self.buffers = buffers
         self.ops = ops
@@ -165,18 +175,35 @@ class ModelRunner:
         self.cache.copy_blocks(plan.copies)
         batch = self.buffers.fill(plan)
         assert batch.last_token_entries is None, "a token is not on the host"
+        step = self._run(plan, batch) if self.split is None else self._run_split(self.split, plan, batch)
+        step.begin_s = begin_s
+        step.sample()
+        return step
+
+    def _run(self, plan: Plan, batch: Batch) -> Step:
         hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
-        step = Step(
+        return Step(
             self,
             plan,
             batch.samples,
             select_samples(hidden, batch.samples, self.ops.arrays),
             StepStates(batch.paging.host_query_starts, hidden, getattr(self.model, "taps", ())),
             self._prompt_logprobs(plan, batch, hidden),
-            begin_s=begin_s,
         )
-        step.sample()
-        return step
+
+    def _run_split(self, split: SplitSteps, plan: Plan, batch: Batch) -> Step:
+        found = split.run(plan, batch, self.sampler)
+        samples = without_rows(batch.samples, found.exits) if found.exits else batch.samples
+        return Step(
+            self,
+            plan,
+            samples,
+            select_samples(found.hidden, samples, self.ops.arrays),
+            StepStates(batch.paging.host_query_starts, found.hidden, found.taps),
+            self._prompt_logprobs(plan, batch, found.hidden),
+            found.exits,
+            found.waiting,
+        )
 
     def prepare(self) -> None:
         pass
@@ -186,6 +213,8 @@ class ModelRunner:
 
     def reset(self) -> None:
         self.buffers.reset()
+        if self.split is not None:
+            self.split.reset()
 
     def move_accepted(self, plan: Plan, sampled: Sampled) -> None:
         """Move the keys and values of accepted side branches of draft trees to where the next step expects them."""

@@ -40,6 +40,7 @@ class SplitModel:
         self.layer = layer
         self.hidden_size = model.embedding.weight.shape[1]
         self.num_first_taps = sum(tap < layer for tap in tap_layers)
+        self.num_second_taps = len(tap_layers) - self.num_first_taps
         self._kv = kv
         self._num_tokens = 0
         groups = StepPaging(range(1 + max(cache.group for cache in kv)))
@@ -78,7 +79,11 @@ class SplitModel:
     @property
     def taps(self) -> list[Floats]:
         """The hidden states after the tapped layers of the last call. The next call overwrites them."""
-        return [tap[: self._num_tokens] for tap in [*self._first_taps, *self._second_taps]]
+        return [*self.taps_of_first(self._num_tokens), *(tap[: self._num_tokens] for tap in self._second_taps)]
+
+    def taps_of_first(self, num_tokens: int) -> list[Floats]:
+        """Those of the last call of `first`, which computed that many tokens."""
+        return [tap[:num_tokens] for tap in self._first_taps]
 
 
 def finish(tape: Tape, values: Sequence[Value], max_tokens: int) -> list[Floats]:
