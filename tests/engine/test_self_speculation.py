@@ -94,9 +94,9 @@ def test_answers_are_the_same(kind: str, family: str, settings: str, batch: int,
         assert run(engine, make_requests(11, count)) == expected
         assert engine.controller is not None
         assert engine.controller.models == [drafter], "the proposer failed"
-        assert engine.controller.drafted["self"] > 50
         assert sum(passes) == steps.num_missing + steps.num_drafted
         if not proposers:
+            assert engine.controller.drafted["self"] > 50
             assert steps.num_kept > 50
 
 
