@@ -206,7 +206,7 @@ class SamplingParams:
             "use_beam_search": "a beam search needs the probabilities of the whole model",
             "prediction": "nothing is drafted for a request that exits early",
         }.items():
-            if getattr(self, name) not in (None, False):
+            if (value := getattr(self, name)) is not None and value is not False:
                 raise InvalidParams(f"early_exit and {name} are both given, and {reason}; leave one out.", name)
 
     def _check_beam_search(self) -> None:

@@ -90,6 +90,7 @@ def test_answers_are_the_same(kind: str, family: str, settings: str, batch: int,
         engine, split, drafter = build_engine(
             config, MODELS[family], OPS, found_exit, proposers, max_requests=batch, **ENGINES[settings]
         )
+        certain(drafter)
         passes, steps = count_first(split.model), Steps(split)
         assert run(engine, make_requests(11, count)) == expected
         assert engine.controller is not None
