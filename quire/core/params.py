@@ -27,6 +27,15 @@ def check_priority(priority: object) -> None:
         raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
 
 
+def check_early_exit(early_exit: float | None, has_exit: bool) -> None:
+    if early_exit is not None and not has_exit:
+        raise InvalidParams(
+            f"early_exit is {early_exit:g}, and this engine has no exit head; start it with exit_head "
+            "(--exit-head DIR), or leave early_exit out.",
+            "early_exit",
+        )
+
+
 # Parameters that beam search does not support, with the values that leave probabilities unchanged.
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 0.0,

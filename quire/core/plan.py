@@ -119,7 +119,7 @@ class Detail:
     num_cached: int | None = None  # with the last update: cached prompt tokens
     num_drafted: int = 0  # with the last update: drafts that steps have verified
     num_accepted: int = 0  # with the last update: those that were right
-    num_exited: int = 0  # with the last update: tokens that exited early
+    num_exited: int = 0  # of the update's tokens, those that an exit has chosen
     message: str = ""  # the error, if the request ended with one
     refused: bool = False  # with an error: the request's own parameters caused it
     beams: list[Hypothesis] | None = None  # with the last update of a beam search: its answers, the best first

@@ -195,6 +195,7 @@ class Scheduler:
                 if row in sampled.exited:
                     count = sampled.exited[row]  # the rest waits for its later layers
                     request.num_exited += 1
+                    details.setdefault(row, Detail()).num_exited = 1
                     self.counters.exited_tokens += 1
                 all_tokens = request.tokens
                 all_tokens += tokens
@@ -206,7 +207,7 @@ class Scheduler:
                     if finish:
                         ended = details.setdefault(row, Detail())
                         ended.num_cached, ended.num_accepted = request.num_cached, request.num_accepted
-                        ended.num_drafted, ended.num_exited = request.num_drafted, request.num_exited
+                        ended.num_drafted = request.num_drafted
                         if ended.logprobs:
                             del ended.logprobs[len(tokens) :]
                 detail = details.get(row) if details else None

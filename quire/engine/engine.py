@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from quire.core.pace import moving_average
+from quire.core.params import check_early_exit
 from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
@@ -21,7 +22,7 @@ from quire.engine.costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep
-from quire.errors import DeviceLost, InvalidParams, QuireError
+from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
 from quire.speculative.controller import Controller
 
@@ -88,12 +89,7 @@ class Engine:
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
-        if request.params.early_exit is not None and not self.has_exit:
-            raise InvalidParams(
-                f"early_exit is {request.params.early_exit:g}, and this engine has no exit head; start it with "
-                "exit_head (--exit-head DIR), or leave early_exit out.",
-                "early_exit",
-            )
+        check_early_exit(request.params.early_exit, self.has_exit)
         with self._reset_if_interrupted():
             self.scheduler.add(request, time.monotonic())
 

@@ -15,6 +15,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams, StructuredOutputs
+from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.build import build_engine as build
 from quire.engine.early_exit import FULL_EVERY, EarlyExit
@@ -249,14 +250,13 @@ def test_what_a_request_asks_for_holds_for_tokens_that_exit(tmp_path: Path) -> N
             "one", [5, 6, 7, 8], chosen, seed=seed, max_tokens=max_tokens, end_token_ids=frozenset([3]),
             bad_word_ids=tuple(map(tuple, bad)),
         )  # fmt: skip
-        finishes = []
+        updates: list[Update] = []
         engine.add(request)
         while engine.has_work:
-            finishes += [(update.finish, update.detail) for update in engine.step() if update.finish]
-        ((finish, detail),) = finishes
+            updates += engine.step()
+        (finish,) = [update.finish for update in updates if update.finish]
         assert finish is (Finish.LENGTH if request.num_output == max_tokens else Finish.STOP)
-        assert detail is not None
-        assert detail.num_exited == request.num_exited
+        assert sum(update.detail.num_exited for update in updates if update.detail) == request.num_exited
         return request
 
     plain = ask()
