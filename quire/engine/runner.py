@@ -166,8 +166,9 @@ class ModelRunner:
         self.ops = ops
         self.listeners = list(listeners)
         self.sampler = Sampler(model.head, buffers.state, ops)
-        # With `prompt_logprobs`: called with a request, a position, and the logits after the tokens from there on.
-        self.on_prompt_logits: Callable[[Request, int, Array], None] | None = None
+        # With `prompt_logprobs`: called with a request, a position, the logits after the tokens from there on, and
+        # the states of these tokens at the exit, if there is one.
+        self.on_prompt_logits: Callable[[Request, int, Array, Array | None], None] | None = None
 
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin_s = time.perf_counter()
@@ -200,7 +201,7 @@ class ModelRunner:
             samples,
             select_samples(found.hidden, samples, self.ops.arrays),
             StepStates(batch.paging.host_query_starts, found.hidden, found.taps),
-            self._prompt_logprobs(plan, batch, found.hidden),
+            self._prompt_logprobs(plan, batch, found.hidden, found.states),
             found.exits,
             found.waiting,
         )
@@ -222,8 +223,13 @@ class ModelRunner:
             groups = range(len(self.buffers.tables))
             self.cache.move_tokens([find_moves(plan, sampled, group, self.buffers.block_size) for group in groups])
 
-    def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Array) -> list[PromptLogprobs]:
-        """Log probabilities of prompt tokens, for requests with `prompt_logprobs`. hidden [tokens, hidden_size]"""
+    def _prompt_logprobs(
+        self, plan: Plan, batch: Batch, hidden: Array, exit_states: Array | None = None
+    ) -> list[PromptLogprobs]:
+        """Log probabilities of prompt tokens, for requests with `prompt_logprobs`.
+
+        hidden, exit_states [tokens, hidden_size]
+        """
         result: list[PromptLogprobs] = []
         for row, request in enumerate(plan.requests):
             if not has_prompt_logprobs(plan, row):
@@ -232,9 +238,11 @@ class ModelRunner:
             targets = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
             for begin in range(0, len(targets), LOGPROBS_CHUNK):
                 chunk = targets[begin : begin + LOGPROBS_CHUNK]
-                states = hidden[first + begin : first + begin + len(chunk)]
+                rows = slice(first + begin, first + begin + len(chunk))
+                states = hidden[rows]
                 if self.on_prompt_logits is not None:
-                    self.on_prompt_logits(request, start + begin, self.sampler.head(states))
+                    at_exit = exit_states[rows] if exit_states is not None else None
+                    self.on_prompt_logits(request, start + begin, self.sampler.head(states), at_exit)
                 logprobs = self.sampler.score(states, chunk, request.params.prompt_logprobs or 0)
                 result.append(PromptLogprobs(row, chunk, logprobs))
         return result
