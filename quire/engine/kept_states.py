@@ -6,7 +6,7 @@ Drafts of self-speculation have them, and tokens that exited early. The step tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from quire.core.request import Request
 
 Floats = NDArray[np.float32]
-Blocks = tuple[int | None, ...]  # of each cache group: those that hold one token's keys and values
 
 
 @dataclass(slots=True)
@@ -26,15 +25,13 @@ class Kept:
     first: int
     num_preemptions: int
     tokens: list[int] = field(default_factory=list)
-    blocks: list[Blocks] = field(default_factory=list)
     states: list[Floats] = field(default_factory=list)
 
 
 class KeptStates:
     """One `Kept` a request. A step uses those that are still valid, and drops all."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
 
     def __len__(self) -> int:
@@ -46,34 +43,28 @@ class KeptStates:
     def add(self, request: Request, token: int, state: Floats) -> None:
         """The next token's state, [hidden_size]. It is copied."""
         kept = self._kept[request.id]
-        kept.blocks.append(self._find_blocks(request, kept.first + len(kept.tokens)))
         kept.tokens.append(token)
         kept.states.append(state.copy())
 
     def find(self, request: Request, start: int, tokens: Sequence[int]) -> list[Floats]:
         """The states of the first tokens of a row, which begins at position `start`, as far as they are valid: the
-        request has the same tokens up to there, and their keys and values are where they were written."""
+        request has the same tokens up to there, and has not lost its blocks. A block that is copied keeps its contents.
+        """
         kept = self._kept.get(request.id)
         if kept is None or kept.request is not request or kept.num_preemptions != request.num_preemptions:
             return []
         offset = start - kept.first
         if offset < 0 or kept.tokens[:offset] != request.tokens[kept.first : start]:
             return []
-        states: list[Floats] = []
-        for index, token in zip(range(offset, len(kept.tokens)), tokens, strict=False):
-            if token != kept.tokens[index] or kept.blocks[index] != self._find_blocks(request, kept.first + index):
+        count = 0
+        for token, own in zip(kept.tokens[offset:], tokens, strict=False):
+            if token != own:
                 break
-            states.append(kept.states[index])
-        return states
+            count += 1
+        return kept.states[offset : offset + count]
 
     def drop(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
 
-    def drop_others(self, request_ids: Collection[str]) -> None:
-        self._kept = {name: kept for name, kept in self._kept.items() if name in request_ids}
-
     def reset(self) -> None:
         self._kept.clear()
-
-    def _find_blocks(self, request: Request, position: int) -> Blocks:
-        return tuple(table[position // self._block_size] for table in request.tables)

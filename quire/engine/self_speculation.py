@@ -95,7 +95,7 @@ def build_split(
         vocabulary = TrimmedVocabulary(found.head.draft_ids, target.head, native, MAX_ROWS, max_requests)
         exit_logits = ExitLogits(found.head.head, target.head, native, vocabulary)
         confidence = found.head.calibration.confidence
-    kept = KeptStates(buffers.block_size)
+    kept = KeptStates()
     split = SplitSteps(model, kept, EarlyExit(exit_logits, confidence, ops) if found.exits else None)
     if not found.drafts:
         return split, None

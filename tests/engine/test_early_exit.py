@@ -15,12 +15,13 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams, StructuredOutputs
-from quire.core.plan import Update
+from quire.core.plan import Plan, Update
 from quire.core.request import Finish, Request
 from quire.engine.build import build_engine as build
 from quire.engine.early_exit import FULL_EVERY, EarlyExit
 from quire.engine.engine import Engine
 from quire.engine.self_speculation import Exit
+from quire.engine.split_steps import SplitSteps
 from quire.errors import InvalidParams, ModelNotFound
 from quire.models.decoder import Decoder
 from quire.weights.heads import Target
@@ -141,6 +142,7 @@ def test_answers_do_not_depend_on_the_batch(family: str, settings: str, tmp_path
 def test_neighbours_have_the_same_bits(family: str, tmp_path: Path) -> None:
     config, found = CONFIGS[family], make_exit(family, tmp_path)
     plain = run(make_engine(config, 32, {}), make_requests(11, 36))
+    exited: list[dict[str, Answer]] = []
     for drafts in (False, True):
         engine, _, _ = build_engine(config, MODELS[family], OPS, replace(found, drafts=drafts), max_requests=9)
         requests = exiting(make_requests(11, 36), share=0.5)
@@ -149,6 +151,23 @@ def test_neighbours_have_the_same_bits(family: str, tmp_path: Path) -> None:
         assert len(neighbours) > 8
         assert {name: answers[name] for name in neighbours} == {name: plain[name] for name in neighbours}
         assert sum(each.num_exited for each in requests) > 20
+        exited.append({name: answers[name] for name in answers if name not in neighbours})
+        assert not any(each.num_drafted for each in requests if each.id not in neighbours)
+    assert exited[0] == exited[1]
+
+
+def check_waiting(split: SplitSteps) -> None:
+    """Few tokens wait for their later layers, none of a prompt."""
+    run_split = split.run
+
+    def checked(plan: Plan, *arguments: Any) -> Any:
+        found = run_split(plan, *arguments)
+        for row in found.waiting:
+            assert plan.counts[row] <= FULL_EVERY
+            assert plan.starts[row] >= plan.requests[row].num_prompt
+        return found
+
+    split.run = checked  # type: ignore[method-assign]
 
 
 def test_preemption_at_random_moments_changes_nothing(tmp_path: Path) -> None:
@@ -158,10 +177,11 @@ def test_preemption_at_random_moments_changes_nothing(tmp_path: Path) -> None:
         tiny = TinyEngine(
             config, model=MODELS["llama"], ops=OPS, max_requests=8, max_tokens=96, num_host_blocks=num_host_blocks
         )
-        engine, _, _ = build_engine(
+        engine, split, _ = build_engine(
             config, MODELS["llama"], OPS, found, max_requests=8, num_host_blocks=num_host_blocks
         )
         tiny.scheduler, tiny.runner = engine.scheduler, engine.runner  # type: ignore[assignment]
+        check_waiting(split)
         return tiny, engine
 
     requests = exiting(questions())
@@ -173,6 +193,36 @@ def test_preemption_at_random_moments_changes_nothing(tmp_path: Path) -> None:
             assert tiny.answer_preempted(others, seed) == expected
             assert engine.scheduler.counters.preemptions
             assert [each.num_exited for each in others] == [each.num_exited for each in requests]
+
+
+def test_a_request_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """A new engine gets the tokens that there are. What exits does not depend on that."""
+    config, found = CONFIGS["llama"], make_exit("llama", tmp_path)
+
+    def make(output: Sequence[int] = ()) -> Request:
+        (request,) = exiting(questions(True, count=1))
+        params = replace(request.params, presence_penalty=0.5)
+        return Request(
+            "one", request.prompt, params, seed=request.seed, max_tokens=request.max_tokens, output=output
+        )  # fmt: skip
+
+    whole = make()
+    (expected,) = answer(build_engine(config, MODELS["llama"], OPS, found)[0], [whole])
+    assert whole.num_exited > 5
+    for count in range(1, len(expected)):
+        assert answer(build_engine(config, MODELS["llama"], OPS, found)[0], [make(expected[:count])]) == [expected]
+
+
+def test_a_later_request_may_have_the_same_id(tmp_path: Path) -> None:
+    config, found = CONFIGS["llama"], make_exit("llama", tmp_path)
+    engine, _, _ = build_engine(config, MODELS["llama"], OPS, found)
+    for number in range(5):
+        (request,) = exiting(questions()[number : number + 1])
+        again = Request("same", request.prompt, request.params, max_tokens=30)
+        fresh = Request("same", request.prompt, request.params, max_tokens=30)
+        expected = answer(build_engine(config, MODELS["llama"], OPS, found)[0], [fresh])
+        assert answer(engine, [again]) == expected
+        assert again.num_exited == fresh.num_exited > 3
 
 
 def test_later_requests_read_nothing_that_is_not_computed(tmp_path: Path) -> None:

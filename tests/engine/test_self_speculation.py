@@ -118,7 +118,14 @@ class Steps:
             self.num_drafted += 1
             add(*arguments)
 
-        split._find_kept, split.kept.add = find_kept, add_state
+        run_split = split.run
+
+        def run(*arguments: Any) -> Any:
+            found = run_split(*arguments)
+            assert not len(split.kept)
+            return found
+
+        split._find_kept, split.kept.add, split.run = find_kept, add_state, run
 
 
 def questions(sampled: bool = False, count: int = 5, **params: Any) -> list[Request]:
