@@ -47,21 +47,20 @@ class KeptStates:
         kept.states.append(state.copy())
 
     def find(self, request: Request, start: int, tokens: Sequence[int]) -> list[Floats]:
-        """The states of the first tokens of a row, which begins at position `start`, as far as they are valid: the
-        request has the same tokens up to there, and has not lost its blocks. A block that is copied keeps its contents.
+        """The states of the first tokens of a row, which begins at position `start`, as far as they are valid: these
+        are its tokens, and it has not lost its blocks since. A block that is copied keeps its contents.
         """
         kept = self._kept.get(request.id)
-        if kept is None or kept.request is not request or kept.num_preemptions != request.num_preemptions:
+        if kept is None or kept.request is not request or kept.first != start:
             return []
-        offset = start - kept.first
-        if offset < 0 or kept.tokens[:offset] != request.tokens[kept.first : start]:
+        if kept.num_preemptions != request.num_preemptions:
             return []
         count = 0
-        for token, own in zip(kept.tokens[offset:], tokens, strict=False):
+        for token, own in zip(kept.tokens, tokens, strict=False):
             if token != own:
                 break
             count += 1
-        return kept.states[offset : offset + count]
+        return kept.states[:count]
 
     def drop(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
