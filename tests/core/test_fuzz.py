@@ -1,5 +1,5 @@
-"""The core under random traffic: arrivals, aborts, priorities, forks, drafts, beam searches, tiny pools, windows, one or
-two plans in flight, tokens that exit early, groups that an encoder fills once, states of constant size, plans that
+"""The core under random traffic: arrivals, aborts, priorities, forks, drafts, beam searches, tiny pools, windows, one
+or two plans in flight, tokens that exit early, groups that an encoder fills once, states of constant size, plans that
 fail, prefixes shared while they are computed, preempted requests computed again or kept on the host. After every step
 the invariants hold, and every answer is the one the request would get alone."""
 
