@@ -78,7 +78,7 @@ def read_calibration(fields: Fields) -> ExitCalibration:
             "often the whole model agrees"
         )
     probabilities, agreements = zip(*points, strict=True)
-    if any(before >= after for before, after in pairwise(probabilities)):
+    if any(before > after for before, after in pairwise(probabilities)):
         raise fields.bad("the probabilities of calibration must be ascending")
     return ExitCalibration(tuple(map(float, probabilities)), tuple(map(float, agreements)))
 
