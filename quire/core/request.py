@@ -132,6 +132,13 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_waiting(self) -> int:
+        """Tokens before the last one that exited early: a step computes them with it, or none of them."""
+        if self.params.early_exit is None or self.num_planned < self.num_prompt:
+            return 0
+        return max(0, len(self.tokens) + self.num_expected - self.num_planned - 1)
+
+    @property
     def num_rows(self) -> int:
         """The most rows that it has in a step: one for each beam."""
         return self.params.beam_width or 1
