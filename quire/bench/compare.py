@@ -16,13 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.bench.exits import exited_logits
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.client import InProcess, no_garbage_collection
-from quire.engine.engine import Engine
-from quire.engine.prompt_logits import prompt_logits
-from quire.engine.runner import ModelRunner
+from quire.engine.prompt_logits import ExitedLogits, prompt_logits
 from quire.errors import InvalidParams, ModelError
 from quire.progress import bar
 from quire.store import resolve
@@ -140,7 +137,7 @@ def compare_models(
                 for config, path in zip((a, b), paths, strict=True)
             ]
         sides = [
-            Side(config.model, client.engine, config.exit_head is not None, early_exit)
+            Side(config.model, client, config.exit_head is not None, early_exit)
             for config, client in zip((a, b), engines, strict=True)
         ]
         found: list[Differences] = []
@@ -157,28 +154,26 @@ def compare_models(
 class Side:
     """One of the two engines. With `exits`, tokens of the text exit at the threshold."""
 
-    def __init__(self, name: str, engine: Engine, exits: bool, threshold: float | None) -> None:
+    def __init__(self, name: str, client: InProcess, exits: bool, threshold: float | None) -> None:
         self.name = name
-        self.engine = engine
-        self.vocab_size = engine.info.config.vocab_size
+        self.vocab_size = client.info.config.vocab_size
         self._threshold = threshold
-        self._exited = exited_logits(engine, threshold) if exits and threshold is not None else None
+        self._client = client
+        self._exited = ExitedLogits(client.engine, threshold) if exits and threshold is not None else None
 
     def logits(self, tokens: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Chunks of a window's logits, each with the index of its first row."""
         if self._exited is not None:
             self._exited.begin(tokens)
-        return numbered(prompt_logits(self.engine, tokens, self._exited), self.name)
+        return numbered(prompt_logits(self._client.engine, tokens, self._exited), self.name)
 
     @property
     def exits(self) -> Exits | None:
-        exited, runner = self._exited, self.engine.runner
+        exited = self._exited
         if exited is None or self._threshold is None:
             return None
-        assert isinstance(runner, ModelRunner)
-        assert runner.split is not None
         shares = exited.num_exited / exited.num_rows, exited.num_unreachable / exited.num_rows
-        return Exits(runner.split.model.layer, self._threshold, *shares)
+        return Exits(exited.layer, self._threshold, *shares)
 
 
 def check_early_exit(early_exit: float | None, a: EngineConfig, b: EngineConfig) -> None:
