@@ -16,7 +16,7 @@ from quire.errors import InvalidParams
 # Options of the engine that change neither answers nor features, or that the command chooses.
 WITHOUT = (
     "model", "weights", "swap_memory", "prefix_cache", "batching", "order", "batch_size", "batch_wait",
-    "waiting_served_ratio", "max_waiting_tokens", "itl_target_ms", "speculate", "seed", "block_size",
+    "waiting_served_ratio", "max_waiting_tokens", "itl_target_ms", "speculate", "exit_head", "seed", "block_size",
     "max_tokens_per_step",
 )  # fmt: skip
 

@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.speculation import FREE_DRAFTS, MAX_DRAFTS
+from quire.errors import EngineError
 from quire.llm import LLM
 from quire.speculative.controller import Controller
 from quire.speculative.step_times import StepTimes
@@ -70,7 +71,17 @@ def measure_engine(config: EngineConfig, speculate: str, dialogues: Sequence[Dia
             answers = {which: bench.answer([make_request(llm, each)], controllers[which]) for which in order}
             counted = bench.answer([make_request(llm, each)], alone)
             rows.append([answers[0], answers[1], answers[2], counted])
-    return summarize(rows)
+    return check_answers(summarize(rows))
+
+
+def check_answers(measured: Measured) -> Measured:
+    """With quire's own kernels drafts change no answer. If they do, the engine has a fault, and no number counts."""
+    if measured.different:
+        raise EngineError(
+            f"{measured.different} of {measured.num_prompts} answers with the head differ from those without it. The "
+            "head is written, but do not use it; report this."
+        )
+    return measured
 
 
 def make_controller(llm: LLM, whole: Controller, *, has_head: bool) -> Controller:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.config import SPECULATION_KINDS, EngineConfig
+from quire.config import EngineConfig
 from quire.errors import InvalidParams
 from quire.kernels import isa
 from quire.llm import LLM
@@ -116,7 +116,7 @@ def train_draft(
     write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
     write_config(directory, {**described, "report": report})
     measured = None
-    if target.ops.native is not None and METHODS[chosen.kind] in SPECULATION_KINDS:
+    if target.ops.native is not None:  # the engine drafts with quire's own CPU kernels only
         speculate = f"{METHODS[chosen.kind]}:{directory}"
         measured = measure_engine(replace(config, speculate="auto"), speculate, dialogues.held_out)
         report["engine"] = describe_counts(measured)

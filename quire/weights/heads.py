@@ -36,6 +36,7 @@ MAX_RANK = 4096
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # of published Medusa heads
 DIGEST_STRIDE = 1000  # rows of the embedding from one that is part of the digest to the next
 INTEGERS = ("I64", "I32")
+METHODS = {"exit": "self"}  # kinds of heads that have another name in `speculate`
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -120,7 +121,8 @@ def read_head_config(directory: Path, kind: str, target: Target) -> Fields:
     if (version := fields.count("quire_head")) != 1:
         raise fields.unsupported(f"quire_head is {version}; this quire reads version 1. Update quire.")
     if (found := fields.text("kind")) != kind:
-        raise fields.unsupported(f"it is a head of kind {found!r}; give it as {found}:DIR instead of {kind}:DIR.")
+        given, wanted = (METHODS.get(each, each) for each in (kind, found))
+        raise fields.unsupported(f"it is a head of kind {found!r}; give it as {wanted}:DIR instead of {given}:DIR.")
     described = fields.section("target")
     if described is None:
         raise fields.bad("target is missing")

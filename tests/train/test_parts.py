@@ -13,7 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.bench.speculation import Answer
-from quire.errors import BadModelFile, InvalidParams, ModelError
+from quire.errors import BadModelFile, EngineError, InvalidParams, ModelError
 from quire.train.dialogues import Dialogue, Dialogues, Interviewer, Limits, collect, find_opening, is_question, mix
 from quire.train.evaluation import Evaluator, calibrate
 from quire.train.features import FeatureMaker, find_anchors, pick_anchors
@@ -22,7 +22,7 @@ from quire.train.heads.block import BlockModule
 from quire.train.heads.head import spread_layers
 from quire.train.loop import LoopSettings, plan_rounds, rate
 from quire.train.prompts import read_prompts
-from quire.train.report import judge, summarize
+from quire.train.report import check_answers, judge, summarize
 from quire.train.vocabulary import DraftVocabulary
 from tests.tools.chat_model import chat_model
 from tests.train.test_heads import batch_of, disturb, generator, make_target, texts
@@ -231,4 +231,6 @@ def test_a_head_pays_only_if_it_adds_something() -> None:
     assert judge(measured).startswith("It pays: 2.00 times plain decoding with it and 1.33 times without it")
     slower = summarize([[answer(4.0, 10), answer(2.0, 6), answer(2.0, 6), answer(1.0, 5, 12)]])
     assert slower.different == 1
+    with pytest.raises(EngineError, match="1 of 1 answers with the head differ"):
+        check_answers(slower)
     assert judge(slower).startswith("It does not pay")
