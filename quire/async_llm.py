@@ -37,6 +37,7 @@ class AsyncLLM:
             model_config.eos_token_ids,
             self.config.seed,
             by_priority=self.config.order == "priority",
+            has_exit=self.config.exit_head is not None,
         )
         self._input_processor.grammars = GrammarBackend(
             self._tokenizer, model_config.vocab_size, self._input_processor.end_token_ids

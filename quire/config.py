@@ -144,10 +144,16 @@ class EngineConfig:
         "auto",
         "How the next tokens of a request are guessed, to verify several in one step: auto (from repeated text and "
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
-        "eagle:DIR, mtp (the model's own layers), module:Class. Answers are the same with any of them. On a GPU auto "
-        "speculates with --exact only: rounding depends on it otherwise. A list is used in any case, and suffix in it "
-        "names repeated text alone.",
+        "eagle:DIR, mtp (the model's own layers), self:DIR (the model's first layers and an exit head) or self:LAYERS "
+        "(without a head), module:Class. Answers are the same with any of them. On a GPU auto speculates with --exact "
+        "only: rounding depends on it otherwise. A list is used in any case, and suffix in it names repeated text alone.",
         "METHODS",
+    )
+    exit_head: str | None = option(
+        None,
+        "A trained exit head: requests may then set early_exit, and take tokens from the first layers where these are "
+        "confident. Approximate; on quire's own CPU kernels.",
+        "DIR",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
@@ -186,6 +192,14 @@ class EngineConfig:
         self._one_of("batching", ("continuous", "static", "dynamic", "ratio"))
         self._one_of("order", ("fcfs", "priority"))
         parse_speculate(self.speculate)
+        if self.exit_head is not None and (not isinstance(self.exit_head, str) or not self.exit_head):
+            raise InvalidParams(f"exit_head is {self.exit_head!r}; give the directory of an exit head.", "exit_head")
+        if self.exit_head is not None and self.exact:
+            raise InvalidParams(
+                "exit_head and exact are both given: a request that exits early gets another answer than the whole "
+                "model's. Leave one out; speculate self:DIR drafts with the head, and is exact.",
+                "exit_head",
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -228,6 +242,7 @@ SPECULATION_KINDS = {
     "medusa": "DIR",
     "eagle": "DIR",
     "mtp": "",
+    "self": "DIR or LAYERS",
 }
 
 
@@ -236,7 +251,8 @@ class SpeculationMethod:
     """One entry of `EngineConfig.speculate`."""
 
     kind: str  # of SPECULATION_KINDS, "suffix" or "plugin"
-    value: str  # a model's name, a head's directory, or module:Class. Empty for mtp and suffix
+    # A model's name, a head's directory, a number of layers, or module:Class. Empty for mtp and suffix.
+    value: str
 
 
 def parse_speculate(text: str) -> list[SpeculationMethod] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config import EngineConfig
+from quire.core.params import SamplingParams
 from quire.engine.client import InProcess, no_garbage_collection
-from quire.engine.prompt_logits import prompt_logits
+from quire.engine.prompt_logits import ExitedLogits, prompt_logits
 from quire.errors import InvalidParams, ModelError
 from quire.progress import bar
 from quire.store import resolve
@@ -62,6 +63,16 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class Exits:
+    """Early exit of one side. Where a token exits, its distribution is the exit's."""
+
+    layer: int  # how many layers come before it
+    threshold: float
+    share: float  # of the positions
+    unreachable_share: float  # of the positions: the exit is confident, and cannot give the text's token
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Two configurations on one text. KL is KL(A||B) in nats a token."""
 
@@ -79,6 +90,8 @@ class Comparison:
     perplexity_a: float
     perplexity_b: float
     log_perplexity_difference: Mean  # of B over A, in nats a token
+    exits_a: Exits | None = None
+    exits_b: Exits | None = None
 
     @property
     def perplexity_ratio(self) -> float:
@@ -96,13 +109,16 @@ def compare_models(
     *,
     window: int | None = None,
     max_tokens: int = DEFAULT_MAX_TOKENS,
+    early_exit: float | None = None,
     report: Report | None = None,
 ) -> Comparison:
     """Compare two configurations on a text, or on the one that comes with quire.
 
     `window` tokens are computed with nothing before them; 512 if not set, or as many as both models take. Of the text
-    at most `max_tokens` are compared. Fields of the configurations in WITHOUT_EFFECT are not used.
+    at most `max_tokens` are compared. Fields of the configurations in WITHOUT_EFFECT are not used. With `early_exit`,
+    a side that has an exit head takes the exit's distribution where its confidence reaches that number.
     """
+    check_early_exit(early_exit, a, b)
     if text is None:
         text = BUILT_IN_TEXT.read_text(encoding="utf-8")
     if max_tokens < 2:
@@ -120,14 +136,61 @@ def compare_models(
                 until_done.enter_context(closing(InProcess(engine_config(config, size), path)))
                 for config, path in zip((a, b), paths, strict=True)
             ]
+        sides = [
+            Side(config.model, client, config.exit_head is not None, early_exit)
+            for config, client in zip((a, b), engines, strict=True)
+        ]
         found: list[Differences] = []
         for number, each in enumerate(windows):
             if report:
                 report(number, len(windows))
-            found.append(compare_window(engines[0], engines[1], each, (a.model, b.model)))
+            found.append(compare_window(sides[0], sides[1], each))
         vocab_size = min(engine.info.config.vocab_size for engine in engines)
     joined = Differences(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
-    return summarize(joined, describe(a), describe(b), len(windows), size, vocab_size)
+    summary = summarize(joined, describe(a), describe(b), len(windows), size, vocab_size)
+    return replace(summary, exits_a=sides[0].exits, exits_b=sides[1].exits)
+
+
+class Side:
+    """One of the two engines. With `exits`, tokens of the text exit at the threshold."""
+
+    def __init__(self, name: str, client: InProcess, exits: bool, threshold: float | None) -> None:
+        self.name = name
+        self.vocab_size = client.info.config.vocab_size
+        self._threshold = threshold
+        self._client = client
+        self._exited = ExitedLogits(client.engine, threshold) if exits and threshold is not None else None
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Chunks of a window's logits, each with the index of its first row."""
+        if self._exited is not None:
+            self._exited.begin(tokens)
+        return numbered(prompt_logits(self._client.engine, tokens, self._exited), self.name)
+
+    @property
+    def exits(self) -> Exits | None:
+        exited = self._exited
+        if exited is None or self._threshold is None:
+            return None
+        shares = exited.num_exited / exited.num_rows, exited.num_unreachable / exited.num_rows
+        return Exits(exited.layer, self._threshold, *shares)
+
+
+def check_early_exit(early_exit: float | None, a: EngineConfig, b: EngineConfig) -> None:
+    has_exit = a.exit_head is not None or b.exit_head is not None
+    if early_exit is not None:
+        SamplingParams(early_exit=early_exit)
+        if not has_exit:
+            raise InvalidParams(
+                f"early_exit is {early_exit:g}, and neither side has an exit head; give one --exit-head DIR.",
+                "early_exit",
+            )
+    elif has_exit:
+        raise InvalidParams(
+            "exit_head is given without early_exit, so nothing would exit; give --early-exit C, a confidence between "
+            "0 and 1.",
+            "exit_head",
+        )
 
 
 def engine_config(config: EngineConfig, window: int) -> EngineConfig:
@@ -198,13 +261,13 @@ def split(tokens: Sequence[int], window: int, prefix: Sequence[int]) -> list[lis
     return windows
 
 
-def compare_window(a: InProcess, b: InProcess, tokens: Sequence[int], names: tuple[str, str]) -> Differences:
-    vocab_size = min(a.info.config.vocab_size, b.info.config.vocab_size)  # one may be padded further than the other
+def compare_window(a: Side, b: Side, tokens: Sequence[int]) -> Differences:
+    vocab_size = min(a.vocab_size, b.vocab_size)  # one may be padded further than the other
     logits_a = np.empty((len(tokens) - 1, vocab_size), np.float32)
-    for start, rows in numbered(prompt_logits(a.engine, tokens), names[0]):
+    for start, rows in a.logits(tokens):
         logits_a[start : start + len(rows)] = rows[:, :vocab_size]
     found: list[Differences] = []
-    for start, rows in numbered(prompt_logits(b.engine, tokens), names[1]):
+    for start, rows in b.logits(tokens):
         for first in range(0, len(rows), CHUNK):
             logits_b = rows[first : first + CHUNK, :vocab_size]
             begin, stop = start + first, start + first + len(logits_b)

@@ -137,7 +137,7 @@ class Bench:
         return self.answer(make_requests(), None), speculative
 
     def answer(self, requests: list[Request], controller: Controller | None) -> Answer:
-        """Answer requests that start together. Without a controller plainly."""
+        """Answer requests that start together, with the drafts that the controller chooses, or plainly."""
         engine = self._engine
         engine.controller = controller
         for request in requests:

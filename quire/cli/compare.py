@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, metavar="N", help=window)
     most = "tokens of the text that are compared at most; default %(default)s"
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=most)
+    confidence = "take tokens from the exit where its confidence, between 0 and 1, reaches C, on sides with --exit-head"
+    parser.add_argument("--early-exit", type=float, metavar="C", help=confidence)
     add_json(parser)
     add_options(parser, "engine, of both sides")
 
@@ -50,7 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     text = None if arguments.text is None else read_text(arguments.text, arguments.max_tokens)
     with bar("comparing", unit="windows") as report:
         comparison = compare_models(
-            a, b, text, window=arguments.window, max_tokens=arguments.max_tokens, report=report
+            a, b, text, window=arguments.window, max_tokens=arguments.max_tokens,
+            early_exit=arguments.early_exit, report=report,
         )  # fmt: skip
     if arguments.json:
         print(json.dumps(comparison.as_document()))
@@ -84,3 +87,7 @@ def show(comparison: Comparison) -> None:
     print(f"{'same top-1 token':<26}{100 * same.mean:.2f}% ± {100 * same.se:.2f}")
     print(f"{'perplexity of A, of B':<26}{comparison.perplexity_a:.4f}, {comparison.perplexity_b:.4f}")
     print(f"{'perplexity of B / A':<26}{ratio:.5f} ± {ratio * difference.se:.5f}")
+    for name, exits in (("A", comparison.exits_a), ("B", comparison.exits_b)):
+        if exits is not None:
+            print(f"{f'tokens of {name} that exit':<26}{100 * exits.share:.2f}%, after {exits.layer} layers")
+            print(f"{'  cannot give the text':<26}{100 * exits.unreachable_share:.2f}%")

@@ -44,11 +44,13 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> Non
         "--top-p", type=float, metavar="P", help=f"keep the likeliest tokens up to this total probability; {own}"
     )
     group.add_argument("--top-k", type=int, metavar="K", help=f"keep the K likeliest tokens, 0 keeps all; {own}")
+    exits = "take tokens from the exit of --exit-head where its confidence, between 0 and 1, reaches C; approximate"
+    group.add_argument("--early-exit", type=float, metavar="C", help=exits)
 
 
 def sampling_options(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """The sampling options of the command line, checked before a model is loaded."""
-    names = ("temperature", "top_p", "top_k", "seed")
+    names = ("temperature", "top_p", "top_k", "early_exit", "seed")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options = {**given, **more, "max_tokens": arguments.max_tokens}
     SamplingParams.of(options)
@@ -107,6 +109,7 @@ def document(output: RequestOutput) -> dict[str, object]:
         "prompt": output.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
+        "early_exit_tokens": output.num_exited_tokens,
         "outputs": [
             {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
             | ({"error": answer.error} if answer.error else {})

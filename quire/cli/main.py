@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "Chat with a model; /help lists the commands.",
     "bench": "Measure speed.",
     "compare": "Compare the next-token distributions of two models, or of one with different options.",
+    "train-draft": "Train a draft head for a model, with nothing but the model.",
     "info": "Describe this machine and a model, without loading it.",
     "models": "List the models that have a short name, with their sizes.",
     "pull": "Download a model. An interrupted download resumes.",
@@ -36,7 +37,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == named:
-            module = import_module(f"quire.cli.{name}")
+            module = import_module(f"quire.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

@@ -51,6 +51,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0  # guessed tokens that were verified, of all answers
     num_accepted_tokens: int = 0  # those that were right
+    num_exited_tokens: int = 0  # tokens of the answers that an exit has chosen
 
     @property
     def finished(self) -> bool:

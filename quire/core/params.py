@@ -27,6 +27,15 @@ def check_priority(priority: object) -> None:
         raise InvalidParams(f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}.")
 
 
+def check_early_exit(early_exit: float | None, has_exit: bool) -> None:
+    if early_exit is not None and not has_exit:
+        raise InvalidParams(
+            f"early_exit is {early_exit:g}, and this engine has no exit head; start it with exit_head "
+            "(--exit-head DIR), or leave early_exit out.",
+            "early_exit",
+        )
+
+
 # Parameters that beam search does not support, with the values that leave probabilities unchanged.
 NEUTRAL_SAMPLING: dict[str, float] = {
     "temperature": 0.0,
@@ -65,6 +74,8 @@ class SamplingParams:
     prompt_logprobs     the same for the prompt
     prediction          a text that the answer may repeat, as a whole or in parts: it makes the answer faster, and does
                         not change it
+    early_exit          take a token from an exit in the middle of the model, where its confidence reaches this number
+                        between 0 and 1. Faster and approximate; the engine needs an exit head
     structured_outputs  the format of the answer: a StructuredOutputs, or a mapping of its fields
     use_beam_search     search for the n likeliest answers instead of sampling (`core/beam_group.py`)
     best_of             the width of the beam search; n if it is None
@@ -100,6 +111,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     prediction: str | None = None
+    early_exit: float | None = None
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_N)
@@ -141,6 +153,7 @@ class SamplingParams:
             self._freeze("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.prediction is not None and not isinstance(self.prediction, str):
             raise InvalidParams(f"prediction is {show(self.prediction)}; give a text.", "prediction")
+        self._check_early_exit()
         self._check_beam_search()
 
     @classmethod
@@ -188,6 +201,22 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop)
+
+    def _check_early_exit(self) -> None:
+        """Refuse what an exit cannot do, or what would have no effect with it."""
+        if self.early_exit is None:
+            return
+        self._number("early_exit", 0.0, 1.0, open_below=True)
+        if self.early_exit == 1.0:
+            raise InvalidParams("early_exit is 1, which no exit is sure of; give less, or leave it out.", "early_exit")
+        for name, reason in {
+            "logprobs": "log probabilities are those of the whole model",
+            "structured_outputs": "its exit knows no grammar",
+            "use_beam_search": "a beam search needs the probabilities of the whole model",
+            "prediction": "nothing is drafted for a request that exits early",
+        }.items():
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise InvalidParams(f"early_exit and {name} are both given, and {reason}; leave one out.", name)
 
     def _check_beam_search(self) -> None:
         if self.best_of is not None:

@@ -106,6 +106,7 @@ class Sampled:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # rows for which no token could be chosen
+    exited: dict[int, int] = field(default_factory=dict)  # rows whose token is an exit's: tokens computed in all layers
     seconds: float | None = None  # duration of the step, if it was measured
 
 
@@ -118,6 +119,7 @@ class Detail:
     num_cached: int | None = None  # with the last update: cached prompt tokens
     num_drafted: int = 0  # with the last update: drafts that steps have verified
     num_accepted: int = 0  # with the last update: those that were right
+    num_exited: int = 0  # of the update's tokens, those that an exit has chosen
     message: str = ""  # the error, if the request ended with one
     refused: bool = False  # with an error: the request's own parameters caused it
     beams: list[Hypothesis] | None = None  # with the last update of a beam search: its answers, the best first

@@ -88,6 +88,7 @@ class Request:
     num_drafts_in_flight: int = field(init=False, default=0)
     num_drafted: int = field(init=False, default=0)  # drafts that steps have verified
     num_accepted: int = field(init=False, default=0)  # those that were right
+    num_exited: int = field(init=False, default=0)  # tokens that an exit has chosen
     num_computed: int = field(init=False, default=0)
     num_planned: int = field(init=False, default=0)
     num_expected: int = field(init=False, default=0)
@@ -129,6 +130,13 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens before the last one that exited early: a step computes them with it, or none of them."""
+        if self.params.early_exit is None or self.num_planned < self.num_prompt:
+            return 0
+        return max(0, len(self.tokens) + self.num_expected - self.num_planned - 1)
 
     @property
     def num_rows(self) -> int:

@@ -43,6 +43,7 @@ class Counters:
     preemptions: int = 0
     swaps: int = 0  # preemptions that swapped the request's blocks out to the host
     finished: int = 0
+    exited_tokens: int = 0  # tokens that an exit has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Scheduler:
         self._beam_groups: list[BeamGroup] = []  # running beam searches
         self._blocked: Blocked | None = None
         self._updates: list[Update] = []  # results of the current operation
+        self._may_exit = False  # whether a request has ever been allowed to exit early
         self._in_operation = False  # still True at the next operation if an exception interrupted this one
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -111,6 +113,7 @@ class Scheduler:
         if request.params.use_beam_search:
             request.beam = Beam(BeamGroup(request))
         self._num_arrived += 1
+        self._may_exit |= request.params.early_exit is not None
         leader = request.leader
         is_led = leader is not None and self.requests.get(leader.id) is leader and not request.num_output
         if leader and is_led and leader.num_computed < leader.num_prompt - 1:
@@ -157,11 +160,12 @@ class Scheduler:
         self.counters.steps += 1
         self.kv.begin_plan(self.counters.steps)
         plan = Plan(self.counters.steps)
-        prompt_budget = self._prompt_budget()
-        preempted = self._plan_running(plan, prompt_budget)
+        num_waiting = self._count_waiting()
+        prompt_budget = self._prompt_budget(num_waiting)
+        preempted = self._plan_running(plan, prompt_budget, num_waiting)
         self._publish_chunks(plan)
         if not preempted:
-            self._admit(plan, prompt_budget - (plan.num_tokens - len(plan)), now_s)
+            self._admit(plan, prompt_budget + num_waiting - (plan.num_tokens - len(plan)), now_s)
         if not plan.requests:
             assert not plan.swap_in, "a request that is swapped in has a row"
             self._in_operation = False
@@ -191,6 +195,11 @@ class Scheduler:
                 if row in plan.drafts:
                     request.num_drafted += len(plan.drafts[row])
                     request.num_accepted += max(0, len(tokens) - 1)
+                if row in sampled.exited:
+                    count = sampled.exited[row]  # the rest waits for its later layers
+                    request.num_exited += 1
+                    details.setdefault(row, Detail()).num_exited = 1
+                    self.counters.exited_tokens += 1
                 all_tokens = request.tokens
                 all_tokens += tokens
                 if request.constraint is not None:
@@ -349,22 +358,29 @@ class Scheduler:
 
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_budget(self) -> int:
-        """The most tokens of the step beside one for each running request.
+    def _count_waiting(self) -> int:
+        """Tokens of the step for those that exited early, as far as there is room beside one for each request."""
+        if not self._may_exit:
+            return 0
+        return min(sum(request.num_waiting for request in self.running), self.max_tokens_per_step - len(self.running))
+
+    def _prompt_budget(self, num_waiting: int) -> int:
+        """The most tokens of the step beside one for each running request, and beside those that exited early.
 
         The latency target limits it only while a request is decoding. A request that recomputes its tokens, after a
         preemption or a restart, is not decoding.
         """
-        max_tokens = self.max_tokens_per_step - len(self.running)
+        max_tokens = self.max_tokens_per_step - len(self.running) - num_waiting
         if self.pace.target_s is None:
             return max_tokens
-        backlogs = [len(r.tokens) + r.num_expected - r.num_planned - 1 for r in self.running]
+        backlogs = [len(r.tokens) + r.num_expected - r.num_planned - 1 - r.num_waiting for r in self.running]
         if not any(n == 0 and (r.num_output or r.num_expected) for r, n in zip(self.running, backlogs, strict=True)):
             return max_tokens
         return self.pace.prompt_tokens(sum(backlogs) + self._waiting_tokens, len(self.running), max_tokens)
 
-    def _plan_running(self, plan: Plan, budget: int) -> bool:
+    def _plan_running(self, plan: Plan, budget: int, waiting_budget: int) -> bool:
         """Add rows for the running requests: one token each, and more as long as `budget` lasts. Drafts come last.
+        Tokens that exited early have a budget of their own.
 
         Returns whether a request was preempted.
         """
@@ -388,7 +404,10 @@ class Scheduler:
             ):
                 continue  # its token in flight comes first: it may be the last, a beam may be dropped
             count = 1
-            if num_left > 1:
+            if num_left > 1 and self._may_exit and request.num_waiting:
+                count = min(num_left, waiting_budget + 1)
+                waiting_budget -= count - 1
+            elif num_left > 1:
                 count = min(num_left, budget + 1)
                 budget -= count - 1
             if start + count <= request.capacity:
@@ -436,7 +455,7 @@ class Scheduler:
         """
         if self.kv.prefix_cache:
             for request, count in zip(plan.requests, plan.counts, strict=True):
-                if count > 1:
+                if count > 1 and request.params.early_exit is None:  # else they may wait for their later layers
                     self.kv.publish_planned(request)
 
     def _grow_rows(self, plan: Plan, growing: list[tuple[Request, int]]) -> bool:
@@ -493,7 +512,7 @@ class Scheduler:
             count = min(len(request.tokens) - request.num_planned, budget)
             added = self._add_grown_row(plan, request, count)
             assert added, "admission counted blocks that are not free"
-            if count > 1:
+            if count > 1 and request.params.early_exit is None:
                 self.kv.publish_planned(request)
             budget -= count
             num_reserved += self.kv.num_missing_blocks(request, self.max_tokens_per_step) + self._folded_blocks(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.core.kv_cache import fixed_blocks
@@ -46,6 +46,7 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.runner import ModelRunner, Runner, StepListener
+from quire.engine.self_speculation import build_split, load_exit
 from quire.engine.speculation import (
     build_controller,
     build_heads,
@@ -58,6 +59,7 @@ from quire.engine.speculation import (
 )
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
+from quire.kernels.cpu.split import SplitModel
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.weights.config import read_config
@@ -101,6 +103,7 @@ def build_engine(
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
     heads = load_heads(config, loaded, path, ops)
+    found_exit = load_exit(config, loaded, ops)
     num_layers = len(loaded.model.cache_specs())
     specs = loaded.model.cache_specs() + head_specs(heads) + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
@@ -144,7 +147,11 @@ def build_engine(
         layers, head_layers = cache.layers[:num_layers], cache.layers[num_layers:num_target_and_heads]
         draft_layers = cache.layers[num_target_and_heads:]
         cache.layers = layers
-        decoder = ops.record(loaded.model, layers, step_tokens, find_tap_layers(heads))
+        taps = find_tap_layers(heads)
+        split_model: SplitModel | None = None
+        if found_exit is not None and ops.native is not None:
+            split_model = SplitModel(loaded.model, layers, ops.native, step_tokens, found_exit.layer, taps)
+        decoder: Any = split_model or ops.record(loaded.model, layers, step_tokens, taps)
         features = RequestFeatures(max_requests)
         listeners: list[StepListener] = [features] if needs_features(heads) else []
         runner = build_runner(
@@ -178,8 +185,15 @@ def build_engine(
                 recorded, draft_layers, buffers, ops, step_tokens, lambda: scheduler.kv.pool, scheduler.reserve
             )
         )  # fmt: skip
+    if found_exit is not None and split_model is not None and isinstance(runner, ModelRunner):
+        buffers = BatchBuffers(shape)
+        runner.split, drafter = build_split(
+            found_exit, loaded.model, split_model, buffers, ops, max_requests, scheduler.reserve
+        )  # fmt: skip
+        models += [drafter] if drafter is not None else []
     controller = build_controller(config, ops, step_tokens, model.vocab_size, models)
-    return Engine(scheduler, runner, info, controller)
+    has_exit = found_exit is not None and found_exit.exits
+    return Engine(scheduler, runner, info, controller, has_exit=has_exit)
 
 
 def load(

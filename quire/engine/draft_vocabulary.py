@@ -76,6 +76,16 @@ class TrimmedVocabulary:
         own = self._own[request.id].ids[np.maximum(columns - last - 1, 0)]
         return np.where(columns <= last, self.ids[np.minimum(columns, last)], own)
 
+    def spread(self, logits: Floats, requests: Sequence[Request], out: Floats) -> None:
+        """Write logits of one place, [requests, width], to the columns of their token ids. What cannot be drafted is
+        minus infinity. out [requests, vocab]"""
+        num_ids = len(self.ids)
+        out[...] = -np.inf
+        out[:, self.ids] = logits[:, :num_ids]
+        for row, request in enumerate(requests):
+            own = self._own[request.id]
+            out[row, own.ids[: len(own)]] = logits[row, num_ids : num_ids + len(own)]
+
     def finish(self, request_id: str) -> None:
         self._own.pop(request_id, None)
 
@@ -84,8 +94,9 @@ class TrimmedVocabulary:
 
     def _own_tokens(self, request: Request) -> OwnTokens:
         own = self._own.pop(request.id, None)
-        if own is None or own.num_seen > len(request.tokens):
+        if own is None or own.source is not request.tokens or own.num_seen > len(request.tokens):
             own = OwnTokens(self._head, self._native)
+            own.source = request.tokens
         self._own[request.id] = own  # the last used one is the last
         while len(self._own) > self._max_requests:
             del self._own[next(iter(self._own))]
@@ -99,6 +110,7 @@ class OwnTokens:
     def __init__(self, head: Head, native: Native) -> None:
         self.ids = np.zeros(MAX_OWN, np.int64)
         self.num_seen = 0  # tokens of the request
+        self.source: Sequence[int] = ()  # the request's list of tokens: another request may have the same id later
         self._known: set[int] = set()
         self._head = head
         self._native = native

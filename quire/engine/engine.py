@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from quire.core.pace import moving_average
+from quire.core.params import check_early_exit
 from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
@@ -67,9 +68,17 @@ class Engine:
     """Requests in, updates out, one step at a time."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, controller: Controller | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        controller: Controller | None = None,
+        *,
+        has_exit: bool = False,
     ) -> None:
+        """With `has_exit` requests may exit early."""
         self.scheduler = scheduler
+        self.has_exit = has_exit
         self.controller = controller  # of speculation, if it is on
         self.runner = runner
         self.info = info
@@ -81,6 +90,7 @@ class Engine:
         self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
 
     def add(self, request: Request) -> None:
+        check_early_exit(request.params.early_exit, self.has_exit)
         with self._reset_if_interrupted():
             self.scheduler.add(request, time.monotonic())
 
@@ -155,7 +165,7 @@ class Engine:
             return
         if self._launched and ends_now:
             self._launched[0].begins_s = time.monotonic()
-        if sampled.seconds is not None:
+        if sampled.seconds is not None and not sampled.exited:  # such a step is no measure of others
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)

@@ -98,7 +98,7 @@ class GpuSampler(Sampler):
         return LogprobsArrays(*logprobs(products, tokens, self._put(nums_top), max(nums_top), self.head.softcap))
 
     def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Tensor, output: SamplerOutput) -> None:
-        self._process_logits(samples, indices, logits)
+        self.process(samples, indices, logits)
         for first in range(0, len(indices), self._max_rows):
             count = min(self._max_rows, len(indices) - first)
             index = self._put(indices[first : first + count])

@@ -46,8 +46,8 @@ class RequestFeatures:
 
     def keep(self, plan: Plan, sampled: Sampled, states: StepStates) -> None:
         for row, request in enumerate(plan.requests):
-            if not sampled.tokens[row]:
-                continue  # a part of a prompt, or a beam
+            if not sampled.tokens[row] or row in sampled.exited:
+                continue  # a part of a prompt, a beam, or a token whose later layers are not computed
             index, num_computed = last_computed(plan, sampled, row, states.query_starts)
             rows = [*(tap[index] for tap in states.taps), states.hidden[index]]
             self._features.pop(request.id, None)

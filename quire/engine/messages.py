@@ -160,6 +160,7 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     computed_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
+    exited_tokens: int = 0  # chosen by an exit
     drafted: dict[str, int] = {}  # drafts that were verified, by proposer
     accepted: dict[str, int] = {}  # those that were right
     speculation_s: float = 0.0  # gained by speculation, minus lost

@@ -188,6 +188,7 @@ class EngineLoop:
                 scheduler.counters.computed_tokens,
                 scheduler.counters.preemptions,
                 scheduler.counters.swaps,
+                scheduler.counters.exited_tokens,
                 *((controller.drafted, controller.accepted, controller.ledger.gained_s) if controller else ()),
             )
         )

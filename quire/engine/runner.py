@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput, to_candidates, to_token_logprobs
+from quire.engine.split_steps import SplitSteps, without_rows
 from quire.kernels import Kernels
 from quire.kernels.arrays import Array, Arrays
 from quire.models.decoder import Decoder
@@ -112,6 +113,8 @@ class Step:
     hidden: Array  # [samples or more, hidden_size]
     states: StepStates
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    exits: dict[int, int] = field(default_factory=dict)  # tokens that the exit chose, by row; these have no samples
+    waiting: Collection[int] = ()  # of these rows, those whose later layers are not computed
     output: SamplerOutput | None = None
     begin_s: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -131,6 +134,9 @@ class Step:
     def wait(self) -> Sampled:
         assert self.output is not None
         sampled = collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.seconds)
+        for row, token in self.exits.items():
+            sampled.tokens[row] = [token]
+            sampled.exited[row] = 0 if row in self.waiting else self.plan.counts[row]
         self.runner.move_accepted(self.plan, sampled)
         for listener in self.runner.listeners:
             listener.keep(self.plan, sampled, self.states)
@@ -138,7 +144,9 @@ class Step:
 
 
 class ModelRunner:
-    """A model, its cache and its buffers. `launch` computes the whole plan. `listeners` get the states of each step."""
+    """A model, its cache and its buffers. `launch` computes the whole plan. `listeners` get the states of each step.
+    With `split` it runs the model in two parts.
+    """
 
     depth = 1
 
@@ -149,15 +157,18 @@ class ModelRunner:
         buffers: BatchBuffers,
         ops: Kernels,
         listeners: Sequence[StepListener] = (),
+        split: SplitSteps | None = None,
     ) -> None:
         self.model = model
+        self.split = split
         self.cache = cache
         self.buffers = buffers
         self.ops = ops
         self.listeners = list(listeners)
         self.sampler = Sampler(model.head, buffers.state, ops)
-        # With `prompt_logprobs`: called with a request, a position, and the logits after the tokens from there on.
-        self.on_prompt_logits: Callable[[Request, int, Array], None] | None = None
+        # With `prompt_logprobs`: called with a request, a position, the logits after the tokens from there on, and
+        # the states of these tokens at the exit, if there is one.
+        self.on_prompt_logits: Callable[[Request, int, Array, Array | None], None] | None = None
 
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
         begin_s = time.perf_counter()
@@ -165,18 +176,35 @@ class ModelRunner:
         self.cache.copy_blocks(plan.copies)
         batch = self.buffers.fill(plan)
         assert batch.last_token_entries is None, "a token is not on the host"
+        step = self._run(plan, batch) if self.split is None else self._run_split(self.split, plan, batch)
+        step.begin_s = begin_s
+        step.sample()
+        return step
+
+    def _run(self, plan: Plan, batch: Batch) -> Step:
         hidden = self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers)
-        step = Step(
+        return Step(
             self,
             plan,
             batch.samples,
             select_samples(hidden, batch.samples, self.ops.arrays),
             StepStates(batch.paging.host_query_starts, hidden, getattr(self.model, "taps", ())),
             self._prompt_logprobs(plan, batch, hidden),
-            begin_s=begin_s,
         )
-        step.sample()
-        return step
+
+    def _run_split(self, split: SplitSteps, plan: Plan, batch: Batch) -> Step:
+        found = split.run(plan, batch, self.sampler)
+        samples = without_rows(batch.samples, found.exits) if found.exits else batch.samples
+        return Step(
+            self,
+            plan,
+            samples,
+            select_samples(found.hidden, samples, self.ops.arrays),
+            StepStates(batch.paging.host_query_starts, found.hidden, found.taps),
+            self._prompt_logprobs(plan, batch, found.hidden, found.states),
+            found.exits,
+            found.waiting,
+        )
 
     def prepare(self) -> None:
         pass
@@ -186,6 +214,8 @@ class ModelRunner:
 
     def reset(self) -> None:
         self.buffers.reset()
+        if self.split is not None:
+            self.split.reset()
 
     def move_accepted(self, plan: Plan, sampled: Sampled) -> None:
         """Move the keys and values of accepted side branches of draft trees to where the next step expects them."""
@@ -193,8 +223,13 @@ class ModelRunner:
             groups = range(len(self.buffers.tables))
             self.cache.move_tokens([find_moves(plan, sampled, group, self.buffers.block_size) for group in groups])
 
-    def _prompt_logprobs(self, plan: Plan, batch: Batch, hidden: Array) -> list[PromptLogprobs]:
-        """Log probabilities of prompt tokens, for requests with `prompt_logprobs`. hidden [tokens, hidden_size]"""
+    def _prompt_logprobs(
+        self, plan: Plan, batch: Batch, hidden: Array, exit_states: Array | None = None
+    ) -> list[PromptLogprobs]:
+        """Log probabilities of prompt tokens, for requests with `prompt_logprobs`.
+
+        hidden, exit_states [tokens, hidden_size]
+        """
         result: list[PromptLogprobs] = []
         for row, request in enumerate(plan.requests):
             if not has_prompt_logprobs(plan, row):
@@ -203,9 +238,11 @@ class ModelRunner:
             targets = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
             for begin in range(0, len(targets), LOGPROBS_CHUNK):
                 chunk = targets[begin : begin + LOGPROBS_CHUNK]
-                states = hidden[first + begin : first + begin + len(chunk)]
+                rows = slice(first + begin, first + begin + len(chunk))
+                states = hidden[rows]
                 if self.on_prompt_logits is not None:
-                    self.on_prompt_logits(request, start + begin, self.sampler.head(states))
+                    at_exit = exit_states[rows] if exit_states is not None else None
+                    self.on_prompt_logits(request, start + begin, self.sampler.head(states), at_exit)
                 logprobs = self.sampler.score(states, chunk, request.params.prompt_logprobs or 0)
                 result.append(PromptLogprobs(row, chunk, logprobs))
         return result

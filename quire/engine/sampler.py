@@ -95,12 +95,18 @@ class Sampler:
 
     def _sample_from_logits(self, samples: Samples, indices: list[int], logits: Array, output: SamplerOutput) -> None:
         """Sample the tokens of some samples. logits [indices, vocab] float32 are overwritten."""
-        self._process_logits(samples, indices, logits)
+        self.process(samples, indices, logits)
+        index = self._put(indices)
+        output.tokens[index], output.max_logits[index] = self.draw(samples, indices, logits)
+
+    def draw(self, samples: Samples, indices: list[int], logits: Array) -> tuple[Array, Array]:
+        """Tokens and largest logits from logits that have been processed, and are overwritten."""
         entries = self._put(samples.entries[nth] for nth in indices)
         lengths = self._put(samples.lengths[nth] for nth in indices)
-        tokens, max_logits = self.ops.sample(logits, self.state.settings[entries], self.state.seeds[entries], lengths)
-        index = self._put(indices)
-        output.tokens[index], output.max_logits[index] = tokens, max_logits
+        found: tuple[Array, Array] = self.ops.sample(
+            logits, self.state.settings[entries], self.state.seeds[entries], lengths
+        )  # fmt: skip
+        return found
 
     def _beam_candidates(
         self, samples: Samples, indices: list[int], hidden: Array, products: Array | None
@@ -111,7 +117,7 @@ class Sampler:
         if any(request.processes_logits for request in requests):
             processed = self.ops.arrays.empty(tuple(logits.shape), "float32")
             self.ops.arrays.copy(processed, logits)
-            self._process_logits(samples, indices, processed)
+            self.process(samples, indices, processed)
         num_top = max(request.params.logprobs or 0 for request in requests)
         return BeamArrays(*self.ops.beam_candidates(logits, processed, max(map(num_candidates, requests)), num_top))
 
@@ -120,7 +126,7 @@ class Sampler:
         index = self._put(indices)
         return self.head(hidden[index]) if products is None else self.head.cap(products[index])
 
-    def _process_logits(self, samples: Samples, indices: list[int], logits: Array) -> None:
+    def process(self, samples: Samples, indices: list[int], logits: Array) -> None:
         """Apply logits processors to the logits of some samples, in place. Finished requests are skipped."""
         processed = [
             row

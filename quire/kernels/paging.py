@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,28 @@ def fill_paths(paths: Sequence[Sequence[int]]) -> NDArray[np.int32]:
     for path, row in zip(paths, filled, strict=True):
         row[: len(path)] = path
     return filled
+
+
+def skip_tokens(paging: Paging, skips: Sequence[int]) -> tuple[NDArray[np.int64], Paging]:
+    """The step without the first `skips[r]` tokens of each row r: the indices of the tokens that are left, and their
+    paging. A row of which none is left is dropped. Of a row with a tree, all tokens are skipped or none. On a CPU only.
+    """
+    starts, lens = paging.host_query_starts, paging.host_seq_lens
+    rows = [row for row in range(len(lens)) if starts[row] + skips[row] < starts[row + 1]]
+    tokens = [np.arange(starts[row] + skips[row], starts[row + 1]) for row in rows]
+    index = np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
+    query_starts = list(accumulate(map(len, tokens), initial=0))
+    seq_lens = [lens[row] for row in rows]
+    return index, Paging(
+        np.array(query_starts, np.int32),
+        np.array(seq_lens, np.int32),
+        [table[rows] for table in paging.block_tables],
+        [slots[index] for slots in paging.slot_mapping],
+        paging.block_size,
+        query_starts,
+        seq_lens,
+        paths=None if paging.paths is None else paging.paths[index],
+    )
 
 
 @dataclass(frozen=True, slots=True)

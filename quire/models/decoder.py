@@ -82,13 +82,30 @@ class Decoder:
         With `ends`, hidden of those tokens only, [rows, hidden_size]. The last layer skips the other tokens.
         The hidden states after the layers of `taps` are appended to it.
         """
-        x, residual = self.embedding(tokens), None
+        assert len(kv) == len(self.layers)
+        x, residual = self.run_layers(range(len(kv)), self.embedding(tokens), positions, paging, kv, ends, taps)
+        return self.norm.add(x, residual)[0]
+
+    def run_layers(
+        self,
+        layers: range,
+        x: Tensor,
+        positions: Tensor,
+        paging: Paging,
+        kv: Sequence[LayerCache],
+        ends: Ends | None = None,
+        taps: Taps | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some of the layers. x [n, hidden_size] is the hidden state before them. Returns the next x and residual."""
+        residual: Tensor | None = None
         last = len(self.layers) - 1
-        for index, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
-            x, residual = layer(x, residual, positions, paging, cache, ends if index == last else None)
+        for index in layers:
+            x, residual = self.layers[index](
+                x, residual, positions, paging, kv[index], ends if index == last else None
+            )  # fmt: skip
             if taps is not None and index in taps.layers:
                 taps.states.append(x + residual)
-        return self.norm.add(x, residual)[0]
+        return x, residual
 
     def cache_specs(self) -> list[CacheSpec]:
         """The cache spec of each layer. The model is called with one cache a layer, in this order."""

@@ -65,6 +65,7 @@ class Metrics:
         self.drafted = counter("draft_tokens", "Guessed tokens that were verified, by what proposed them.", "source")
         self.accepted = counter("accepted_draft_tokens", "Of those, tokens that were right.", "source")
         self.speculation_s = gauge("speculation_gain_seconds", "Time that speculation has gained, minus lost.")
+        self.exited = counter("early_exit_tokens", "Tokens that an exit in the middle of the model has chosen.")
         self.restarts = counter("engine_restarts", "Times that the engine was started again.")
         self.running = gauge("requests_running", "Requests that are being computed.")
         self.waiting = gauge("requests_waiting", "Requests that wait in the queue.")
@@ -75,7 +76,7 @@ class Metrics:
         self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
         self.num_blocks = 1
-        self._preemptions = self._swaps = 0
+        self._preemptions = self._swaps = self._exited = 0
         self._drafted: Mapping[str, int] = {}
         self._accepted: Mapping[str, int] = {}
 
@@ -87,6 +88,8 @@ class Metrics:
         self._preemptions = outputs.preemptions
         self.swaps.inc(max(0, outputs.swaps - self._swaps))
         self._swaps = outputs.swaps
+        self.exited.inc(max(0, outputs.exited_tokens - self._exited))
+        self._exited = outputs.exited_tokens
         count_increase(self.drafted, outputs.drafted, self._drafted)
         count_increase(self.accepted, outputs.accepted, self._accepted)
         self._drafted, self._accepted = outputs.drafted, outputs.accepted
@@ -96,7 +99,7 @@ class Metrics:
 
     def on_restart(self) -> None:
         self.restarts.inc()
-        self._preemptions = self._swaps = 0
+        self._preemptions = self._swaps = self._exited = 0
         self._drafted, self._accepted = {}, {}
 
     def render(self) -> bytes:

@@ -85,6 +85,7 @@ class Service:
             ready.eos_token_ids,
             engine.seed,
             by_priority=engine.order == "priority",
+            has_exit=engine.exit_head is not None,
             length_bound=find_length_bound(tokenizer.backend),
         )
         self._prompt_numbers = itertools.count()

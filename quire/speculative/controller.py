@@ -161,8 +161,8 @@ class Controller:
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
         num_drafts = sum(map(len, plan.drafts.values()))
         num_rows = len(plan)
-        if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
-            return  # prompts
+        if plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
+            return  # prompts, or rows that skipped layers
         propose_s, self._propose_s = self._propose_s, 0.0
         if num_drafts or not has_gap:
             self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
@@ -422,6 +422,7 @@ def may_draft(request: Request) -> bool:
     return (
         not request.num_in_flight
         and request.beam is None
+        and request.params.early_exit is None  # the exit guesses its tokens already
         and request.max_len - len(request.tokens) > 1
         and request.num_planned == len(request.tokens) - 1
     )

@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from quire.core.constraint import Constraint
-from quire.core.params import SamplingParams, check_priority
+from quire.core.params import SamplingParams, check_early_exit, check_priority
 from quire.core.request import Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
 from quire.text.detokenizer import TextStops
@@ -45,6 +45,7 @@ class InputProcessor:
     eos_token_ids: Sequence[int] = ()
     seed: int | None = None
     by_priority: bool = False  # whether the scheduler orders requests by priority
+    has_exit: bool = False  # whether requests may exit early
     grammars: GrammarBackend | None = None  # makes constraints here; None: the engine's process makes them
     length_bound: LengthBound | None = None  # refuses a text that is too long without encoding it
     request_counter: Iterator[int] = field(default_factory=count)  # numbers prompts in their order
@@ -155,7 +156,8 @@ class InputProcessor:
         return self.encode(prompt.get("prompt", ""))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse token ids outside of the vocabulary and a grammar that cannot be compiled."""
+        """Refuse an early exit without an exit head, token ids outside of the vocabulary, and a bad grammar."""
+        check_early_exit(params.early_exit, self.has_exit)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))

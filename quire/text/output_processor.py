@@ -134,6 +134,7 @@ class OutputProcessor:
             self.output.num_cached_tokens = detail.num_cached
         self.output.num_drafted_tokens += detail.num_drafted
         self.output.num_accepted_tokens += detail.num_accepted
+        self.output.num_exited_tokens += detail.num_exited
         answer.error, answer.refused = detail.message or None, detail.refused
         if answer.index == 0:  # other answers to the same prompt may report the prompt's log probabilities too
             for scored in detail.prompt_logprobs or ():

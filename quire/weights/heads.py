@@ -36,6 +36,7 @@ MAX_RANK = 4096
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # of published Medusa heads
 DIGEST_STRIDE = 1000  # rows of the embedding from one that is part of the digest to the next
 INTEGERS = ("I64", "I32")
+METHODS = {"exit": "self"}  # kinds of heads that have another name in `speculate`
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -120,7 +121,8 @@ def read_head_config(directory: Path, kind: str, target: Target) -> Fields:
     if (version := fields.count("quire_head")) != 1:
         raise fields.unsupported(f"quire_head is {version}; this quire reads version 1. Update quire.")
     if (found := fields.text("kind")) != kind:
-        raise fields.unsupported(f"it is a head of kind {found!r}; give it as {found}:DIR instead of {kind}:DIR.")
+        given, wanted = (METHODS.get(each, each) for each in (kind, found))
+        raise fields.unsupported(f"it is a head of kind {found!r}; give it as {wanted}:DIR instead of {given}:DIR.")
     described = fields.section("target")
     if described is None:
         raise fields.bad("target is missing")
@@ -150,7 +152,10 @@ def check_sizes(fields: Fields, config: ModelConfig) -> None:
 
 
 def target_digest(model: Decoder) -> str:
-    """Identifies the weights of a model: sha256 over its sizes, its last norm, and some rows of its embedding."""
+    """Identifies the weights of a model: sha256 over its sizes, its last norm, and some rows of its embedding.
+
+    Numbers are rounded to bfloat16, so a model has the same digest in float32 on a CPU and in bfloat16 on a GPU.
+    """
     vocab_size, hidden_size = model.embedding.weight.shape
     attention = model.layers[0].attention
     sizes = {
@@ -163,11 +168,16 @@ def target_digest(model: Decoder) -> str:
     }
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
     index = model.head.ops.arrays.put(range(0, vocab_size, DIGEST_STRIDE), "int64")
-    with np.errstate(over="ignore"):
-        rows = as_floats(model.embedding.weight.rows(index)).astype(np.float16)
-    for values in (as_floats(model.norm.weight), rows):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    for values in (model.norm.weight, model.embedding.weight.rows(index)):
+        digest.update(round_to_bfloat16(as_floats(values)).tobytes())
     return digest.hexdigest()
+
+
+def round_to_bfloat16(values: Floats) -> NDArray[np.uint16]:
+    """To the nearest, halves to even, as torch rounds. The upper half of each float32."""
+    bits, half = np.ascontiguousarray(values).view(np.uint32), np.uint32(16)
+    is_odd = (bits >> half) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + is_odd) >> half).astype(np.uint16)
 
 
 def as_floats(values: Any) -> Floats:

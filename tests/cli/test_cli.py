@@ -128,7 +128,8 @@ def test_bench_offline_prints_the_agreed_document(default_model) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["chat"], ["bench", "offline"], ["compare"], ["info"], ["pull"], ["models"]]
+    "command",
+    [[], ["generate"], ["chat"], ["bench", "offline"], ["compare"], ["train-draft"], ["info"], ["pull"], ["models"]],
 )
 def test_help(command: list[str]) -> None:
     done = quire(*command, "--help", COLUMNS="100")

@@ -52,6 +52,13 @@ class Witness:
         return Witness(list(self.tokens))
 
 
+def exits(plan: Plan, row: int, tokens: list[int]) -> bool:
+    """Whether a row's token is an exit's, at random, of tokens of an answer that have all been sampled."""
+    request = plan.requests[row]
+    may_exit = request.params.early_exit is not None and plan.yields[row] == 1 and row not in plan.drafts
+    return may_exit and plan.starts[row] >= request.num_prompt and crc32(bytes(tokens)) % 4 != 0
+
+
 class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], kv: KVCache) -> None:
         self.block_size = block_size
@@ -62,6 +69,7 @@ class FakeRunner:
         self.is_broken = False  # a plan in flight fails: those behind it may read what is not there
         self.num_read_in_flight = 0  # positions that were read by the plan that wrote them, in another row
         self.num_encoded = 0
+        self.num_exited = 0
         self.num_rows_lost = 0  # that read what a plan which fails was to write
 
     def run(self, plan: Plan, context: dict[str, list[int]], *, fails: bool = False) -> Sampled:
@@ -97,6 +105,10 @@ class FakeRunner:
         for row, (request, tokens) in enumerate(zip(plan.requests, texts, strict=True)):
             if request.beam is not None and plan.yields[row]:
                 sampled.candidates[row] = self._rank(request, tokens)
+            if exits(plan, row, tokens):
+                self._leave_uncomputed(request, plan.starts[row], len(tokens))
+                sampled.exited[row] = 0
+                self.num_exited += 1
         return sampled
 
     def _move(self, plan: Plan) -> None:
@@ -169,6 +181,14 @@ class FakeRunner:
                 assert cell == (tokens[position], position, mark_of(request))
                 self.num_read_in_flight += position < start and writers.get(block, request) is not request
         return True
+
+    def _leave_uncomputed(self, request: Request, start: int, stop: int) -> None:
+        """The row's later layers were skipped: nobody may read what it has written."""
+        for table in request.tables:
+            for position in range(start, stop):
+                block = table[position // self.block_size]
+                assert block
+                self.cells[block][position % self.block_size] = None
 
     def _spoil(self, blocks: set[int]) -> None:
         for block in blocks:

@@ -1,7 +1,7 @@
 """The core under random traffic: arrivals, aborts, priorities, forks, drafts, beam searches, tiny pools, windows, one
-or two plans in flight, groups that an encoder fills once, states of constant size, plans that fail, prefixes shared
-while they are computed, preempted requests computed again or kept on the host. After every step the invariants hold,
-and every answer is the one the request would get alone."""
+or two plans in flight, tokens that exit early, groups that an encoder fills once, states of constant size, plans that
+fail, prefixes shared while they are computed, preempted requests computed again or kept on the host. After every step
+the invariants hold, and every answer is the one the request would get alone."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class World:
         encoder_tokens: list[int] = []
         if self.num_encoder_groups:  # few that differ, so that prompts begin alike after the same and after others
             encoder_tokens = [rng.randrange(2)] * rng.choice([0, 1, 7, 20])
+        early = 0.4 if self.depth == 1 and not self.num_state_groups else 0.0
         leader, salt, priority = None, rng.choice([b"", b"", b"tenant"]), rng.randint(-2, 2)
         if rng.random() < self.share_of_searches:
             self._submit(self.search(prompt, salt, priority))
@@ -98,7 +99,9 @@ class World:
             request = Request(
                 f"r{len(self.everyone)}",
                 prompt if are_samples else prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))],
-                SamplingParams(min_tokens=rng.choice([0, 0, 2]), max_tokens=None),
+                SamplingParams(
+                    min_tokens=rng.choice([0, 0, 2]), max_tokens=None, early_exit=0.5 if rng.random() < early else None
+                ),
                 end_token_ids=frozenset([END]),
                 seed=rng.randrange(3),
                 priority=priority,
@@ -160,7 +163,7 @@ class World:
     def draft(self) -> None:
         """A proposer that is right half of the time."""
         for request in self.scheduler.running:
-            if not request.num_in_flight and self.random.random() < 0.3:
+            if not request.num_in_flight and request.params.early_exit is None and self.random.random() < 0.3:
                 tokens = list(request.tokens)
                 for _ in range(self.random.randint(0, 4)):
                     guess = (
@@ -297,7 +300,7 @@ def answer_alone(request: Request) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed: int) -> None:
     num_preemptions = num_swaps = num_cached = num_copies = num_read_in_flight = num_rows_lost = num_encoded = 0
-    num_searches = 0
+    num_searches = num_exited = 0
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
@@ -318,9 +321,10 @@ def test_random_traffic(seed: int) -> None:
         num_cached += world.scheduler.counters.cached_tokens
         num_copies += world.num_copies
         num_searches += world.num_searches
+        num_exited += world.runner.num_exited
         num_read_in_flight += world.runner.num_read_in_flight
         num_rows_lost += world.runner.num_rows_lost
         num_encoded += world.runner.num_encoded
     seen = num_preemptions, num_swaps, num_cached, num_copies, num_read_in_flight, num_rows_lost, num_encoded
-    seen = *seen, num_searches
+    seen = *seen, num_searches, num_exited
     assert min(seen) > 0, f"the traffic was too light to show anything: {seen}"

@@ -192,10 +192,10 @@ def test_if_nobody_is_at_fault_the_newest_ends(monkeypatch) -> None:
         scheduler.add(ask(name, 9, first=100 * index))
     room, errors = scheduler._prompt_budget, [Bug("no room")]
 
-    def failing() -> int:
+    def failing(num_waiting: int) -> int:
         if errors:
             raise errors.pop()
-        return room()
+        return room(num_waiting)
 
     monkeypatch.setattr(scheduler, "_prompt_budget", failing)
     assert run(scheduler) == {"a": Finish.LENGTH, "b": Finish.LENGTH, "c": Finish.ERROR}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.drafts import Drafts
+from quire.core.pace import Pace
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, TokenLogprobs
 from quire.core.policy import Dynamic, Policy, Static, WaitingRatio
@@ -471,3 +472,57 @@ def test_drafts_take_blocks_that_nobody_needs() -> None:
     assert {request.id for request in plan.requests} == {"first", "second"}
     assert {plan.requests[row].id: len(drafts) for row, drafts in plan.drafts.items()} == {"first": 16}
     assert not scheduler.counters.preemptions
+
+
+def ask_to_exit(name: str, num_prompt: int, first: int) -> Request:
+    prompt = [first + index for index in range(num_prompt)]
+    return Request(name, prompt, SamplingParams(max_tokens=None, early_exit=0.5), max_tokens=30)
+
+
+def exit_early(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
+    """Run one step in which each token of an answer that may exit does."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    exited = {
+        row: 0
+        for row, (request, start) in enumerate(zip(plan.requests, plan.starts, strict=True))
+        if request.params.early_exit is not None and start >= request.num_prompt and plan.yields[row]
+    }
+    scheduler.commit(plan, Sampled(answer(plan).tokens, exited=exited))
+    return {r.id: (s, c) for r, s, c in zip(plan.requests, plan.starts, plan.counts, strict=True)}
+
+
+def test_tokens_that_exited_are_computed_with_the_next_one() -> None:
+    scheduler = make()
+    scheduler.add(ask_to_exit("a", 6, 100))
+    assert [exit_early(scheduler)["a"] for _ in range(4)] == [(0, 6), (6, 1), (6, 2), (6, 3)]
+    assert scheduler.counters.exited_tokens == 3
+    assert [step(scheduler)["a"] for _ in range(2)] == [(6, 4), (10, 1)]
+    assert exit_early(scheduler)["a"] == (11, 1)
+    assert exit_early(scheduler)["a"] == (11, 2)
+
+
+def test_tokens_that_exited_take_no_part_of_the_budget_for_prompts() -> None:
+    """A latency target leaves little for prompts, and all tokens that exited are computed all the same."""
+    pace = Pace(0.001, 1, 1.0, 1.0, 3)
+    scheduler = make(max_tokens=32, pace=pace)
+    for number in range(4):
+        scheduler.add(ask_to_exit(f"{number}", 3, 100 * number))
+    scheduler.add(ask("plain", 3, max_tokens=30, first=900))
+    while not scheduler.requests["plain"].num_output:
+        step(scheduler)
+    lengths = [[count for _, count in exit_early(scheduler).values()] for _ in range(5)]
+    assert lengths == [[number] * 4 + [1] for number in range(1, 6)]
+    scheduler.add(ask("late", 9, first=1000))
+    assert exit_early(scheduler)["late"] == (0, 3)
+
+
+def test_a_step_has_no_more_tokens_than_it_may_whatever_has_exited() -> None:
+    scheduler = make(max_tokens=10)
+    for number in range(4):
+        scheduler.add(ask_to_exit(f"{number}", 2, 100 * number))
+    for _ in range(9):
+        rows = exit_early(scheduler)
+        assert sum(count for _, count in rows.values()) <= 10
+        assert len(rows) == 4 or not scheduler.running[-1].num_output
+    assert all(count >= 1 for _, count in rows.values())

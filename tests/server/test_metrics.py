@@ -25,6 +25,15 @@ def test_preemptions_and_swaps_are_counted_over_restarts() -> None:
     assert figures(metrics) == (6, 3)
 
 
+def test_tokens_that_exited_are_counted_over_restarts() -> None:
+    metrics = Metrics()
+    metrics.on_step(StepOutputs(exited_tokens=4))
+    metrics.on_step(StepOutputs(exited_tokens=7))
+    metrics.on_restart()
+    metrics.on_step(StepOutputs(exited_tokens=2))
+    assert "quire_early_exit_tokens_total 9.0" in metrics.render().decode()
+
+
 def test_drafts_are_counted_by_proposer_over_restarts() -> None:
     metrics = Metrics()
     metrics.on_step(StepOutputs(drafted={"suffix": 5}, accepted={"suffix": 2}, speculation_s=0.5))

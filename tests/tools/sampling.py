@@ -82,5 +82,5 @@ def changed(logits: Tensor, requests: Sequence[Request], ops: Kernels) -> Tensor
     """What the requests make of their logits."""
     sampler = make_sampler(logits.shape[1], len(requests), ops)
     samples, result = samples_of(sampler, requests), torch.empty_like(logits).copy_(logits)
-    sampler._process_logits(samples, list(range(len(samples))), result)
+    sampler.process(samples, list(range(len(samples))), result)
     return result

@@ -56,14 +56,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(family: str) -> dict[str, Any]:
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """A `config.json`."""
-    return COMMON | SPECIAL[family]
+    return COMMON | SPECIAL[family] | changes
 
 
-def tiny_weights(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def tiny_weights(family: str, seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
     """Every tensor of the model by its canonical name."""
-    config, survey = config_from_json(tiny_config(family)), Survey()
+    config, survey = config_from_json(tiny_config(family, **changes)), Survey()
     MODELS[config.family](config, survey, cpu_ops())
     source = RandomTensors(seed, torch.float32, "cpu")
     weights = {}
@@ -104,8 +104,8 @@ def gguf_architecture(family: str) -> str:
     return "llama" if family == "mistral" else family
 
 
-def gguf_metadata(family: str) -> dict[str, Any]:
-    config, architecture = tiny_config(family), gguf_architecture(family)
+def gguf_metadata(family: str, **changes: Any) -> dict[str, Any]:
+    config, architecture = tiny_config(family, **changes), gguf_architecture(family)
     keys = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -124,9 +124,9 @@ def gguf_metadata(family: str) -> dict[str, Any]:
     return {"general.architecture": architecture, **named, "tokenizer.ggml.eos_token_id": 2}
 
 
-def gguf_arrays(family: str, weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def gguf_arrays(family: str, weights: dict[str, torch.Tensor], **changes: Any) -> dict[str, np.ndarray]:
     """The tensors as converters store them: renamed, llama's queries and keys permuted, gemma's norms plus one."""
-    config, architecture = tiny_config(family), gguf_architecture(family)
+    config, architecture = tiny_config(family, **changes), gguf_architecture(family)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"])
     arrays = {}
     for name, weight in weights.items():
@@ -152,12 +152,17 @@ def tiny_gguf(path: Path, family: str = "llama", kind: GGMLType = GGMLType.F32) 
     return write_gguf(path, gguf_metadata(family), tensors)
 
 
-def tiny_text_gguf(path: Path, num_padded: int = 7, **more: Any) -> Path:
-    """A model that reads and writes text. Its vocabulary is padded beyond the tokenizer's; `more` is metadata."""
-    arrays, vocabulary = gguf_arrays("llama", tiny_weights("llama")), byte_level()
+def tiny_text_gguf(
+    path: Path, num_padded: int = 7, embedding_scale: float = 0.05, changes: dict[str, Any] | None = None, **more: Any
+) -> Path:
+    """A model that reads and writes text. Its vocabulary is padded beyond the tokenizer's; `changes` are those of its
+    configuration, `more` is metadata."""
+    changes = changes or {}
+    arrays = gguf_arrays("llama", tiny_weights("llama", **changes), **changes)
+    vocabulary = byte_level()
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"]) + num_padded
-    embedding = np.random.default_rng(0).normal(scale=0.05, size=(vocab_size, COMMON["hidden_size"]))
+    embedding = np.random.default_rng(0).normal(scale=embedding_scale, size=(vocab_size, COMMON["hidden_size"]))
     arrays["token_embd.weight"] = embedding.astype(np.float32)
     types = {"tokenizer.ggml.token_type": np.array(vocabulary["tokenizer.ggml.token_type"], np.int32)}
-    metadata = {**gguf_metadata("llama"), **vocabulary, **types, **more}
+    metadata = {**gguf_metadata("llama", **changes), **vocabulary, **types, **more}
     return write_gguf(path, metadata, {name: tensor(array) for name, array in arrays.items()})

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
-from quire.weights.heads import MEDUSA_FILE, Target, load_block_head, load_medusa, target_digest
+from quire.weights.heads import MEDUSA_FILE, Target, load_block_head, load_medusa, round_to_bfloat16, target_digest
 from quire.weights.loader import load_model
 from tests.tools.heads import (
     Tensors,
@@ -80,6 +81,15 @@ def test_the_digest_is_that_of_the_weights(tmp_path: Path) -> None:
     native = load_model(path, dtype="float32", ops=OPS)
     in_torch = load_model(path, dtype="float32", ops=select_torch("cpu"))
     assert target_digest(native.model) == target_digest(in_torch.model)
+    in_bfloat16 = load_model(path, dtype="bfloat16", ops=select_torch("cpu"))
+    assert target_digest(native.model) == target_digest(in_bfloat16.model)
+
+
+def test_rounding_is_that_of_torch() -> None:
+    bits = np.concatenate([np.arange(1 << 16, dtype=np.uint32) + 0x3F800000, [0x3F80FFFF, 0x80000001, 0xC0018000]])
+    values = bits.astype(np.uint32).view(np.float32)
+    expected = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    np.testing.assert_array_equal(round_to_bfloat16(values), expected)
 
 
 def change_config(**changes: Any) -> Change:

@@ -44,6 +44,7 @@ class RecordedModel:
         max_tokens: int,
         tap_layers: Sequence[int] = (),
     ) -> None:
+        self.model = model
         self.head = model.head
         self.tape = Tape(native, max_tokens)
         self._kv = kv

@@ -127,6 +127,7 @@ def usage(output_processors: Sequence[OutputProcessor]) -> Document:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(output.num_drafted_tokens for output in outputs) - accepted,
+            "early_exit_tokens": sum(output.num_exited_tokens for output in outputs),
         },
     }
 

@@ -84,6 +84,7 @@ class SamplingFields(NoEffectFields):
     best_of: StrictInt | None = None
     length_penalty: Number | None = None
     early_stopping: StrictBool | Literal["never"] | None = None
+    early_exit: Number | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """The model's `defaults`, then the fields of the request, then `overrides` of the route."""
@@ -93,7 +94,7 @@ class SamplingFields(NoEffectFields):
                 "n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
                 "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "stop", "use_beam_search",
-                "best_of", "length_penalty", "early_stopping",
+                "best_of", "length_penalty", "early_stopping", "early_exit",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip

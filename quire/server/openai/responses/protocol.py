@@ -154,6 +154,7 @@ class ResponsesRequest(NoEffectFields):
     stop: str | ArrayOf[str] | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
+    early_exit: Number | None = None
     priority: StrictInt | None = None
 
     @property
@@ -186,7 +187,7 @@ class ResponsesRequest(NoEffectFields):
             name: value
             for name in (
                 "temperature", "top_p", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-                "repetition_penalty", "stop", "min_tokens", "ignore_eos",
+                "repetition_penalty", "stop", "min_tokens", "ignore_eos", "early_exit",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip

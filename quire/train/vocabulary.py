@@ -1,0 +1,139 @@
+"""DraftVocabulary: the ids that a head is trained to draft, and the loss over them and over a dialogue's own tokens.
+
+The engine drafts from these ids and from the tokens that a request has so far (`engine/draft_vocabulary.py`), so the
+head is trained with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.draft_vocabulary import MAX_OWN
+from quire.train.dialogues import Dialogue
+from quire.train.features import Batch
+from quire.train.target import Target
+
+
+def choose_draft_ids(dialogues: Sequence[Dialogue], num_ids: int, vocab_size: int) -> Tensor:
+    """The ids that answers have most, then the lowest ones: tokenizers give common tokens low ids. Ascending."""
+    counts = np.zeros(vocab_size, np.int64)
+    for dialogue in dialogues:
+        np.add.at(counts, dialogue.tokens[dialogue.num_prompt :], 1)
+    most = np.argsort(-counts, kind="stable")[:num_ids]
+    return torch.from_numpy(np.sort(most))
+
+
+class Bigrams(NamedTuple):
+    """Added to logits: the products of the two rows of the draft before and of the draft."""
+
+    before: Tensor  # [ids, rank]
+    after: Tensor  # [ids, rank]
+
+
+class Columns(NamedTuple):
+    """The ids of a dialogue's logits: the draft vocabulary, then its own tokens."""
+
+    ids: Tensor  # [columns]
+    rows: Tensor  # [columns, hidden_size], of the target's head
+    first: Tensor  # [columns]: the position of each own token, 0 in the draft vocabulary
+
+
+class DraftVocabulary:
+    def __init__(self, target: Target, ids: Tensor) -> None:
+        self.ids = ids.to(target.device)
+        self.softcap = target.softcap
+        self._target = target
+        self._rows = target.head_rows(self.ids)
+        self._index = torch.full((target.config.vocab_size,), -1, dtype=torch.int64, device=target.device)
+        self._index[self.ids] = torch.arange(len(ids), device=target.device)
+        self._drafted = (self._index >= 0).cpu().numpy()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def columns(self, dialogue: Dialogue) -> Columns:
+        own, first = np.unique(dialogue.tokens, return_index=True)
+        kept = ~self._drafted[own]
+        order = np.argsort(first[kept])[:MAX_OWN]
+        device = self.ids.device
+        own_ids = torch.from_numpy(own[kept][order]).long().to(device)
+        positions = torch.from_numpy(first[kept][order]).to(device)
+        if not len(own_ids):
+            return Columns(self.ids, self._rows, torch.zeros_like(self.ids))
+        return Columns(
+            torch.cat([self.ids, own_ids]),
+            torch.cat([self._rows, self._target.head_rows(own_ids)]),
+            torch.cat([torch.zeros_like(self.ids), positions]),
+        )
+
+    def before(self, tokens: Tensor, bigrams: Bigrams) -> Tensor:
+        """The rows of `bigrams.before` of tokens [...]; zero for those outside the draft vocabulary. [..., rank]"""
+        index = self._index[tokens]
+        rows = bigrams.before[index.clamp(min=0)]
+        return torch.where((index >= 0)[..., None], rows, 0.0)
+
+    def logits(self, states: Tensor, columns: Columns, anchors: Tensor, added: Tensor | None = None) -> Tensor:
+        """states [anchors, hidden_size], added [anchors, ids] -> [anchors, columns]. A token that comes later than the
+        anchor is minus infinity."""
+        products = (states.to(columns.rows.dtype) @ columns.rows.T).float()
+        logits = products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+        if added is not None:
+            logits[:, : len(self)] += added
+        return logits.masked_fill_(columns.first > anchors[:, None], -torch.inf)
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """The cross entropy of a head's distribution against the target's. The output matrix is not trained, so the
+    gradient of the states is computed at once, dialogue by dialogue, and logits are never kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, before: Tensor, after: Tensor, batch: Batch, vocabulary: DraftVocabulary, decay: float
+    ) -> Tensor:
+        """states [dialogues, anchors, places, hidden_size]; before [dialogues, anchors, places, rank] and after
+        [ids, rank] of the bigrams, whose rank may be 0. Returns the mean, with weights decay ** place."""
+        num_ids = len(vocabulary)
+        grad_states, grad_before = torch.zeros_like(states), torch.zeros_like(before)
+        grad_after = torch.zeros_like(after)
+        total, weight_sum = states.new_zeros(()), states.new_zeros(())
+        for row, dialogue in enumerate(batch.dialogues):
+            columns, first = vocabulary.columns(dialogue), int(batch.host_anchors[row][0])
+            known = batch.hidden[row, first : len(dialogue.tokens)]
+            taught = (known.to(columns.rows.dtype) @ columns.rows.T).float()
+            if vocabulary.softcap is not None:
+                taught = vocabulary.softcap * torch.tanh(taught / vocabulary.softcap)
+            for place in range(states.shape[2]):
+                count = batch.count(row, place)
+                if not count:
+                    break
+                at, weight = batch.anchors[row, :count], decay**place
+                x, b = states[row, :count, place], before[row, :count, place]
+                logits = vocabulary.logits(x, columns, at, b @ after.T if after.shape[1] else None)
+                wanted = taught[at + place - first].masked_fill_(columns.first > at[:, None], -torch.inf)
+                wanted = wanted.softmax(-1)
+                logprobs = logits.log_softmax(-1)
+                total += weight * -(wanted * logprobs.masked_fill(wanted == 0, 0.0)).sum()
+                weight_sum += weight * count
+                error = logprobs.exp_().sub_(wanted).mul_(weight)
+                if after.shape[1]:
+                    added = error[:, :num_ids]
+                    grad_before[row, :count, place] = added @ after
+                    grad_after += added.T @ b
+                if vocabulary.softcap is not None:
+                    products = (x.to(columns.rows.dtype) @ columns.rows.T).float()
+                    error *= 1 - torch.tanh(products / vocabulary.softcap).square_()
+                grad_states[row, :count, place] = (error.to(columns.rows.dtype) @ columns.rows).to(states.dtype)
+        scale = 1 / weight_sum.clamp(min=1e-9)
+        ctx.save_for_backward(grad_states * scale, grad_before * scale, grad_after * scale)
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        return (*(each * grad for each in ctx.saved_tensors), None, None, None)
