@@ -23,11 +23,10 @@ from quire.kernels.arrays import Array
 
 FLOOR = 1e-9  # the probability of a token that an exit cannot give, so that means are finite
 
-_numbers = itertools.count()
-
-
 Rows = NDArray[np.float32]
 Replace = Callable[[int, Rows, Rows], Rows]  # from a position, logits, and states at the exit to the logits to return
+
+_numbers = itertools.count()
 
 
 def prompt_logits(engine: Engine, tokens: Sequence[int], replace: Replace | None = None) -> Iterator[Rows]:
@@ -100,8 +99,9 @@ class ExitedLogits:
         replaced = logits.copy()
         for row in range(len(logits)):
             self._before.tokens += self._text[len(self._before.tokens) : position + row + 1]
-            exit_row = self._early_exit.exit_logits(states[row : row + 1], [self._before])[0]
-            log_total = math.log(float(np.exp(exit_row.astype(np.float64) - float(exit_row.max())).sum()))
+            with np.errstate(all="ignore"):  # a head may have any values; what is no number does not exit
+                exit_row = self._early_exit.exit_logits(states[row : row + 1], [self._before])[0]
+                log_total = math.log(float(np.exp(exit_row.astype(np.float64) - float(exit_row.max())).sum()))
             self.num_rows += 1
             if self._early_exit.confidence(math.exp(-log_total)) >= self._threshold:
                 self.num_exited += 1

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,8 @@ class ExitCalibration:
 
     def confidence(self, probability: float) -> float:
         """Linear between the points, the last point's above it, and towards 0 below the first. NaN for NaN."""
+        if math.isnan(probability):
+            return math.nan  # a table of one point would give its number
         xs, ys = self.probabilities, self.agreements
         if xs[0] > 0:
             xs, ys = (0.0, *xs), (0.0, *ys)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.bench.compare import Exits, compare_models
@@ -92,6 +94,16 @@ def test_the_command(heads: Heads, tmp_path: Path, capsys, monkeypatch) -> None:
     document = json.loads(out)
     assert document["exits_a"] is None
     assert document["exits_b"]["share"] == 1.0
+
+
+def test_a_head_that_gives_no_numbers_lets_nothing_exit(heads: Heads, tmp_path: Path) -> None:
+    config = json.loads((heads.directory / "sure" / "config.json").read_text())
+    for value in (math.nan, math.inf):
+        bad = {**heads.tensors, "out_norm.weight": np.full_like(heads.tensors["out_norm.weight"], value)}
+        side = EngineConfig(model=heads.model, exit_head=str(write_head(tmp_path / "bad", config, bad)))
+        found = compare_models(heads.sides("sure")[0], side, TEXT, window=60, early_exit=0.5)
+        assert found.kl_max == 0
+        assert found.exits_b == Exits(1, 0.5, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

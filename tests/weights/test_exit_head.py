@@ -42,6 +42,7 @@ def test_confidence_is_read_from_the_table() -> None:
     assert table.confidence(0.0) == 0.0
     assert math.isnan(table.confidence(math.nan))
     assert ExitCalibration((0.0,), (0.7,)).confidence(0.0) == 0.7
+    assert math.isnan(ExitCalibration((0.0,), (0.7,)).confidence(math.nan))
 
 
 def test_probabilities_may_be_rounded_to_the_same_number(tmp_path: Path) -> None:
