@@ -31,6 +31,7 @@ from quire.speculative.controller import Controller, has_prompt, may_draft
 from quire.speculative.proposer import Context
 
 MAX_DEPTH = 8  # drafts of the oracle
+DEVICE = "cpu"
 
 
 class Oracle:
@@ -66,7 +67,7 @@ class Fixed(Controller):
     """A controller that chooses nothing: every row has the same number of drafts in every step."""
 
     def __init__(self, oracle: Oracle, num_drafts: int, max_tokens: int, vocab_size: int) -> None:
-        super().__init__([], max_tokens, vocab_size, FREE_DRAFTS)
+        super().__init__([], max_tokens, vocab_size, FREE_DRAFTS[DEVICE])
         self._oracle = oracle
         self._num_drafts = num_drafts
 
@@ -117,7 +118,7 @@ class Grid:
     def _measure(self, batch: int, share: float, answers: list[list[int]]) -> Cell:
         oracle = Oracle(share, answers, self._vocab_size)
         limits = self._max_tokens, self._vocab_size
-        controller = Controller([], *limits, FREE_DRAFTS, (), [oracle], MAX_DRAFTS)
+        controller = Controller([], *limits, FREE_DRAFTS[DEVICE], (), [oracle], MAX_DRAFTS[DEVICE])
         ways: dict[str | int, Controller | None] = {"plain": None, "controller": controller}
         ways |= {num_drafts: Fixed(oracle, num_drafts, *limits) for num_drafts in self._options.fixed}
         found: dict[str | int, list[Answer]] = defaultdict(list)
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    llm = LLM(options.model, max_requests=max(options.batch), prefix_cache=False)
+    llm = LLM(options.model, device=DEVICE, max_requests=max(options.batch), prefix_cache=False)
     grid, cells = Grid(llm, options), []
     for batch in options.batch:
         for cell in grid.run(batch, options.right):

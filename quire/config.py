@@ -146,7 +146,7 @@ class EngineConfig:
         "grammars, where it pays), off, or a list of what is used besides: draft:MODEL, block:DIR, medusa:DIR, "
         "eagle:DIR, mtp (the model's own layers), self:DIR (the model's first layers and an exit head) or self:LAYERS "
         "(without a head), module:Class. Answers are the same with any of them. On a GPU auto speculates with --exact "
-        "only: rounding depends on it otherwise. A list is used in any case, and suffix in it names repeated text alone.",
+        "only: rounding depends on it otherwise. A list is used in any case; suffix in it is repeated text alone.",
         "METHODS",
     )
     exit_head: str | None = option(

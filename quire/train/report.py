@@ -63,7 +63,7 @@ def measure_engine(config: EngineConfig, speculate: str, dialogues: Sequence[Dia
         assert whole is not None
         bench, room = Bench(llm), llm.info.max_len - OUTPUT_TOKENS
         without, alone = make_controller(llm, whole, has_head=False), make_controller(llm, whole, has_head=True)
-        alone.times, alone._clock = EqualTimes(FREE_DRAFTS), lambda: 0.0
+        alone.times, alone._clock = EqualTimes(FREE_DRAFTS[llm.info.device]), lambda: 0.0
         controllers: list[Controller | None] = [None, without, whole]
         rows: list[list[Answer]] = []
         for nth, each in enumerate([each for each in dialogues if each.num_prompt <= room][:NUM_PROMPTS]):
@@ -87,9 +87,10 @@ def check_answers(measured: Measured) -> Measured:
 def make_controller(llm: LLM, whole: Controller, *, has_head: bool) -> Controller:
     """With the head alone, or without it and all else."""
     max_tokens, vocab_size = llm._client.engine.scheduler.max_tokens_per_step, llm.info.config.vocab_size
+    free_drafts, max_drafts = FREE_DRAFTS[llm.info.device], MAX_DRAFTS[llm.info.device]
     if has_head:
-        return Controller([], max_tokens, vocab_size, FREE_DRAFTS, whole.models, max_drafts=MAX_DRAFTS)
-    return Controller([SuffixProposer()], max_tokens, vocab_size, FREE_DRAFTS, max_drafts=MAX_DRAFTS)
+        return Controller([], max_tokens, vocab_size, free_drafts, whole.models, max_drafts=max_drafts)
+    return Controller([SuffixProposer()], max_tokens, vocab_size, free_drafts, max_drafts=max_drafts)
 
 
 def make_request(llm: LLM, dialogue: Dialogue) -> Request:

@@ -47,7 +47,7 @@ def gpu(num_rows: int, num_drafts: int) -> float:
     return interpolate(GPU_MS, num_rows + 0.85 * num_drafts) + gap
 
 
-FREE_DRAFTS = {cpu: 12.0, gpu: 64.0}
+FREE_DRAFTS = {cpu: 12.0, gpu: 256.0}
 
 
 class Oracle:
