@@ -80,14 +80,14 @@ class Decoder:
         """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm.
 
         With `ends`, hidden of those tokens only, [rows, hidden_size]. The last layer skips the other tokens.
-        The hidden states after the layers of `taps` are appended to it.
+        `taps` keeps the hidden states after its layers.
         """
         x, residual = self.embedding(tokens), None
         last = len(self.layers) - 1
         for index, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
             x, residual = layer(x, residual, positions, paging, cache, ends if index == last else None)
             if taps is not None and index in taps.layers:
-                taps.states.append(x + residual)
+                taps.keep(x, residual)
         return self.norm.add(x, residual)[0]
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -24,6 +24,7 @@ from quire.core.request import Request
 from quire.speculative.asking import Asked, DraftTimes, choose_depth
 from quire.speculative.calibration import Calibration
 from quire.speculative.draft_tree import UNKNOWN_ODDS, keep_allowed, merge, reach, trunk_first
+from quire.speculative.drafting import Drafting
 from quire.speculative.grammar_drafts import fit_to_grammar
 from quire.speculative.ledger import Ledger
 from quire.speculative.proposer import Context, ModelProposer, Proposer
@@ -64,9 +65,11 @@ class Controller:
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
         is_pipelined: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
         checked. `is_pipelined`: plain steps are launched one behind the other, and `propose` is called after a gap.
+        `drafting`: of a device that drafts behind steps.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
@@ -84,6 +87,8 @@ class Controller:
         self._failures: Counter[str] = Counter()
         self._is_pipelined = is_pipelined
         self._has_gap = False  # before the next step that is observed
+        self._drafting = drafting
+        self._on_device: dict[str, int] = {}  # drafts that the device has made behind the last step, by request
         self._propose_s = 0.0  # of the step being planned
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
         self._peek_s = 0.0  # of `promises_gain`, for each request
@@ -105,6 +110,25 @@ class Controller:
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)
         self._propose_s = self._clock() - self._begin_s
+
+    def plan_drafting(self, plan: Plan, reserve: Callable[[Request, int], int]) -> None:
+        """Set `Plan.drafted`: how many drafts the device makes behind this step. `reserve` allocates blocks for them
+        (`Scheduler.reserve`)."""
+        drafting, num_rows = self._drafting, len(plan)
+        step_s = self.times.plain_s(num_rows)
+        if drafting is None or step_s is None or plan.counts != plan.yields or not self.ledger.may_lose(0.0, step_s):
+            return
+        rows = [row for row, request in enumerate(plan.requests) if may_be_drafted(request)]
+        rates = []
+        for row in rows:
+            record = self._records.setdefault(plan.requests[row].id, Record())
+            rates.append(record.asked.setdefault(drafting.name, Asked()).rate)
+        most = min(drafting.max_depth * len(rows), self._max_tokens - num_rows)
+        if rows and (depth := drafting.choose_depth(rates, num_rows, self.times.ratios(num_rows, max(0, most)))):
+            for row in rows:
+                request = plan.requests[row]
+                reserve(request, max(0, min(depth, request.max_len - request.num_planned - 1)))
+                plan.drafted[row] = depth
 
     def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
         """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
@@ -145,10 +169,12 @@ class Controller:
         for row, drafts in plan.drafts.items():
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
         num_drafts = sum(map(len, plan.drafts.values()))
-        num_rows = len(plan)
+        num_rows, was_drafted = len(plan), bool(self._on_device)
+        self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
             return  # prompts
         propose_s, self._propose_s = self._propose_s, 0.0
+        has_gap = has_gap or was_drafted  # the device was busy with drafts that were not verified
         if num_drafts or not has_gap:
             self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
@@ -176,6 +202,7 @@ class Controller:
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
+        self._on_device.clear()
         for proposer in self.proposers:
             proposer.reset()
         for model in self.models:
@@ -183,8 +210,14 @@ class Controller:
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
-        rows = [request for request in running if may_draft(request) and not self._pauses(request)]
+        rows = [
+            request
+            for request in running
+            if may_draft(request) and (request.id in self._on_device or not self._pauses(request))
+        ]
         trees = self._ask(rows)
+        if self._drafting is not None:
+            trees = [self._prefer_device(request, tree) for request, tree in zip(rows, trees, strict=True)]
         asked = [
             (index, model.name) for model in list(self.models) for index in self._ask_model(model, rows, trees, step_s)
         ]
@@ -211,6 +244,19 @@ class Controller:
             tree = trees[index]
             if tree is not None and not any(tree.source_of(node) == name for node in chosen.get(index, [])):
                 self._records[rows[index].id].asked[name].learn(False)  # none of its drafts was worth verifying
+
+    def _prefer_device(self, request: Request, tree: Drafts | None) -> Drafts | None:
+        """The drafts that the device has made for a request, unless others promise more."""
+        count = min(self._on_device.get(request.id, 0), self._limit(request))
+        if count < 1 or self._drafting is None:
+            return tree
+        record, name = self._records[request.id], self._drafting.name
+        rate = record.asked[name].rate if name in record.asked else UNKNOWN_ODDS
+        drafts = Drafts([0] * count, None, [rate] * count, name, on_device=True)
+        if tree is None or not len(tree):
+            return drafts
+        promised = [sum(self._survivals(each, record.shifts)) for each in (drafts, tree)]
+        return drafts if promised[0] >= promised[1] else tree
 
     def _limit(self, request: Request) -> int:
         """The most drafts of a request in one step."""
@@ -417,6 +463,13 @@ def may_draft(request: Request) -> bool:
         and request.max_len - len(request.tokens) > 1
         and request.num_planned == len(request.tokens) - 1
     )
+
+
+def may_be_drafted(request: Request) -> bool:
+    """Whether the device may draft behind a step of a request that was planned: nothing of the host is needed to sample
+    its tokens, and several are left, unless drafts of that step are right."""
+    left = request.max_len - len(request.tokens) - request.num_expected
+    return not request.processes_logits and request.beam is None and left > 1
 
 
 def may_draft_next(request: Request) -> bool:
