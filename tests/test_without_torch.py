@@ -17,8 +17,9 @@ from tests.server.running import Running
 from tests.test_imports import MODULES
 
 NEEDS_TORCH = {
-    "engine.gpu_batch", "engine.gpu_graphs", "engine.gpu_runner", "engine.gpu_sampler", "engine.profile_run",
-    "engine.torch_runner", "kernels.cpu.ops", "kernels.philox", "kernels.reference", "kernels.reference_sampling",
+    "engine.gpu_batch", "engine.gpu_drafter", "engine.gpu_graphs", "engine.gpu_runner", "engine.gpu_sampler",
+    "engine.profile_run", "engine.torch_runner", "kernels.cpu.ops", "kernels.philox", "kernels.reference",
+    "kernels.reference_sampling",
     "kernels.torch_arrays", "quant.dense", "quant.gguf_blocks", "quant.unpack", "weights.dense_source",
     "weights.random_tensors",
 }  # fmt: skip

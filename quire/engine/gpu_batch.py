@@ -308,6 +308,10 @@ class GpuBuffers(BatchBuffers):
         for items in self.items.values():
             items.host[0] = 0
             items.upload(1)
+        self.draft_rows.host[...] = PADDING_ROW
+        self.draft_rows.upload(rows)
+        self.draft_entries.host[...] = -1
+        self.draft_entries.upload(rows)
         self.ancestors.host[...] = NO_TOKEN if self.attention.exact else 0
         self.ancestors.upload(len(self.ancestors.host))
         for splits in (*self.splits.values(), self.end_splits):

@@ -19,7 +19,7 @@ from quire.engine.batch import Batch, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_drafter import GpuDrafter
-from quire.engine.gpu_graphs import Graphs, Key
+from quire.engine.gpu_graphs import WARMUP_SIZES, Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
 from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
@@ -301,9 +301,23 @@ class GpuRunner(ModelRunner):
         kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
         verify_kinds = VERIFY_KINDS if self._speculates else ()
         self.graphs.warm_up(kinds, VERIFY_KINDS[1:] if self.ops.exact and verify_kinds else verify_kinds, QUERIES)
+        if self._drafter is not None:
+            self._prepare_drafter(self._drafter)
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))
+
+    def _prepare_drafter(self, drafter: GpuDrafter) -> None:
+        """Run it behind steps of a few sizes. Its graphs are captured when they are first needed."""
+        kind = "trees" if self.ops.exact else "verify"
+        for size in WARMUP_SIZES:
+            if size <= self.max_rows:
+                self._run_captured(Key("decode", size, depth=drafter.max_depth))
+            if MAX_QUERIES <= size <= self.buffers.max_verified:
+                self._run_captured(Key(kind, size, MAX_QUERIES, drafter.max_depth))
+        if (size := WARMUP_SIZES[-1]) <= self.buffers.max_tokens:
+            batch = self.buffers.mixed_batch(size, self._max_rows_of("mixed"), has_singles=True)
+            drafter.extend(batch, self.buffers.following.view(1 + size)[1:])
 
     def idle(self, seconds: float) -> bool:
         return self.graphs.capture_next(seconds)

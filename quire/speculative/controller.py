@@ -122,7 +122,9 @@ class Controller:
         rates = []
         for row in rows:
             record = self._records.setdefault(plan.requests[row].id, Record())
-            rates.append(record.asked.setdefault(drafting.name, Asked()).rate)
+            rate = record.asked.setdefault(drafting.name, Asked()).rate
+            shift = record.shifts.get(drafting.name, 0.0)
+            rates.append(min(rate, *self.calibration.chances(drafting.name, [rate], shift)))
         most = min(drafting.max_depth * len(rows), self._max_tokens - num_rows)
         if rows and (depth := drafting.choose_depth(rates, num_rows, self.times.ratios(num_rows, max(0, most)))):
             for row in rows:
@@ -170,6 +172,7 @@ class Controller:
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
         num_drafts = sum(map(len, plan.drafts.values()))
         num_rows, was_drafted = len(plan), bool(self._on_device)
+        self._learn_unused(plan)
         self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields):
             return  # prompts
@@ -191,6 +194,14 @@ class Controller:
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
                 record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
+
+    def _learn_unused(self, plan: Plan) -> None:
+        """Drafts of the device that were not worth verifying count as one that was wrong."""
+        for row, request in enumerate(plan.requests):
+            if request.id in self._on_device and self._drafting is not None:
+                drafts, record = plan.drafts.get(row), self._records.get(request.id)
+                if record is not None and (drafts is None or not drafts.on_device):
+                    record.asked[self._drafting.name].learn(False)
 
     def finish(self, request_id: str) -> None:
         """A request has ended."""
