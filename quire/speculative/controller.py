@@ -36,10 +36,11 @@ MIN_GAIN = 1.01  # expected tokens a second, relative to a plain step
 MIN_SURVIVAL = 0.05  # drafts that are less likely to be reached and right are not considered
 ENGINE_LOSS, REQUEST_LOSS = 0.008, 0.015  # shares of the time that speculation may lose
 ENGINE_GRACE, REQUEST_GRACE = 8.0, 1.5  # plain steps that it may lose at first
-UNLUCKY_STEPS = 2.5  # plain steps more, for a request among others whose own drafts promise to pay
+UNLUCKY_STEPS = 2.5  # plain steps more, for a request among others whose own drafts promise to pay at least half
 PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skipped for a step more every so many calls
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
+FORGETTING = 0.1  # a step, of what is known about drafts that are not verified
 DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
 
 
@@ -196,12 +197,22 @@ class Controller:
                 record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
 
     def _learn_unused(self, plan: Plan) -> None:
-        """Drafts of the device that were not worth verifying count as one that was wrong."""
+        """Of drafts that the device has made and no row verified, each row's count as one that was wrong. If other rows
+        verified theirs, what is known about a row's is forgotten little by little, so that they are tried again."""
+        drafting = self._drafting
+        if drafting is None or not self._on_device:
+            return
+        is_used = any(drafts.on_device for drafts in plan.drafts.values())
         for row, request in enumerate(plan.requests):
-            if request.id in self._on_device and self._drafting is not None:
-                drafts, record = plan.drafts.get(row), self._records.get(request.id)
-                if record is not None and (drafts is None or not drafts.on_device):
-                    record.asked[self._drafting.name].learn(False)
+            drafts, record = plan.drafts.get(row), self._records.get(request.id)
+            if request.id not in self._on_device or record is None or (drafts is not None and drafts.on_device):
+                continue
+            asked, name = record.asked[drafting.name], drafting.name
+            if not is_used:
+                asked.learn(False)
+                continue
+            asked.rate += FORGETTING * (UNKNOWN_ODDS - asked.rate)
+            record.shifts[name] = (1.0 - FORGETTING) * record.shifts.get(name, 0.0)
 
     def finish(self, request_id: str) -> None:
         """A request has ended."""
@@ -325,8 +336,9 @@ class Controller:
     ) -> bool:
         """Whether no ledger forbids a step that takes `loss_s` longer and verifies these nodes.
 
-        Of several rows, one whose own drafts promise to pay for the step may have lost a few steps more, and what they
-        promise: otherwise one row that is unlucky for a few steps would stop the drafts of all.
+        Of several rows, one whose own drafts promise to pay for the step forbids nothing, whatever it has lost: one row
+        of many that was unlucky would stop the drafts of all, and its own. If they promise half of that, it may have
+        lost a few steps more.
         """
         if not self.ledger.may_lose(loss_s, step_s):
             return False
@@ -335,7 +347,9 @@ class Controller:
             promised[rows[index]] += survival
         for request in running:
             record, gain_s = self._records.get(request.id), promised.get(request, 0.0) * step_s
-            if gain_s >= loss_s:
+            if promised and gain_s >= loss_s:
+                continue
+            if 2 * gain_s >= loss_s:
                 gain_s += UNLUCKY_STEPS * step_s if promised else 0.0
             if record is not None and not record.ledger.may_lose(loss_s - gain_s, step_s):
                 return False
