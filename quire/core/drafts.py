@@ -21,6 +21,7 @@ class Drafts:
     odds      for each node the chance that it is right if its parent is, as far as the proposer can tell
     source    the proposer's name
     sources   the proposer of each node, if they are of several
+    on_device the device has made them. `tokens` are placeholders until the step that verifies them has ended
     """
 
     tokens: list[int]
@@ -28,6 +29,7 @@ class Drafts:
     odds: list[float] = field(default_factory=list)
     source: str = ""
     sources: list[str] | None = None
+    on_device: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,6 +89,7 @@ class Drafts:
             [self.odds[node] for node in nodes] if self.odds else [],
             self.source,
             [self.sources[node] for node in nodes] if self.sources is not None else None,
+            self.on_device,
         )
 
     def truncate(self, count: int) -> None:

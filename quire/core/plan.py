@@ -28,6 +28,8 @@ class Plan:
     a copy. The targets within `swap_out` differ, and so do those within `swap_in`, so each list may be copied at once.
 
     Then the encoder runs for the requests in `encodes`, which have a row in this plan, and fills their encoder groups.
+
+    Behind the step the device makes `drafted[row]` drafts for a row, for the next plan.
     """
 
     step: int
@@ -40,6 +42,7 @@ class Plan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     encodes: list[Request] = field(default_factory=list)
+    drafted: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.requests)

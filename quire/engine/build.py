@@ -60,9 +60,11 @@ from quire.engine.speculation import (
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.kernels.cpu.split import SplitModel
+from quire.kernels.paging import LayerCache
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.weights.config import read_config
+from quire.weights.eagle import LoadedEagle
 from quire.weights.loader import (
     LoadedModel,
     build_model,
@@ -102,7 +104,7 @@ def build_engine(
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
-    heads = load_heads(config, loaded, path, ops)
+    heads = load_heads(config, loaded, path, ops, dtype)
     found_exit = load_exit(config, loaded, ops)
     num_layers = len(loaded.model.cache_specs())
     specs = loaded.model.cache_specs() + head_specs(heads) + (draft.model.cache_specs() if draft else [])
@@ -147,16 +149,18 @@ def build_engine(
         layers, head_layers = cache.layers[:num_layers], cache.layers[num_layers:num_target_and_heads]
         draft_layers = cache.layers[num_target_and_heads:]
         cache.layers = layers
-        taps = find_tap_layers(heads)
+        taps = find_tap_layers(heads) if ops.native is not None else ()  # a GPU's runner keeps them itself
         split_model: SplitModel | None = None
         if found_exit is not None and ops.native is not None:
             split_model = SplitModel(loaded.model, layers, ops.native, step_tokens, found_exit.layer, taps)
         decoder: Any = split_model or ops.record(loaded.model, layers, step_tokens, taps)
         features = RequestFeatures(max_requests)
         listeners: list[StepListener] = [features] if needs_features(heads) else []
+        eagles = [head for head in heads.values() if isinstance(head, LoadedEagle)]
+        drafter = (eagles[0], head_layers[0]) if eagles and ops.fused is not None else None
         runner = build_runner(
             decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners,
-            speculates=speculates(config, ops),
+            speculates=speculates(config, ops), drafter=drafter,
         )  # fmt: skip
         runner.prepare()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
@@ -187,10 +191,10 @@ def build_engine(
         )  # fmt: skip
     if found_exit is not None and split_model is not None and isinstance(runner, ModelRunner):
         buffers = BatchBuffers(shape)
-        runner.split, drafter = build_split(
+        runner.split, self_draft = build_split(
             found_exit, loaded.model, split_model, buffers, ops, max_requests, scheduler.reserve
         )  # fmt: skip
-        models += [drafter] if drafter is not None else []
+        models += [self_draft] if self_draft is not None else []
     controller = build_controller(config, ops, step_tokens, model.vocab_size, models)
     has_exit = found_exit is not None and found_exit.exits
     return Engine(scheduler, runner, info, controller, has_exit=has_exit)
@@ -232,7 +236,9 @@ def build_runner(
     listeners: Sequence[StepListener] = (),
     *,
     speculates: bool = False,
+    drafter: tuple[LoadedEagle, LayerCache] | None = None,
 ) -> Runner:
+    """`drafter`: an EAGLE head and its layer of the cache, which a GPU's runner runs."""
     if ops.native is not None:
         return ModelRunner(decoder, cache, BatchBuffers(shape), ops, listeners)
     if ops.fused is None:
@@ -240,6 +246,7 @@ def build_runner(
 
         return TorchRunner(decoder, cache, BatchBuffers(shape), ops)
     from quire.engine.gpu_batch import AttentionShape, GpuBuffers  # these load Triton
+    from quire.engine.gpu_drafter import build_drafter
     from quire.engine.gpu_runner import GpuRunner
     from quire.kernels.cuda.attention import varlen_items
     from quire.kernels.cuda.attention.scoring import Scoring
@@ -249,7 +256,11 @@ def build_runner(
     uses_items = not ops.exact and varlen_items.suits(torch_type(dtype), cache.layers[0], scoring)
     num_queries_per_kv = model.num_heads // model.num_kv_heads
     attention = AttentionShape(num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
-    return GpuRunner(decoder, cache, GpuBuffers(shape, attention), ops, graph_bytes, speculates=speculates)
+    buffers = GpuBuffers(shape, attention)
+    gpu_drafter = None
+    if drafter is not None:
+        gpu_drafter = build_drafter(*drafter, decoder.head, buffers, ops, torch_type(dtype))
+    return GpuRunner(decoder, cache, buffers, ops, graph_bytes, speculates=speculates, drafter=gpu_drafter)
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:

@@ -228,6 +228,8 @@ class Engine:
         plan = self.scheduler.schedule(now_s)
         if plan is None:
             return False
+        if self.controller is not None:
+            self.controller.plan_drafting(plan, self.scheduler.reserve)
         if self.before_run is not None:
             self.before_run(plan)
         try:

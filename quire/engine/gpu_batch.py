@@ -25,7 +25,7 @@ from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.cuda.sampling import accept
 from quire.kernels.paging import NO_TOKEN, Ends, Paging, tree_paths
 
-NUM_BUFFERS = 16  # of a step, without those for each group (table, slots) and each window (splits, items)
+NUM_BUFFERS = 19  # of a step, without those for each group (table, slots) and each window (splits, items)
 SPARE_TILES = 64  # for partial tiles: each row may have one
 MAX_VERIFIED = 1024  # tokens of a captured step with drafts
 
@@ -71,6 +71,12 @@ class GpuBuffers(BatchBuffers):
         # steps with trees each token's ancestors, as exact attention takes them or as the other kernels do.
         self.draft_rows = Buffer((max_rows, accept.FIELDS), "int32", arrays, uploader)
         self.parents = Buffer((max_tokens + accept.MAX_NODES,), "int32", arrays, uploader)
+        # With a drafter: the entries of rows whose drafts are on the device, and the token after each token of a step
+        # with prompts, from index 1 on. Of rows that are sampled the device adds the last one.
+        self.has_drafter = False
+        self.draft_entries = Buffer((max_rows,), "int32", arrays, uploader)
+        self.following = Buffer((1 + max_tokens,), "int64", arrays, uploader)
+        self.following_entries = Buffer((max_rows,), "int32", arrays, uploader)
         shape_of_paths = (self.max_verified, MAX_QUERIES) if attention.exact else (self.max_verified,)
         self.ancestors = Buffer(shape_of_paths, "int32" if attention.exact else "int64", arrays, uploader)
 
@@ -132,11 +138,37 @@ class GpuBuffers(BatchBuffers):
         num_items = varlen_items.max_items(num_tokens, self.max_rows, attention.num_queries_per_kv, attention.kv_heads)
         return 1 + varlen_items.ITEM_FIELDS * num_items
 
+    def _lay_out(self, plan: Plan, size: int | None = None, rows: int | None = None) -> Batch:
+        batch = super()._lay_out(plan, size, rows)
+        if self.has_drafter:
+            entries, count = self.state.assign(plan), len(plan)
+            self.draft_entries.host[: rows or count] = -1
+            for row, drafts in plan.drafts.items():
+                if drafts.on_device:
+                    self.draft_entries.host[row] = entries[row]
+            self.draft_entries.upload(rows or count)
+            if plan.counts != plan.yields:
+                self._fill_following(plan, entries, size or plan.num_tokens)
+        return batch
+
+    def _fill_following(self, plan: Plan, entries: list[int], size: int) -> None:
+        following = self.following.host
+        following[: 1 + size] = 0
+        self.following_entries.host[: len(plan)] = -1
+        for row, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
+            tokens, first = request.tokens[start + 1 : start + count + 1], int(self.query_starts.host[row]) + 1
+            following[first : first + len(tokens)] = tokens
+            if plan.yields[row] and row not in plan.drafts:
+                self.following_entries.host[row] = entries[row]
+        self.following.upload(1 + size)
+        self.following_entries.upload(len(plan))
+
     def fill_decode(self, plan: Plan, size: int) -> Samples:
         """A decode step, padded to `size` rows."""
         samples = self._lay_out(plan, size, size).samples
         self._fill_splits(np.arange(len(plan)), 1, size)
         self._upload_samples(samples, size)
+        self._upload_drafts(plan, samples, size)
         self.uploader.send()
         return samples
 
@@ -155,6 +187,7 @@ class GpuBuffers(BatchBuffers):
             units = num_units(max_queries, group, kv_heads, size)
             self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, units)
         self._upload_samples(samples, size)
+        self._upload_drafts(plan, samples, rows)
         self.uploader.send()
         return samples
 
@@ -196,6 +229,7 @@ class GpuBuffers(BatchBuffers):
             self.tiles.upload(1 + 2 * len(tiles))
         self._fill_splits(np.flatnonzero(np.array(plan.counts) == 1), 1, rows)
         self._upload_samples(samples, rows)
+        self._upload_drafts(plan, samples, len(plan))
         self.sample_indices.host[len(samples) : rows] = 0
         self.sample_indices.upload(rows)
         its_rows, lengths = np.array(samples.rows, np.int64), np.array(samples.lengths, np.int64)
@@ -211,6 +245,7 @@ class GpuBuffers(BatchBuffers):
         padded_samples = samples if len(samples) else padding
         count = len(padded_samples)
         self._upload_samples(padded_samples, count)
+        self._upload_drafts(plan, samples, len(plan))
         self.sample_rows.host[:count] = padded_samples.rows
         tokens, rows = self.sample_indices.upload(count), self.sample_rows.upload(count)
         self.uploader.send()
@@ -230,18 +265,29 @@ class GpuBuffers(BatchBuffers):
         self.sample_indices.host[:count] = samples.indices
         self.sample_entries.upload(size)
         self.sample_lengths.upload(size)
-        if samples.drafts:
-            self._upload_drafts(samples)
 
-    def _upload_drafts(self, samples: Samples) -> None:
-        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1."""
-        roots = [nth for nth, node in enumerate(samples.nodes) if node == ROOT and samples.rows[nth] in samples.drafts]
-        for index, nth in enumerate(roots):
-            drafts = samples.drafts[samples.rows[nth]]
-            self.draft_rows.host[index] = samples.rows[nth], nth, samples.indices[nth], len(drafts)
-            of_nodes = range(len(drafts)) if drafts.parents is None else [parent + 1 for parent in drafts.parents]
-            self.parents.host[nth + 1 : nth + 1 + len(drafts)] = of_nodes
-        self.draft_rows.upload(len(roots))
+    def _upload_drafts(self, plan: Plan, samples: Samples, num_rows: int) -> None:
+        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1. All rows are listed,
+        padded to `num_rows`, if the device drafts behind the step."""
+        if not plan.drafts and not plan.drafted:
+            return
+        count = 0
+        for nth, (row, node) in enumerate(zip(samples.rows, samples.nodes, strict=True)):
+            drafts = plan.drafts.get(row)
+            if node != ROOT or (drafts is None and not plan.drafted):
+                continue
+            num_drafts = 0 if drafts is None else len(drafts)
+            capacity = plan.requests[row].capacity
+            self.draft_rows.host[count] = row, nth, samples.indices[nth], num_drafts, capacity
+            if drafts is not None:
+                parents = drafts.parents
+                of_nodes = range(num_drafts) if parents is None else [parent + 1 for parent in parents]
+                self.parents.host[nth + 1 : nth + 1 + num_drafts] = of_nodes
+            count += 1
+        if plan.drafted:
+            self.draft_rows.host[count:num_rows] = PADDING_ROW
+            count = num_rows
+        self.draft_rows.upload(count)
         self.parents.upload(len(samples))
 
     def fill_padding(self, size: int, rows: int) -> None:
@@ -262,6 +308,10 @@ class GpuBuffers(BatchBuffers):
         for items in self.items.values():
             items.host[0] = 0
             items.upload(1)
+        self.draft_rows.host[...] = PADDING_ROW
+        self.draft_rows.upload(rows)
+        self.draft_entries.host[...] = -1
+        self.draft_entries.upload(rows)
         self.ancestors.host[...] = NO_TOKEN if self.attention.exact else 0
         self.ancestors.upload(len(self.ancestors.host))
         for splits in (*self.splits.values(), self.end_splits):

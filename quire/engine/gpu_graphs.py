@@ -38,6 +38,7 @@ class Key(NamedTuple):
     kind: str
     size: int  # rows of `decode`, tokens of the others
     max_queries: int = 1  # of a row, for `verify` and `trees`
+    depth: int = 0  # more than 0: what comes behind such a step, so many drafts for each row (`GpuDrafter`)
 
 
 class Captured(NamedTuple):
@@ -72,7 +73,9 @@ class Graphs:
         if best not in self._pending and self._bytes_left > 0:
             self._pending.append(best)
         larger = [
-            key for key in self._captured if key.kind == kind and key.size >= size and key.max_queries >= max_queries
+            key
+            for key in self._captured
+            if key.kind == kind and key.size >= size and key.max_queries >= max_queries and not key.depth
         ]
         return min(larger, default=None)
 
@@ -86,6 +89,18 @@ class Graphs:
         captured = self._captured[key]
         captured.graph.replay()
         return captured.hidden
+
+    def run(self, key: Key) -> Tensor:
+        """Replay a graph. The first time the step is run, which takes as long as its capture, and then captured."""
+        if key in self._captured:
+            return self.replay(key)
+        result = self._body(key)
+        if self._bytes_left > 0:
+            try:
+                self._capture(key)
+            except RuntimeError as error:
+                self._stop(f"a capture failed: {error}")
+        return result
 
     def warm_up(self, kinds: Sequence[str], verify_kinds: Sequence[str] = (), max_queries: Sequence[int] = ()) -> None:
         """Run and capture the first sizes of these kinds, and all decode sizes. Of `verify_kinds` those for the largest

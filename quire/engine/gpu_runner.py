@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire.core.drafts import ROOT
 from quire.core.plan import Plan, Sampled
 from quire.engine.batch import Batch, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
-from quire.engine.gpu_graphs import Graphs, Key
+from quire.engine.gpu_drafter import GpuDrafter
+from quire.engine.gpu_graphs import WARMUP_SIZES, Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
 from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
@@ -30,6 +32,7 @@ from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans in flight
+UNKNOWN = -1  # the token of a wrong draft that only the device knows
 MIXED_ROWS = 128  # of a captured step with prompts, unless its kind is `crowded`
 VERIFY_KINDS = ("verify", "trees")  # of graphs for steps of drafts
 
@@ -45,6 +48,7 @@ class HostOutputs:
 
     tokens: Tensor
     max_logits: Tensor
+    num_accepted: Tensor  # by row, of drafts that the device has made
     start_event: torch.cuda.Event
     done_event: torch.cuda.Event
 
@@ -64,10 +68,12 @@ class GpuStep:
     host_outputs: HostOutputs
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     output: SamplerOutput | None = None  # being copied to the host
+    key: Key | None = None  # of the graph that ran it, if it has no prompts
+    batch: Batch | None = None  # its input, if it has prompts and there is a drafter
 
     @property
     def must_commit_first(self) -> bool:
-        return bool(self.samples.drafts)
+        return bool(self.samples.drafts or self.plan.drafted)
 
     def is_done(self) -> bool:
         if self.output is None:
@@ -82,9 +88,12 @@ class GpuStep:
         if self.output is not None:
             return
         output = self.runner.sampler.sample(self.samples, self.hidden)
-        if self.samples.drafts:
-            self.runner.accept(self.plan, output)
         host_outputs, count = self.host_outputs, len(self.samples)
+        if self.samples.drafts or self.plan.drafted:
+            self.runner.accept(self.plan, output)
+            host_outputs.num_accepted[: len(self.plan)].copy_(
+                self.runner.num_accepted[: len(self.plan)], non_blocking=True
+            )
         host_outputs.tokens[:count].copy_(output.tokens, non_blocking=True)
         host_outputs.max_logits[:count].copy_(output.max_logits, non_blocking=True)
         logprobs = None if output.logprobs is None else LogprobsArrays(*map(copy_to_host, output.logprobs))
@@ -94,6 +103,7 @@ class GpuStep:
             for row, targets, tensors in self.prompt_logprobs
         ]
         host_outputs.done_event.record()
+        self.runner.draft(self)
         self.output = SamplerOutput(
             host_outputs.tokens[:count],
             host_outputs.max_logits[:count],
@@ -106,6 +116,7 @@ class GpuStep:
     def wait(self) -> Sampled:
         assert self.output is not None, "the plan before was not committed"
         self.host_outputs.done_event.synchronize()
+        reveal_drafts(self.plan, self.samples, self.output.tokens, self.host_outputs.num_accepted)
         return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
 
 
@@ -125,12 +136,15 @@ class GpuRunner(ModelRunner):
         graph_bytes: int,
         *,
         speculates: bool = False,
+        drafter: GpuDrafter | None = None,
     ) -> None:
         """`speculates`: steps of drafts are captured when the engine is built, too."""
         super().__init__(model, cache, buffers, ops)
         device = torch.device(ops.device)
         self._speculates = speculates
-        self._num_accepted = torch.zeros(buffers.max_rows, dtype=torch.int32, device=device)  # by row of the step
+        self._drafter = drafter
+        buffers.has_drafter = drafter is not None
+        self.num_accepted = torch.zeros(buffers.max_rows, dtype=torch.int32, device=device)  # by row of the step
         self._accepted_paths = torch.zeros(buffers.max_rows, MAX_NODES, dtype=torch.int32, device=device)
         self._move_tokens = TokenMover(cache.layers, len(buffers.tables), device)
         self.sampler = GpuSampler(model.head, buffers, ops)
@@ -139,6 +153,7 @@ class GpuRunner(ModelRunner):
             HostOutputs(
                 torch.zeros(buffers.max_tokens, dtype=torch.int64, pin_memory=True),
                 torch.zeros(buffers.max_tokens, dtype=torch.float32, pin_memory=True),
+                torch.zeros(buffers.max_rows, dtype=torch.int32, pin_memory=True),
                 torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
                 torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
             )
@@ -153,6 +168,8 @@ class GpuRunner(ModelRunner):
         host_outputs.start_event.record()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
+        if self._drafter is None or has_tree(plan):
+            plan.drafted.clear()
         if plan.num_tokens == len(plan) and all(plan.yields):
             step = self._run_decode(plan, host_outputs)
         else:
@@ -166,7 +183,7 @@ class GpuRunner(ModelRunner):
         key = self.graphs.find("decode", len(plan))
         assert key is not None, "the largest decode step is captured when the engine is built"
         samples = self.buffers.fill_decode(plan, key.size)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
+        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs, key=key)
 
     def _run_verify(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep | None:
         """A step of drafts and single tokens, without prompts, if a captured graph serves it.
@@ -180,20 +197,24 @@ class GpuRunner(ModelRunner):
         if key is None or any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
             return None
         samples = self.buffers.fill_verify(plan, key.size, key.max_queries, has_trees=has_trees)
-        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
+        return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs, key=key)
 
     def _run_mixed(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
         """A step with prompt chunks or drafts, and possibly decode rows."""
+        plan.drafted.clear()
         if has_tree(plan) or any(has_prompt_logprobs(plan, row) for row in range(len(plan))):
             return self._run_whole(plan, host_outputs)
         rows = max(len(plan), sum(plan.yields))
         kind = "crowded" if rows > MIXED_ROWS else "mixed" if 1 in plan.counts else "prompts"
         key = self.graphs.find(kind, plan.num_tokens) if rows <= self.max_rows else None
         if key is not None and self.buffers.has_room(plan, key.size):
-            samples = self.buffers.fill_mixed(plan, key.size, self._max_rows_of(kind))
-            return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs)
+            max_rows = self._max_rows_of(kind)
+            samples = self.buffers.fill_mixed(plan, key.size, max_rows)
+            batch = self.buffers.mixed_batch(key.size, max_rows, has_singles=kind != "prompts")
+            return GpuStep(self, plan, samples, self.graphs.replay(key), host_outputs, batch=batch)
         batch, ends = self.buffers.fill_eager(plan)
-        return GpuStep(self, plan, batch.samples, self._forward(batch, len(plan), ends), host_outputs)
+        hidden = self._forward(batch, len(plan), ends)
+        return GpuStep(self, plan, batch.samples, hidden, host_outputs, batch=batch)
 
     def _run_whole(self, plan: Plan, host_outputs: HostOutputs) -> GpuStep:
         """A step whose last layer is computed for all tokens: it has prompt log probabilities, or trees that no graph
@@ -208,21 +229,32 @@ class GpuRunner(ModelRunner):
             select_samples(hidden, batch.samples, self.ops.arrays),
             host_outputs,
             prompt_logprobs=prompt_logprobs,
+            batch=batch,
         )
 
-    def _forward(self, batch: Batch, num_rows: int, ends: Ends | None = None) -> Tensor:
+    def _forward(
+        self, batch: Batch, num_rows: int, ends: Ends | None = None, *, may_have_drafts: bool = True
+    ) -> Tensor:
         if batch.last_token_entries is not None:
             entries, last_tokens = batch.last_token_entries, self.sampler.last_tokens
             fill_last_tokens(batch.tokens, batch.paging.query_starts, entries, last_tokens, num_rows)
-        return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
+        if self._drafter is None:
+            return self.model(batch.tokens, batch.positions, batch.paging, self.cache.layers, ends)
+        if may_have_drafts:
+            self._drafter.fill_drafts(batch, num_rows)
+        return self._drafter.run_target(self.model, batch, self.cache.layers, ends)
 
     def _run_captured(self, key: Key) -> Tensor:
         """The step that a graph captures, on the persistent buffers."""
-        if key.kind == "decode":
-            return self._forward(self.buffers.decode_batch(key.size), key.size)
-        if key.kind in VERIFY_KINDS:
-            batch = self.buffers.verify_batch(key.size, key.max_queries, has_trees=key.kind == "trees")
-            return self._forward(batch, min(key.size, self.max_rows))
+        if key.kind == "decode" or key.kind in VERIFY_KINDS:
+            is_decode, rows = key.kind == "decode", min(key.size, self.max_rows)
+            batch = self.buffers.decode_batch(key.size)
+            if not is_decode:
+                batch = self.buffers.verify_batch(key.size, key.max_queries, has_trees=key.kind == "trees")
+            if not key.depth:
+                return self._forward(batch, rows, may_have_drafts=not is_decode)
+            assert self._drafter is not None
+            return self._drafter.draft(batch, self.sampler.tokens[: key.size], self.num_accepted, rows, key.depth)
         rows = self._max_rows_of(key.kind)
         batch = self.buffers.mixed_batch(key.size, rows, has_singles=key.kind != "prompts")
         return self._forward(batch, rows, self.buffers.ends_of(batch, rows))
@@ -230,18 +262,32 @@ class GpuRunner(ModelRunner):
     def accept(self, plan: Plan, output: SamplerOutput) -> None:
         """Find the accepted drafts of a step on the device, store the last tokens of their requests, and move side
         branches of trees to the front of their rows."""
-        buffers, rows = self.buffers, self.buffers.draft_rows.view(len(plan.drafts))
+        buffers, rows = self.buffers, self.buffers.draft_rows.view(len(plan) if plan.drafted else len(plan.drafts))
         accept_drafts(
             rows, buffers.parents.view(len(output.tokens)), buffers.tokens.view(plan.num_tokens), output.tokens,
             output.max_logits, buffers.sample_entries.view(len(output.tokens)), self.sampler.last_tokens,
-            self._num_accepted, self._accepted_paths,
+            self.num_accepted, self._accepted_paths,
         )  # fmt: skip
         if has_tree(plan):
             self._move_tokens(
-                rows, self._num_accepted, self._accepted_paths, buffers.query_starts.view(len(plan) + 1),
+                rows, self.num_accepted, self._accepted_paths, buffers.query_starts.view(len(plan) + 1),
                 buffers.seq_lens.view(len(plan)),
                 [table.buffer.view(len(plan), buffers.max_blocks) for table in buffers.tables],
             )  # fmt: skip
+
+    def draft(self, step: GpuStep) -> None:
+        """Run the drafter behind a step that was sampled: on its prompts, or to make drafts for the next step."""
+        if self._drafter is None:
+            return
+        if step.plan.drafted:
+            assert step.key is not None
+            self.graphs.run(step.key._replace(depth=max(step.plan.drafted.values())))
+        elif step.batch is not None and step.plan.counts != step.plan.yields:
+            buffers, num_rows, size = self.buffers, len(step.plan), len(step.batch.tokens)
+            following = buffers.following.view(1 + size)
+            stops, entries = buffers.query_starts.view(num_rows + 1)[1:], buffers.following_entries.view(num_rows)
+            fill_last_tokens(following, stops, entries, self.sampler.last_tokens, num_rows)
+            self._drafter.extend(step.batch, following[1:])
 
     def _max_rows_of(self, kind: str) -> int:
         """Rows of a captured step with prompts."""
@@ -255,9 +301,23 @@ class GpuRunner(ModelRunner):
         kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
         verify_kinds = VERIFY_KINDS if self._speculates else ()
         self.graphs.warm_up(kinds, VERIFY_KINDS[1:] if self.ops.exact and verify_kinds else verify_kinds, QUERIES)
+        if self._drafter is not None:
+            self._prepare_drafter(self._drafter)
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))
+
+    def _prepare_drafter(self, drafter: GpuDrafter) -> None:
+        """Run it behind steps of a few sizes. Its graphs are captured when they are first needed."""
+        kind = "trees" if self.ops.exact else "verify"
+        for size in WARMUP_SIZES:
+            if size <= self.max_rows:
+                self._run_captured(Key("decode", size, depth=drafter.max_depth))
+            if MAX_QUERIES <= size <= self.buffers.max_verified:
+                self._run_captured(Key(kind, size, MAX_QUERIES, drafter.max_depth))
+        if (size := WARMUP_SIZES[-1]) <= self.buffers.max_tokens:
+            batch = self.buffers.mixed_batch(size, self._max_rows_of("mixed"), has_singles=True)
+            drafter.extend(batch, self.buffers.following.view(1 + size)[1:])
 
     def idle(self, seconds: float) -> bool:
         return self.graphs.capture_next(seconds)
@@ -265,3 +325,13 @@ class GpuRunner(ModelRunner):
 
 def has_tree(plan: Plan) -> bool:
     return not all(drafts.is_chain for drafts in plan.drafts.values())
+
+
+def reveal_drafts(plan: Plan, samples: Samples, tokens: Tensor, num_accepted: Tensor) -> None:
+    """Put the tokens of drafts that the device has made in the place of their placeholders: those that are right. The
+    others stay unknown, and become a number that no token has."""
+    for nth, (row, node) in enumerate(zip(samples.rows, samples.nodes, strict=True)):
+        drafts = plan.drafts.get(row)
+        if node == ROOT and drafts is not None and drafts.on_device:
+            count = int(num_accepted[row])
+            drafts.tokens[:] = [*tokens[nth : nth + count].tolist(), *([UNKNOWN] * (len(drafts) - count))]

@@ -26,7 +26,7 @@ class GpuSampler(Sampler):
         device, max_rows = torch.device(ops.device), buffers.max_rows
         self._buffers = buffers
         self._max_rows = max_rows
-        self._tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
+        self.tokens = torch.zeros(buffers.max_tokens, dtype=torch.int64, device=device)  # of the samples
         self._max_logits = torch.zeros(buffers.max_tokens, dtype=torch.float32, device=device)
         self.last_tokens = torch.zeros(self.state.size + 1, dtype=torch.int64, device=device)  # by entry of the state
         self._argmax = Argmax(max_rows, device)
@@ -39,9 +39,9 @@ class GpuSampler(Sampler):
         self._load_matmuls(hidden)
         entries, lengths = self._buffers.sample_entries.view(1), self._buffers.sample_lengths.view(1)
         inputs = self._sampling_inputs(entries, lengths)._replace(has_top_k=True, has_top_p=True)
-        self._sample_products(self.head.weight.matmul(hidden), inputs, self._tokens, self._max_logits)
-        self._sample_logits(self.head(hidden[:1]), inputs, self._tokens, self._max_logits)
-        self._argmax(self.head.weight.matmul(hidden), entries, self._tokens, self._max_logits, self.last_tokens)
+        self._sample_products(self.head.weight.matmul(hidden), inputs, self.tokens, self._max_logits)
+        self._sample_logits(self.head(hidden[:1]), inputs, self.tokens, self._max_logits)
+        self._argmax(self.head.weight.matmul(hidden), entries, self.tokens, self._max_logits, self.last_tokens)
         self.score(hidden[:1], [0], 1)
         vocab_size = self.head.weight.shape[0]
         logits = hidden.new_zeros(1, vocab_size, dtype=torch.float32)
@@ -73,12 +73,12 @@ class GpuSampler(Sampler):
         if self.state.flags.processes_logits:
             requests = enumerate(samples.requests)
             processed = [nth for nth, request in requests if request.processes_logits and request.beam is None]
-        return SamplerOutput(self._tokens[:count], self._max_logits[:count], products=products), processed
+        return SamplerOutput(self.tokens[:count], self._max_logits[:count], products=products), processed
 
     def _sample_range(self, products: Tensor, first: int, stop: int) -> None:
         """Sample tokens first:stop from the head's products."""
         entries = self._buffers.sample_entries.view(stop)[first:]
-        tokens, max_logits = self._tokens[first:stop], self._max_logits[first:stop]
+        tokens, max_logits = self.tokens[first:stop], self._max_logits[first:stop]
         if self.state.flags.random:
             lengths = self._buffers.sample_lengths.view(stop)[first:]
             self._sample_products(products, self._sampling_inputs(entries, lengths), tokens, max_logits)

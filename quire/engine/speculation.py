@@ -23,6 +23,7 @@ from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import LayerCache
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
+from quire.speculative.drafting import DEPTHS, Drafting
 from quire.speculative.proposer import ModelProposer, Proposer
 from quire.speculative.suffix import SuffixProposer
 from quire.store import resolve
@@ -81,16 +82,20 @@ def check_vocabulary(path: Path, draft_path: Path, name: str) -> None:
             )
 
 
-def load_heads(config: EngineConfig, target: LoadedModel, path: Path, ops: Kernels) -> dict[str, LoadedHead]:
+def load_heads(
+    config: EngineConfig, target: LoadedModel, path: Path, ops: Kernels, dtype: str
+) -> dict[str, LoadedHead]:
     """The draft heads that `speculate` names, by kind. `path` is the target's."""
     heads: dict[str, LoadedHead] = {}
     for method in parse_speculate(config.speculate) or []:
         if method.kind not in HEADS:
             continue
-        if ops.native is None:
-            named = f"{method.kind}:{method.value}" if method.value else method.kind
+        named = f"{method.kind}:{method.value}" if method.value else method.kind
+        is_on_gpu = method.kind == "eagle" and ops.fused is not None
+        if ops.native is None and not is_on_gpu:
             raise InvalidParams(
-                f"speculate has {named}, and a draft head needs quire's own CPU kernels; leave it out.",
+                f"speculate has {named}, and a draft head needs quire's own CPU kernels, or as an EAGLE head quire's "
+                "own GPU kernels; leave it out.",
                 "speculate",
             )
         if method.kind in heads:
@@ -98,10 +103,36 @@ def load_heads(config: EngineConfig, target: LoadedModel, path: Path, ops: Kerne
         directory = Path(method.value).expanduser() if method.value else path
         if method.value and not directory.is_dir():
             raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
-        heads[method.kind] = loaded = HEADS[method.kind](directory, Target(target.model, target.config), ops)
+        its_target = Target(target.model, target.config)
+        if is_on_gpu:
+            heads[method.kind] = found = load_eagle(directory, its_target, ops, dtype)
+            check_gpu_head(directory, found, target)
+            continue
+        heads[method.kind] = loaded = HEADS[method.kind](directory, its_target, ops)
         if isinstance(loaded, LoadedEagle) and (obstacle := find_head_obstacle(loaded.head.config.head_dim, "head")):
             raise UnsupportedModel(f"{directory} cannot be used: {obstacle}.")
     return heads
+
+
+def check_gpu_head(directory: Path, loaded: LoadedEagle, target: LoadedModel) -> None:
+    """Raise if the head cannot draft on a GPU: there it shares the target's lists of work."""
+    head, config = loaded.head.config, target.config
+    ours = config.num_heads, config.num_kv_heads, config.head_dim
+    theirs = head.num_heads, head.num_kv_heads, head.head_dim
+    if head.kind != "eagle3":
+        raise UnsupportedModel(f"{directory} has an EAGLE 1 or 2 head, and on a GPU quire runs those of EAGLE 3.")
+    if theirs != ours:
+        raise UnsupportedModel(
+            f"{directory} has {theirs[0]} heads, {theirs[1]} key heads and {theirs[2]} dimensions of a head, and on a "
+            f"GPU it needs those of the model: {ours[0]}, {ours[1]} and {ours[2]}."
+        )
+    if head.hidden_size != config.hidden_size or head.tap_layers[-1] >= config.num_layers - 1:
+        raise UnsupportedModel(
+            f"{directory} has a head of {head.hidden_size} channels on the layers {list(head.tap_layers)}; on a GPU it "
+            f"needs {config.hidden_size}, and layers before the last one, {config.num_layers - 1}."
+        )
+    if any(window is not None for window in config.windows):
+        raise UnsupportedModel("The model has sliding windows, with which quire runs no draft head on a GPU.")
 
 
 def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
@@ -134,8 +165,9 @@ def build_heads(
     """The proposers of the heads. `layers` are the target's caches, `own_layers` those of `head_specs`."""
     proposers: list[ModelProposer] = []
     taps, native, own = find_tap_layers(heads), ops.native, iter(own_layers)
+    if native is None:
+        return []  # the runner has them
     for kind, loaded in heads.items():
-        assert native is not None
         if isinstance(loaded, LoadedEagle):
             proposers.append(build_eagle(kind, loaded, target, next(own), taps, scheduler, ops, max_requests))
             continue
@@ -195,9 +227,11 @@ def build_controller(
     methods = parse_speculate(config.speculate)
     if methods is None or not speculates(config, ops):
         return None
+    has_head = ops.fused is not None and any(method.kind == "eagle" for method in methods)
+    drafting = Drafting("eagle", DEPTHS[-1]) if has_head else None
     plugins = [load_plugin(method.value) for method in methods if method.kind == "plugin"]
     return Controller(
-        [SuffixProposer()],
+        [SuffixProposer(only_chains=has_head)],  # nothing is drafted behind a step with trees
         min(max_tokens_per_step, MAX_GPU_TOKENS) if ops.device == "cuda" else max_tokens_per_step,
         vocab_size,
         FREE_DRAFTS[ops.device],
@@ -205,6 +239,7 @@ def build_controller(
         plugins,
         MAX_DRAFTS[ops.device],
         is_pipelined=ops.fused is not None,
+        drafting=drafting,
     )
 
 

@@ -21,6 +21,10 @@ class Taps:
     layers: tuple[int, ...]
     states: list[Any] = field(default_factory=list)
 
+    def keep(self, x: Any, residual: Any) -> None:
+        """Called by the model after each of these layers."""
+        self.states.append(x + residual)
+
     def __post_init__(self) -> None:
         assert list(self.layers) == sorted(set(self.layers)), self.layers
 

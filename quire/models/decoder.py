@@ -80,7 +80,7 @@ class Decoder:
         """tokens [n] int64, positions [n] int64, a cache a layer -> hidden [n, hidden_size], after the last norm.
 
         With `ends`, hidden of those tokens only, [rows, hidden_size]. The last layer skips the other tokens.
-        The hidden states after the layers of `taps` are appended to it.
+        `taps` keeps the hidden states after its layers.
         """
         assert len(kv) == len(self.layers)
         x, residual = self.run_layers(range(len(kv)), self.embedding(tokens), positions, paging, kv, ends, taps)
@@ -104,7 +104,7 @@ class Decoder:
                 x, residual, positions, paging, kv[index], ends if index == last else None
             )  # fmt: skip
             if taps is not None and index in taps.layers:
-                taps.states.append(x + residual)
+                taps.keep(x, residual)
         return x, residual
 
     def cache_specs(self) -> list[CacheSpec]:

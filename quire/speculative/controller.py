@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -25,6 +25,7 @@ from quire.core.request import Request
 from quire.speculative.asking import Asked, DraftTimes, choose_depth
 from quire.speculative.calibration import Calibration
 from quire.speculative.draft_tree import UNKNOWN_ODDS, keep_allowed, merge, reach, trunk_first
+from quire.speculative.drafting import Drafting
 from quire.speculative.grammar_drafts import fit_to_grammar
 from quire.speculative.ledger import Ledger
 from quire.speculative.proposer import Context, ModelProposer, Proposer
@@ -41,6 +42,7 @@ PATIENCE, MAX_PAUSE = 12, 3  # a request whose drafts are not verified is skippe
 FORGETTING = 0.98  # of a request's shifts while nothing is verified, for which nothing would ever be again
 MAX_FAILURES = 3  # of a proposer, until it is no longer called
 GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
+DEVICE_FORGETTING = 0.1  # a step, of what is known about a row's drafts on the device that are not verified
 DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
 
 
@@ -76,9 +78,11 @@ class Controller:
         plugins: Sequence[Proposer] = (),
         max_drafts: int = 16,
         is_pipelined: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         """`free_drafts` drafts double the duration of a small step, until that is measured. What plug-ins return is
         checked. `is_pipelined`: plain steps are launched one behind the other, and `propose` is called after a gap.
+        `drafting`: of a device that drafts behind steps.
         """
         self.proposers = [*proposers, *plugins]
         self.plugins = list(plugins)
@@ -96,6 +100,8 @@ class Controller:
         self._failures: Counter[str] = Counter()
         self._is_pipelined = is_pipelined
         self._has_gap = False  # before the next step that is observed
+        self._drafting = drafting
+        self._on_device: dict[str, int] = {}  # drafts that the device has made behind the last step, by request
         self._propose_s = 0.0  # of the step being planned
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
         self._peek_s = 0.0  # of `promises_gain`, for each request
@@ -117,6 +123,27 @@ class Controller:
         if self.ledger.may_lose(0.0, step_s):
             self._choose(running, step_s)
         self._propose_s = self._clock() - self._begin_s
+
+    def plan_drafting(self, plan: Plan, reserve: Callable[[Request, int], int]) -> None:
+        """Set `Plan.drafted`: how many drafts the device makes behind this step. `reserve` allocates blocks for them
+        (`Scheduler.reserve`)."""
+        drafting, num_rows = self._drafting, len(plan)
+        step_s = self.times.plain_s(num_rows)
+        if drafting is None or step_s is None or plan.counts != plan.yields or not self.ledger.may_lose(0.0, step_s):
+            return
+        rows = [row for row, request in enumerate(plan.requests) if may_be_drafted(request)]
+        rates = []
+        for row in rows:
+            record = self._records.setdefault(plan.requests[row].id, Record())
+            rate = record.asked.setdefault(drafting.name, Asked()).rate
+            shift = record.shifts.get(drafting.name, 0.0)
+            rates.append(min(rate, *self.calibration.chances(drafting.name, [rate], shift)))
+        most = min(drafting.max_depth * len(rows), self._max_tokens - num_rows)
+        if rows and (depth := drafting.choose_depth(rates, num_rows, self.times.ratios(num_rows, max(0, most)))):
+            for row in rows:
+                request = plan.requests[row]
+                reserve(request, max(0, min(depth, request.max_len - request.num_planned - 1)))
+                plan.drafted[row] = depth
 
     def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
         """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
@@ -160,10 +187,13 @@ class Controller:
         for row, drafts in plan.drafts.items():
             self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
         num_drafts = sum(map(len, plan.drafts.values()))
-        num_rows = len(plan)
+        num_rows, was_drafted = len(plan), bool(self._on_device)
+        self._learn_unused(plan)
+        self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
         if plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
             return  # prompts, or rows that skipped layers
         propose_s, self._propose_s = self._propose_s, 0.0
+        has_gap = has_gap or was_drafted  # the device was busy with drafts that were not verified
         if num_drafts or not has_gap:
             self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
@@ -181,6 +211,24 @@ class Controller:
             if (record := self._records.get(request.id)) is not None:
                 record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
 
+    def _learn_unused(self, plan: Plan) -> None:
+        """Of drafts that the device has made and no row verified, each row's count as one that was wrong. If other rows
+        verified theirs, what is known about a row's is forgotten little by little, so that they are tried again."""
+        drafting = self._drafting
+        if drafting is None or not self._on_device:
+            return
+        is_used = any(drafts.on_device for drafts in plan.drafts.values())
+        for row, request in enumerate(plan.requests):
+            drafts, record = plan.drafts.get(row), self._records.get(request.id)
+            if request.id not in self._on_device or record is None or (drafts is not None and drafts.on_device):
+                continue
+            asked, name = record.asked[drafting.name], drafting.name
+            if not is_used:
+                asked.learn(False)
+                continue
+            asked.rate += DEVICE_FORGETTING * (UNKNOWN_ODDS - asked.rate)
+            record.shifts[name] = (1.0 - DEVICE_FORGETTING) * record.shifts.get(name, 0.0)
+
     def finish(self, request_id: str) -> None:
         """A request has ended."""
         if self._records.pop(request_id, None) is not None:
@@ -191,6 +239,7 @@ class Controller:
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
+        self._on_device.clear()
         for proposer in self.proposers:
             proposer.reset()
         for model in self.models:
@@ -198,8 +247,14 @@ class Controller:
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
-        rows = [request for request in running if may_draft(request) and not self._pauses(request)]
+        rows = [
+            request
+            for request in running
+            if may_draft(request) and (request.id in self._on_device or not self._pauses(request))
+        ]
         trees = self._ask(rows)
+        if self._drafting is not None:
+            trees = [self._prefer_device(request, tree) for request, tree in zip(rows, trees, strict=True)]
         asked = [
             (index, model.name) for model in list(self.models) for index in self._ask_model(model, rows, trees, step_s)
         ]
@@ -226,6 +281,19 @@ class Controller:
             tree = trees[index]
             if tree is not None and not any(tree.source_of(node) == name for node in chosen.get(index, [])):
                 self._records[rows[index].id].asked[name].learn(False)  # none of its drafts was worth verifying
+
+    def _prefer_device(self, request: Request, tree: Drafts | None) -> Drafts | None:
+        """The drafts that the device has made for a request, unless others promise more."""
+        count = min(self._on_device.get(request.id, 0), self._limit(request))
+        if count < 1 or self._drafting is None:
+            return tree
+        record, name = self._records[request.id], self._drafting.name
+        rate = record.asked[name].rate if name in record.asked else UNKNOWN_ODDS
+        drafts = Drafts([0] * count, None, [rate] * count, name, on_device=True)
+        if tree is None or not len(tree):
+            return drafts
+        promised = [sum(self._survivals(each, record.shifts)) for each in (drafts, tree)]
+        return drafts if promised[0] >= promised[1] else tree
 
     def _limit(self, request: Request) -> int:
         """The most drafts of a request in one step."""
@@ -426,6 +494,13 @@ def may_draft(request: Request) -> bool:
         and request.max_len - len(request.tokens) > 1
         and request.num_planned == len(request.tokens) - 1
     )
+
+
+def may_be_drafted(request: Request) -> bool:
+    """Whether the device may draft behind a step of a request that was planned: nothing of the host is needed to sample
+    its tokens, and several are left, unless drafts of that step are right."""
+    left = request.max_len - len(request.tokens) - request.num_expected
+    return not request.processes_logits and request.beam is None and left > 1
 
 
 def may_draft_next(request: Request) -> bool:

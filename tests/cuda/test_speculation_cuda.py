@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,15 @@ from quire.core.request import Finish, Request
 from quire.engine.client import InProcess
 from quire.engine.gpu_runner import GpuRunner
 from quire.speculative.controller import Controller
+from quire.speculative.drafting import DEPTHS, Drafting
 from quire.speculative.proposer import Proposer
 from quire.speculative.suffix import SuffixProposer
+from quire.weights.json_config import config_from_json
 from tests.engine import test_speculation as shared
 from tests.engine.test_speculation import Answer, Oracle, make_chain, make_tree, run
+from tests.tools.eagle import eagle_config, eagle_tensors
 from tests.tools.free_drafts import FreeDrafts
+from tests.tools.heads import write_head
 
 pytestmark = pytest.mark.cuda
 
@@ -178,3 +183,42 @@ def run_two_waves(client: InProcess, requests: Sequence[Request]) -> dict[str, l
                 answers[update.id] += update.tokens
                 assert update.finish is not Finish.ABORT
     return answers
+
+
+HEAD_SHAPES = {"num_hidden_layers": 5}  # the last tapped layer is not the model's last
+
+
+def write_eagle(folder: Path) -> Path:
+    """A random head in the published layout, for the small model."""
+    model = config_from_json({**gpu.SMALL_MODEL, **HEAD_SHAPES})
+    target: Any = SimpleNamespace(config=model)
+    described = eagle_config(
+        "eagle3", target, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=1024
+    )
+    return write_head(folder / "head", described, eagle_tensors("eagle3", described, model))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_head_that_drafts_on_the_device_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    """Behind each step that may have drafts, at every depth."""
+    options: dict[str, Any] = {"shapes": HEAD_SHAPES, "dtype": "bfloat16" if exact else "float32", "exact": exact}
+    expected = run(start(tmp_path, speculate="off", **options).engine, draw_requests(8, 40))
+    client = start(tmp_path, speculate=f"eagle:{write_eagle(tmp_path)}", **options)
+    rng = random.Random(3)
+    monkeypatch.setattr(Drafting, "choose_depth", lambda self, rates, num_rows, ratios: rng.choice(DEPTHS))
+    controller = client.engine.controller
+    assert controller is not None
+    controller.times, controller._clock = FreeDrafts(256.0), lambda: 0.0
+    got = run(client.engine, draw_requests(8, 40))
+    assert controller.drafted["eagle"] > 100
+    if exact:
+        assert got == expected
+    else:
+        assert {name: tokens for name, (tokens, _) in got.items()} == {
+            name: tokens for name, (tokens, _) in expected.items()
+        }
+    runner = client.engine.runner
+    assert isinstance(runner, GpuRunner)
+    assert any(key.depth for key in runner.graphs._captured)

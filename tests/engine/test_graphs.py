@@ -139,3 +139,14 @@ def test_without_speculation_no_step_of_drafts_is_run_at_start(monkeypatch) -> N
     gpu = FakeGpu(monkeypatch)
     make(gpu).warm_up(KINDS)
     assert not {"verify", "trees"} & {key.kind for key in gpu.run}
+
+
+def test_what_comes_behind_a_step_is_captured_when_it_is_first_run(monkeypatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    graphs = make(gpu)
+    key = Key("decode", 16, depth=3)
+    assert graphs.run(key) == key
+    assert (gpu.run, gpu.replayed) == ([key, key], 0), "run, and then captured"
+    assert graphs.run(key) == key
+    assert (gpu.run, gpu.replayed) == ([key, key], 1)
+    assert graphs.find("decode", 16) is None, "it is no step"

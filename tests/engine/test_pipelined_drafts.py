@@ -21,12 +21,14 @@ from quire.engine import engine as module
 from quire.engine.engine import Engine
 from quire.engine.runner import accept
 from quire.speculative.controller import Controller
+from quire.speculative.drafting import Drafting
 from quire.speculative.proposer import Context
 from tests.engine.test_step_ahead import Clock
 
 pytestmark = pytest.mark.cpu
 
 STEP_S, LAUNCH_S, DELIVERY_S, PROPOSE_S = 4e-3, 0.25e-3, 0.1e-3, 20e-6
+PASS_S = 0.24e-3
 VOCAB_SIZE = 1000
 NUM_TOKENS = 400
 
@@ -37,14 +39,17 @@ def answer_of(request_id: str, position: int) -> int:
 
 @dataclass
 class Step:
+    """`chance`: that of drafts which the device has made."""
+
     clock: Clock
     plan: Plan
     begin_s: float
     end_s: float
+    chance: float = 0.0
 
     @property
     def must_commit_first(self) -> bool:
-        return bool(self.plan.drafts)
+        return bool(self.plan.drafts or self.plan.drafted)
 
     def sample(self) -> None:
         pass
@@ -61,17 +66,21 @@ class Step:
             depths = [0, *plan.drafts[row].depths()] if row in plan.drafts else [0]
             first = plan.starts[row] + plan.counts[row] - plan.yields[row] + 1
             tokens = [answer_of(request.id, first + depth) for depth in depths]
+            if row in plan.drafts and plan.drafts[row].on_device:
+                count = len(plan.drafts[row])
+                plan.drafts[row].tokens[:] = [guess(request.id, first + nth, self.chance) for nth in range(count)]
             accept(plan, sampled, row, 0, tokens, [1.0] * len(tokens), {})
         return sampled
 
 
 class Device:
-    """A step takes STEP_S, and `slope` of that more for each draft. The host takes LAUNCH_S to launch one."""
+    """A step takes STEP_S, and `slope` of that more for each draft. The host takes LAUNCH_S to launch one. Drafts that
+    the device makes behind it take PASS_S each, and are right with the given chance."""
 
     depth = 2
 
-    def __init__(self, clock: Clock, slope: float) -> None:
-        self.clock, self.slope = clock, slope
+    def __init__(self, clock: Clock, slope: float, chance: float = 0.0) -> None:
+        self.clock, self.slope, self.chance = clock, slope, chance
         self.free_s = self.idle_s = 0.0
         self.plans: list[Plan] = []
 
@@ -81,13 +90,21 @@ class Device:
         begin_s = max(self.free_s, self.clock.now)
         self.idle_s += begin_s - self.free_s if self.free_s else 0.0
         self.free_s = begin_s + STEP_S * (1.0 + self.slope * sum(map(len, plan.drafts.values())))
-        return Step(self.clock, plan, begin_s, self.free_s)
+        step = Step(self.clock, plan, begin_s, self.free_s, self.chance)
+        self.free_s += PASS_S * max(plan.drafted.values(), default=0)
+        return step
 
     def reset(self) -> None:
         pass
 
     def idle(self, seconds: float) -> bool:
         return False
+
+
+def guess(request_id: str, position: int, chance: float) -> int:
+    """Right with the given chance, and the same whenever it is asked."""
+    is_right = random.Random(f"{request_id} {position} guess").random() < chance
+    return (answer_of(request_id, position) + (not is_right)) % VOCAB_SIZE
 
 
 class Guesser:
@@ -102,10 +119,8 @@ class Guesser:
         found: list[Drafts | None] = []
         for context, most in zip(contexts, max_drafts, strict=True):
             self.clock.now += self.seconds
-            tokens = []
-            for position in range(len(context.tokens), len(context.tokens) + min(most, 6)):
-                is_right = random.Random(f"{context.request_id} {position} guess").random() < self.chance
-                tokens.append((answer_of(context.request_id, position) + (not is_right)) % VOCAB_SIZE)
+            positions = range(len(context.tokens), len(context.tokens) + min(most, 6))
+            tokens = [guess(context.request_id, position, self.chance) for position in positions]
             found.append(Drafts(tokens, None, [0.9] * len(tokens)))
         return found
 
@@ -132,12 +147,21 @@ class Run:
 
 
 def run(
-    clock: Clock, num_requests: int, guesser: Guesser | None, *, slope: float = 0.01, target_s: float | None = None
+    clock: Clock,
+    num_requests: int,
+    guesser: Guesser | None,
+    *,
+    slope: float = 0.01,
+    target_s: float | None = None,
+    device_chance: float | None = None,
 ) -> Run:
     scheduler = Scheduler(10_000, 16, 4096, 256, pace=Pace(target_s, 1, STEP_S, 1e-6))
-    device, controller = Device(clock, slope), None
-    if guesser is not None:
-        controller = Controller([guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
+    device, controller = Device(clock, slope, device_chance or 0.0), None
+    if guesser is not None or device_chance is not None:
+        controller = Controller(
+            [] if guesser is None else [guesser], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True,
+            drafting=None if device_chance is None else Drafting("eagle", 5),
+        )  # fmt: skip
         controller._clock = clock.monotonic
     engine = Engine(scheduler, device, None, controller)  # type: ignore[arg-type]
     requests = [
@@ -231,3 +255,17 @@ def test_a_step_with_drafts_that_fails_ends_its_own_requests_only(
             engine.add(Request("b", [1, 2, 3], SamplingParams(), max_tokens=50))
     assert ends == {"a": Finish.ERROR, "b": Finish.LENGTH}
     assert scheduler.kv.pool.num_free == 100
+
+
+@pytest.mark.parametrize(("num_requests", "slope"), [(1, 0.01), (16, 0.0025), (64, 0.0023), (256, 0.004)])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+def test_drafts_that_the_device_makes_behind_steps_never_cost_much(
+    clock: Clock, chance: float, num_requests: int, slope: float
+) -> None:
+    plain = run(clock, num_requests, None, slope=slope)
+    guessed = run(clock, num_requests, None, slope=slope, device_chance=chance)
+    assert guessed.tokens == plain.tokens
+    assert guessed.seconds < plain.seconds / 0.98
+    if chance == 0.9 and num_requests < 64:
+        assert guessed.seconds < plain.seconds / 2
+        assert guessed.device.idle_s < 0.05 * guessed.seconds, "the host works while the device drafts"

@@ -35,6 +35,7 @@ from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.speculative.controller import Controller
+from quire.weights.eagle import LoadedEagle
 from quire.weights.random_tensors import RandomTensors
 
 DEVICE = "cpu:0"  # another name than the host's, so that buffers have a copy on each side
@@ -155,11 +156,13 @@ def build_engine(
     num_host_blocks: int = 0,
     controller: Controller | None = None,
     prefix_cache: bool = True,
+    load_head: Callable[[Decoder, Kernels], LoadedEagle] | None = None,
 ) -> Engine:
-    """An engine on a tiny model with random weights."""
+    """An engine on a tiny model with random weights, and with `load_head` a drafter."""
     ops = simulated_ops(exact=exact)
     model = build_model(config, ops)
-    specs = model.cache_specs()
+    loaded = None if load_head is None else load_head(model, ops)
+    specs = [*model.cache_specs(), *([] if loaded is None else [loaded.head.cache_spec])]
     layout = lay_out(specs, shape_blocks(specs, ops, "float32", block_size))
     scheduler = Scheduler(
         num_blocks, block_size, max_tokens, max_requests, windows=layout.windows, prefix_cache=prefix_cache,
@@ -171,8 +174,9 @@ def build_engine(
     shape = BufferShape(
         max_tokens, max_requests, config.max_len, layout.windows, block_size, config.vocab_size, ops.arrays
     )
+    drafter = None if loaded is None else (loaded, cache.layers.pop())
     decoder = ops.record(model, cache.layers, max_tokens, ())
-    runner = build_runner(decoder, cache, ops, shape, config, "float32", 1 << 40)
+    runner = build_runner(decoder, cache, ops, shape, config, "float32", 1 << 40, drafter=drafter)
     assert isinstance(runner, GpuRunner)
     info: Any = SimpleNamespace(device="cpu")
     return Engine(scheduler, runner, info, controller)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize(
-    "script", ["interpreted", "interpreted_speculation exact", "interpreted_speculation"]
+    "script", ["interpreted", "interpreted_speculation exact", "interpreted_speculation", "interpreted_drafter exact"]
 )  # fmt: skip
 def test_kernels_and_the_runner_on_a_simulated_gpu(script: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -70,6 +70,7 @@ class KernelCalls:
             for window in self.model.windows:
                 yield partial(self.attend_to_drafts, window)
             yield self.accept
+            yield self.draft
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         yield self.normalize
@@ -143,6 +144,29 @@ class KernelCalls:
         kept: Any = torch_stub.empty(2, *shape, dtype=torch_stub.DTYPES[cache_dtype])
         move = TokenMover([LayerCache(kept, kept, 0, model.block_size)], 1, "meta")  # type: ignore[arg-type]
         move(rows, counts, paths, numbers(FEW_ROWS + 1), numbers(FEW_ROWS), [numbers(FEW_ROWS, 16)])
+
+    def draft(self) -> None:
+        """The kernels around a head that drafts on the device."""
+        from quire.kernels.cuda.attention.split_kv import FIELDS as SPLIT_FIELDS
+        from quire.kernels.cuda.drafting import Places, fill_drafts, place_drafts
+        from quire.kernels.cuda.sampling.accept import FIELDS
+
+        rows, depth = FEW_ROWS, 4
+        indices, entries, wide = longs(rows), longs(rows), longs(depth, rows)
+        places = Places(indices, entries, wide, wide, numbers(depth, rows), numbers(depth, 4 * rows, SPLIT_FIELDS))
+        starts, lengths, table = numbers(rows + 1), numbers(rows), numbers(rows, 16)
+        place_drafts(
+            numbers(rows, FIELDS),
+            numbers(rows),
+            starts,
+            lengths,
+            numbers(rows),
+            table,
+            self.model.block_size,
+            1,
+            places,
+        )
+        fill_drafts(longs(4 * rows), starts, numbers(rows), longs(depth + 1, MAX_ROWS), rows)
 
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""

@@ -1,0 +1,44 @@
+"""Drafting: how many tokens a device drafts behind a step, which it does before the host knows the step's tokens.
+
+So the decision uses how often such drafts were right so far, and what steps with so many drafts took. That includes the
+time of drafting: the device does it between two steps. The controller calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.speculative.asking import FIRST_WAIT, MAX_WAIT, MIN_GAIN
+
+DEPTHS = (1, 3, 5)  # each is captured for itself
+PASS_RATIO = 0.06  # of one pass, relative to a plain step, until steps with drafts have been measured
+
+
+@dataclass(slots=True)
+class Drafting:
+    """`name` is the drafter's, and `max_depth` the most drafts of a row. If drafts do not pay, they are tried again
+    after 16, 32, 64, ... steps."""
+
+    name: str
+    max_depth: int
+    wait: int = FIRST_WAIT
+    left: int = 0
+
+    def choose_depth(self, rates: Sequence[float], num_rows: int, ratios: Sequence[float]) -> int:
+        """`rates` of right drafts, of the requests that can have some, among `num_rows`. `ratios` are durations of
+        steps by drafts, relative to a plain one."""
+        best, best_rate = 0, MIN_GAIN
+        for depth in (each for each in DEPTHS if each <= self.max_depth and len(rates) * each < len(ratios)):
+            expected = 1.0 + sum(sum(rate**nth for nth in range(1, depth + 1)) for rate in rates) / num_rows
+            ratio = max(ratios[len(rates) * depth], 1.0 + PASS_RATIO * depth)
+            if expected / ratio > best_rate:
+                best, best_rate = depth, expected / ratio
+        if best:
+            self.wait, self.left = FIRST_WAIT, 0
+            return best
+        self.left -= 1
+        if self.left > 0:
+            return 0
+        self.left, self.wait = self.wait, min(MAX_WAIT, 2 * self.wait)
+        return DEPTHS[0]
