@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train a draft head for a model, with nothing but the model: it answers questions that it asks itself."""
+    """Train a draft head for a model, with nothing but the model."""
     given = {**vars(arguments), "prompts": tuple(arguments.prompts)}
     seed = given.pop("seed")
     config = engine_config(argparse.Namespace(**given))

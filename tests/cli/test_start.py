@@ -44,7 +44,7 @@ def test_the_check_sees_what_is_loaded():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_parses_and_describes_itself(name, capsys):
-    assert import_module(f"quire.cli.{name}").run.__doc__ == COMMANDS[name]
+    assert import_module(f"quire.cli.{name.replace('-', '_')}").run.__doc__ == COMMANDS[name]
     with pytest.raises(SystemExit, match="0"):
         make_parser([name]).parse_args([name, "--help"])
     assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
