@@ -123,7 +123,8 @@ class EagleProposer:
         for row, request in enumerate(plan.requests):
             table, start = request.tables[self._group], plan.starts[row]
             self.blocks.truncate(table, start, start + plan.counts[row])
-            if request.beam is None and not request.finished:
+            may_be_drafted = request.beam is None and request.params.early_exit is None
+            if may_be_drafted and not request.finished:
                 self.states.add(request.id, start, self._states_of(plan, sampled, row, states))
 
     def catch_up(self, requests: Sequence[Request]) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -232,18 +233,30 @@ class Controller:
     def finish(self, request_id: str) -> None:
         """A request has ended."""
         if self._records.pop(request_id, None) is not None:
-            for proposer in self.proposers:
-                proposer.finish(request_id)
-        for model in self.models:
-            model.finish(request_id)
+            for proposer in list(self.proposers):
+                with self._guard(proposer):
+                    proposer.finish(request_id)
+        for model in list(self.models):
+            with self._guard(model):
+                model.finish(request_id)
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
         self._on_device.clear()
-        for proposer in self.proposers:
-            proposer.reset()
-        for model in self.models:
-            model.reset()
+        everyone: list[Proposer | ModelProposer] = [*self.proposers, *self.models]
+        for proposer in everyone:
+            with self._guard(proposer):
+                proposer.reset()
+
+    @contextmanager
+    def _guard(self, proposer: Proposer | ModelProposer) -> Iterator[None]:
+        """A proposer that fails while it forgets requests is no longer called: it may mix them up."""
+        try:
+            yield
+        except Exception:
+            log.exception("the proposer %r failed and is no longer called", proposer.name)
+            self.proposers = [each for each in self.proposers if each is not proposer]
+            self.models = [each for each in self.models if each is not proposer]
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
         """Choose among the proposed drafts of all rows. Survival: the chance that a draft is reached and right."""
@@ -334,7 +347,7 @@ class Controller:
         if indebted:
             nodes = [node for node in nodes if rows[node.row].id in indebted]
         num_rows = len(running)
-        most = min(len(nodes), self._max_tokens - num_rows, self.times.max_drafts(num_rows))
+        most = max(0, min(len(nodes), self._max_tokens - num_rows, self.times.max_drafts(num_rows)))
         ratios, asking = self.times.ratios(num_rows, most), asking_s / step_s
         best, best_rate, expected = 0, MIN_GAIN * num_rows / (1.0 + gap_s / step_s), float(num_rows)
         for count, node in enumerate(nodes[:most], 1):
@@ -533,8 +546,12 @@ def check(found: Sequence[Drafts | None], limits: Sequence[int], vocab_size: int
         if drafts is None:
             continue
         count = len(drafts.tokens)
+        drafts.sources, drafts.on_device = None, False  # the controller's own
         if drafts.odds and len(drafts.odds) != count:
             raise ValueError(f"It returned {len(drafts.odds)} odds for {count} tokens.")
+        if not all(type(token) is int for token in [*drafts.tokens, *(drafts.parents or ())]):
+            raise ValueError("Tokens and parents must be of type int.")
+        drafts.odds = [float(each) for each in drafts.odds]
         if drafts.parents is not None:
             if len(drafts.parents) != count or any(not ROOT <= each < node for node, each in enumerate(drafts.parents)):
                 raise ValueError("A parent must be ROOT or an earlier node, one for each token.")

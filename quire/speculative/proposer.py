@@ -46,7 +46,8 @@ class Proposer(Protocol):
 
         `max_drafts` has the most nodes that are useful for each request; it may be 0. `Drafts.odds` should order drafts
         by the chance that they are right. They need not be exact, because the controller measures how often drafts with
-        such odds are right. The likeliest path comes first among the nodes. An exception fails the step.
+        such odds are right. The likeliest path comes first among the nodes. A proposer that raises
+        repeatedly, or returns what breaks these rules, is no longer called.
         """
         ...
 

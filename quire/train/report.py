@@ -24,6 +24,7 @@ from quire.train.dialogues import Dialogue
 
 NUM_PROMPTS = 16
 OUTPUT_TOKENS = 64
+MANY_DRAFTS = 1 << 20  # more than are ever proposed
 PAYS = 1.03  # times the speed without the head
 METHODS = {"block": "block", "medusa": "medusa", "eagle": "eagle", "exit": "self"}  # of `--speculate`, by kind
 
@@ -39,6 +40,9 @@ class EqualTimes(StepTimes):
 
     def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
         return [1.0] * (max_drafts + 1)
+
+    def max_drafts(self, num_rows: int) -> int:
+        return MANY_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from quire.core.drafts import ROOT, Drafts
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.speculative.controller import Controller, check
+from quire.speculative.controller import Controller, Node, check
 from quire.speculative.draft_tree import trunk_first
 from quire.speculative.proposer import Context, Proposer
 from tests.engine.test_same_answer import MODELS, alone, questions
@@ -71,6 +71,8 @@ HOSTILE: dict[str, Propose] = {
     "parent behind its child": lambda context, most, ahead, rng: Drafts([1, 2], [1, ROOT], [0.9, 0.9]),
     "twins": lambda context, most, ahead, rng: Drafts([1, 1], [ROOT, ROOT], [0.9, 0.9]),
     "own parent": lambda context, most, ahead, rng: Drafts([1], [0], [0.9]),
+    "odds are texts": lambda context, most, ahead, rng: Drafts([1, 2], None, ["a", "b"]),  # type: ignore[list-item]
+    "floats": lambda context, most, ahead, rng: chain([1.0]),  # type: ignore[list-item]
     "no number": lambda context, most, ahead, rng: chain(["a"]),  # type: ignore[list-item]
 }
 
@@ -126,6 +128,40 @@ def test_a_proposer_that_raises_is_no_longer_called(known: tuple[bool, Answers])
     found, controller = run(Scripted("failing", answers, fail), questions(sampled))
     assert found == list(answers.values())
     assert controller.proposers == []
+
+
+@pytest.mark.parametrize("method", ["finish", "reset"])
+def test_a_proposer_that_raises_at_the_end_of_a_request_is_no_longer_called(
+    method: str, known: tuple[bool, Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled, answers = known
+    proposer = Scripted("failing", answers, GOOD["right"])
+
+    def fail(*arguments: str) -> None:
+        raise RuntimeError("nothing is forgotten today")
+
+    monkeypatch.setattr(proposer, method, fail)
+    found, controller = run(proposer, questions(sampled))
+    assert found == list(answers.values())
+    controller.reset()
+    assert controller.proposers == []
+
+
+def test_what_a_proposer_says_about_the_device_and_other_sources_is_ignored(known: tuple[bool, Answers]) -> None:
+    sampled, answers = known
+
+    def lie(context: Context, most: int, ahead: list[int], rng: random.Random) -> Drafts | None:
+        return Drafts(ahead[:2], None, [0.9] * len(ahead[:2]), "other", ["x"], on_device=True)
+
+    found, controller = run(Scripted("lying", answers, lie), questions(sampled))
+    assert found == list(answers.values())
+    assert set(controller.drafted) == {"lying"}
+
+
+def test_more_requests_than_tokens_of_a_step_of_drafts(known: tuple[bool, Answers]) -> None:
+    controller = Controller([], 4, 97, 12.0, plugins=[Scripted("right", {}, GOOD["right"])])
+    requests = [Request(f"{number}", [1, 2, 3], max_tokens=9) for number in range(6)]
+    assert controller._best_nodes([Node(-0.9, 0.0, row, 0) for row in range(6)], requests, requests, 0.01) == ()
 
 
 def test_another_number_of_drafts_than_requests_is_refused() -> None:
