@@ -34,6 +34,8 @@ class Computed:
     num_tokens: int
     blocks: list[int | None]
     num_preemptions: int
+    num_known: int  # tokens that the request had then
+    drafts: list[int]  # that follow them; the request may go on differently
 
 
 class DraftModel:
@@ -87,7 +89,7 @@ class DraftModel:
             rows = [row for row in rows if len(row.drafts) < row.depth]
         for request, made in zip(requests, found, strict=True):
             if made is not None:
-                self._note(request, len(request.tokens) + len(made) - 1)
+                self._note(request, len(request.tokens) + len(made) - 1, made.tokens)
         return found
 
     def finish(self, request_id: str) -> None:
@@ -104,7 +106,7 @@ class DraftModel:
         known = self._computed.get(request.id)
         num_tokens = 0
         if known is not None and known.num_preemptions == request.num_preemptions:
-            num_tokens = min(known.num_tokens, last)
+            num_tokens = min(known.num_tokens, last, count_right(known, request.tokens))
             while num_tokens and known.blocks[: -(-num_tokens // size)] != tables[: -(-num_tokens // size)]:
                 num_tokens = (num_tokens - 1) // size * size  # a block was copied
         allocations = self._pool().num_allocations
@@ -120,8 +122,9 @@ class DraftModel:
             num_tokens = index * size
         return num_tokens
 
-    def _note(self, request: Request, num_tokens: int) -> None:
-        self._computed[request.id] = Computed(num_tokens, list(request.tables[0]), request.num_preemptions)
+    def _note(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+        blocks, num_known = list(request.tables[0]), len(request.tokens)
+        self._computed[request.id] = Computed(num_tokens, blocks, request.num_preemptions, num_known, list(drafts))
 
     def _run(self, rows: Sequence[Row]) -> Array:
         """Compute the last token of each row. Returns their hidden states."""
@@ -172,3 +175,13 @@ class Row:
     depth: int
     start: int  # position of the next token to compute
     drafts: Drafts
+
+
+def count_right(computed: Computed, tokens: Sequence[int]) -> int:
+    """How many of the request's first tokens are those that were known and drafted then."""
+    count = computed.num_known
+    for draft, token in zip(computed.drafts, tokens[count:], strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count

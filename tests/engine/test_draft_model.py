@@ -126,6 +126,23 @@ def test_a_prefix_that_an_earlier_request_had_computed_is_not_computed_again() -
     assert second.num_accepted == second.num_drafted > 0
 
 
+@pytest.mark.parametrize("followed", [[3, 4, 5, 6], [3, 9, 9, 9], [9, 9, 9, 9]])
+def test_keys_of_drafts_that_were_wrong_are_computed_again(followed: list[int]) -> None:
+    """Also if the request has grown by more tokens than were right since: by another proposer's drafts, say."""
+    engine, drafter = build("llama", 0)
+    engine.controller = None
+    request = Request("a", [token % 97 for token in range(10)], max_tokens=30)
+    engine.add(request)
+    while not request.num_output:
+        engine.step()
+    known = len(request.tokens)
+    engine.scheduler.reserve(request, 5)
+    drafter._note(request, known + 3, [3, 4, 5])
+    request.tokens += followed
+    right = next((nth for nth, (one, other) in enumerate(zip([3, 4, 5], followed, strict=False)) if one != other), 3)
+    assert drafter._count_computed(request) == known + right
+
+
 def always_ask(engine: Engine) -> None:
     controller = engine.controller
     assert controller is not None
