@@ -1,10 +1,14 @@
-"""GPU kernels by Triton's interpreter, on a CPU: what a shape gets wrong is found without a GPU."""
+"""GPU kernels by Triton's interpreter, on a CPU: what a shape gets wrong is found without a GPU.
+
+The scripts take a minute each, so they run at the same time.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,17 +16,33 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.cpu
 
+SCRIPTS = ["interpreted", "interpreted_speculation exact", "interpreted_speculation", "interpreted_drafter exact"]
 
-@pytest.mark.parametrize(
-    "script", ["interpreted", "interpreted_speculation exact", "interpreted_speculation", "interpreted_drafter exact"]
-)  # fmt: skip
-def test_kernels_and_the_runner_on_a_simulated_gpu(script: str) -> None:
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """One for each script that is tested."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", *f"tests.kernels.{script}".split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    environment |= {"OMP_NUM_THREADS": "1"}
+    wanted = {item.callspec.params["script"] for item in request.session.items if item.fspath == request.node.fspath}  # type: ignore[attr-defined]
+    started = {
+        script: subprocess.Popen(
+            [sys.executable, "-m", *f"tests.kernels.{script}".split()],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for script in SCRIPTS
+        if script in wanted
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_kernels_and_the_runner_on_a_simulated_gpu(script: str, processes: dict[str, subprocess.Popen[str]]) -> None:
+    _, errors = processes[script].communicate()
+    assert processes[script].returncode == 0, errors[-2000:]
