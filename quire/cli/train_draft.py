@@ -95,7 +95,7 @@ def show(document: dict[str, Any]) -> None:
     print(f"{'tokens a step, chains of 1, 2, ...':<34} {chains}")
     engine = document.get("engine")
     if engine is None:
-        print("The engine does not draft with it here, so speed was not measured.")
+        print("Speed is measured with quire's own CPU kernels only: here speed was not measured.")
         return
     counts = f"{engine['accepted']:,} of {engine['drafted']:,} drafts accepted"
     print(f"{'tokens a step, the engine':<34}{engine['tokens_per_step']:.2f}, {counts}")

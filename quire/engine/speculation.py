@@ -131,6 +131,10 @@ def check_gpu_head(directory: Path, loaded: LoadedEagle, target: LoadedModel) ->
             f"{directory} has a head of {head.hidden_size} channels on the layers {list(head.tap_layers)}; on a GPU it "
             f"needs {config.hidden_size}, and layers before the last one, {config.num_layers - 1}."
         )
+    if list(head.tap_layers) != sorted(set(head.tap_layers)):
+        raise UnsupportedModel(
+            f"{directory} reads the layers {list(head.tap_layers)}, and on a GPU they must be different and ascending."
+        )
     if any(window is not None for window in config.windows):
         raise UnsupportedModel("The model has sliding windows, with which quire runs no draft head on a GPU.")
 

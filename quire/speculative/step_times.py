@@ -13,6 +13,7 @@ MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate
 MAX_AGE = 8  # steps after which ratios are computed again
 PRIOR_STEPS = 3.0  # weight of the guess for a number of drafts that was measured a few times
 OPTIMISM = 0.5  # the guess for what was never measured, relative to what the device suggests: else it is never tried
+MANY_DRAFTS = 1 << 20  # more than are ever proposed
 MAX_COUNT = 20  # measurements after which an average moves by the weights above, and before it as a plain mean
 
 
@@ -104,6 +105,22 @@ class StepTimes:
         for count in range(len(ratios) - 2, -1, -1):  # more drafts never take less time: what seems so is noise
             ratios[count] = min(ratios[count], ratios[count + 1])
         return ratios
+
+
+class EqualTimes(StepTimes):
+    """Steps take the same time with any number of drafts, so all that are proposed are verified: for counting them."""
+
+    def learn(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        pass
+
+    def plain_s(self, num_rows: int) -> float | None:
+        return 1.0
+
+    def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
+        return [1.0] * (max_drafts + 1)
+
+    def max_drafts(self, num_rows: int) -> int:
+        return MANY_DRAFTS
 
 
 def bucket(count: int) -> int:

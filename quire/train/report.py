@@ -18,31 +18,14 @@ from quire.engine.speculation import FREE_DRAFTS, MAX_DRAFTS
 from quire.errors import EngineError
 from quire.llm import LLM
 from quire.speculative.controller import Controller
-from quire.speculative.step_times import StepTimes
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.train.dialogues import Dialogue
 
 NUM_PROMPTS = 16
 OUTPUT_TOKENS = 64
-MANY_DRAFTS = 1 << 20  # more than are ever proposed
 PAYS = 1.03  # times the speed without the head
 METHODS = {"block": "block", "medusa": "medusa", "eagle": "eagle", "exit": "self"}  # of `--speculate`, by kind
-
-
-class EqualTimes(StepTimes):
-    """Steps take the same time with any number of drafts, so all that are proposed are verified."""
-
-    def learn(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        pass
-
-    def plain_s(self, num_rows: int) -> float | None:
-        return 1.0
-
-    def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
-        return [1.0] * (max_drafts + 1)
-
-    def max_drafts(self, num_rows: int) -> int:
-        return MANY_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)

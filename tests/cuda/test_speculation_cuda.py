@@ -23,12 +23,12 @@ from quire.engine.gpu_runner import GpuRunner
 from quire.speculative.controller import Controller
 from quire.speculative.drafting import DEPTHS, Drafting
 from quire.speculative.proposer import Proposer
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.json_config import config_from_json
 from tests.engine import test_speculation as shared
 from tests.engine.test_speculation import Answer, Oracle, make_chain, make_tree, run
 from tests.tools.eagle import eagle_config, eagle_tensors
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import write_head
 
 pytestmark = pytest.mark.cuda
@@ -103,7 +103,7 @@ def draw_requests(seed: int, count: int) -> list[Request]:
 def speculate(client: InProcess, proposer: Proposer) -> Controller:
     """Verify all that is proposed."""
     controller = Controller([proposer], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True)
-    controller.times, controller._clock = FreeDrafts(256.0), lambda: 0.0
+    controller.times, controller._clock = EqualTimes(256.0), lambda: 0.0
     client.engine.controller = controller
     return controller
 
@@ -210,7 +210,7 @@ def test_a_head_that_drafts_on_the_device_changes_nothing(
     monkeypatch.setattr(Drafting, "choose_depth", lambda self, rates, num_rows, ratios: rng.choice(DEPTHS))
     controller = client.engine.controller
     assert controller is not None
-    controller.times, controller._clock = FreeDrafts(256.0), lambda: 0.0
+    controller.times, controller._clock = EqualTimes(256.0), lambda: 0.0
     got = run(client.engine, draw_requests(8, 40))
     assert controller.drafted["eagle"] > 100
     if exact:

@@ -20,7 +20,7 @@ from quire.engine.engine import Engine
 from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner
 from quire.speculative.controller import Controller
-from tests.tools.free_drafts import FreeDrafts
+from quire.speculative.step_times import EqualTimes
 from tests.tools.native import FITTING, all_of, kernels_of, native_model
 
 pytestmark = pytest.mark.cpu
@@ -147,7 +147,7 @@ def always_ask(engine: Engine) -> None:
     controller = engine.controller
     assert controller is not None
     controller._clock = lambda: 0.0
-    controller.times = FreeDrafts(12.0)
+    controller.times = EqualTimes(12.0)
 
 
 @pytest.mark.parametrize("fault", ["raises", "other vocabulary"])

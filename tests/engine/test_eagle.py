@@ -34,6 +34,7 @@ from quire.layers.source import Part
 from quire.models.eagle import EagleConfig
 from quire.models.registry import MODELS as FAMILIES
 from quire.quant.dense import Dense
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
@@ -51,7 +52,6 @@ from tests.engine.test_speculation import (
     run,
 )
 from tests.tools.eagle import KINDS, eagle_config, eagle_tensors, mtp_tensors
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, write_head
 from tests.tools.native import PanelSource, all_of, mixed, native_model
 from tests.tools.tiny_models import tiny_config, tiny_directory, tiny_weights, write_directory
@@ -714,7 +714,7 @@ def test_an_engine_with_a_head_from_its_configuration(kind: str, tmp_path: Path)
         assert engine.controller is not None
         models = list(engine.controller.models)
         assert models[-1].name == "eagle"
-        engine.controller.times, engine.controller._clock = FreeDrafts(12.0), lambda: 0.0
+        engine.controller.times, engine.controller._clock = EqualTimes(12.0), lambda: 0.0
 
         def requests() -> list[Request]:
             params = SamplingParams(temperature=0.0, max_tokens=None)
@@ -836,7 +836,7 @@ def test_an_engine_with_the_models_own_layer(tmp_path: Path) -> None:
     assert engine.controller is not None
     (model,) = engine.controller.models
     assert model.name == "mtp"
-    engine.controller.times, engine.controller._clock = FreeDrafts(12.0), lambda: 0.0
+    engine.controller.times, engine.controller._clock = EqualTimes(12.0), lambda: 0.0
     for request in (requests := questions(sampled=True)) + (others := questions(sampled=True)):
         request.tokens[:] = [token % 96 for token in request.tokens]
     assert answer(engine, requests) == answer(plain, others)

@@ -40,6 +40,8 @@ def test_a_head_in_the_shapes_of_the_model_can_draft() -> None:
         ({"head_dim": 32}, "32 dimensions"),
         ({"hidden_size": 64}, "64 channels"),
         ({"tap_layers": (0, 2)}, "before the last one"),
+        ({"tap_layers": (1, 0)}, "ascending"),
+        ({"tap_layers": (1, 1)}, "ascending"),
     ],
     ids=lambda value: str(value),
 )

@@ -29,11 +29,11 @@ from quire.kernels.gumbel import gumbel
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target, load_block_head, load_medusa
 from quire.weights.loader import load_model
 from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests, run
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import block_config, block_tensors, build_engine, medusa_config, medusa_tensors, write_head
 from tests.tools.native import native_model
 from tests.tools.tiny_models import tiny_directory
@@ -420,7 +420,7 @@ def test_an_engine_with_a_head_from_its_configuration(kind: str, tmp_path: Path)
     assert engine.controller is not None
     (model,) = engine.controller.models
     assert model.name == kind
-    engine.controller.times, engine.controller._clock = FreeDrafts(12.0), lambda: 0.0
+    engine.controller.times, engine.controller._clock = EqualTimes(12.0), lambda: 0.0
 
     def requests() -> list[Request]:
         params = SamplingParams(temperature=0.0, max_tokens=None)

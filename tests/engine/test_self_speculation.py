@@ -22,6 +22,7 @@ from quire.engine.self_draft import SelfDraft
 from quire.engine.self_speculation import Exit
 from quire.errors import InvalidParams, ModelNotFound
 from quire.kernels.cpu.split import SplitModel
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target
 from quire.weights.loader import load_model
@@ -36,7 +37,6 @@ from tests.tools.exits import (
     right_tensors,
     untrained,
 )
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import write_head
 from tests.tools.tiny_models import tiny_directory
 
@@ -252,7 +252,7 @@ def test_an_engine_from_its_configuration(tmp_path: Path) -> None:
         controller = engine.controller
         assert controller is not None
         assert [model.name for model in controller.models] == ["self"]
-        controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
+        controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
         assert answer(engine, requests()) == plain
         assert controller.drafted["self"] > 20
         with pytest.raises(InvalidParams, match=r"self:.*CPU kernels"):

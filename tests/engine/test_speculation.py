@@ -20,11 +20,11 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import Context, Proposer
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.native import FITTING, kernels_of, mixed, native_model
 from tests.tools.tiny import TinyEngine
 
@@ -192,7 +192,7 @@ def test_tokens_and_log_probabilities_are_the_same(batch: int, family: str, sett
     for name, make_proposer in PROPOSERS.items():
         engine = make_engine(config, batch, ENGINES[settings])
         engine.controller = controller = Controller([make_proposer(expected)], 96, VOCAB_SIZE, 12.0)
-        controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
+        controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
         found = run(engine, make_requests(seed, count))
         assert found == expected, name
         assert controller.drafted.total() > 0, name

@@ -29,11 +29,11 @@ from quire.kernels.taps import Taps
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.drafting import Drafting
+from quire.speculative.step_times import EqualTimes
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
 from tests.engine.test_speculation import run
 from tests.tools.eagle import eagle_config, eagle_tensors
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import write_head
 from tests.tools.paged import PagedCache
 
@@ -102,7 +102,7 @@ def build(directory: Path, *, exact: bool, drafting: Drafting | None, captured: 
         controller = Controller(
             [], 128, CONFIG.vocab_size, 256.0, max_drafts=15, is_pipelined=True, drafting=drafting
         )  # fmt: skip
-        controller.times, controller._clock = FreeDrafts(256.0), lambda: 0.0
+        controller.times, controller._clock = EqualTimes(256.0), lambda: 0.0
     engine = simulated_gpu.build_engine(
         CONFIG, exact=exact, controller=controller, load_head=load if drafting is not None else None, **options
     )

@@ -27,9 +27,9 @@ from quire.kernels.cuda.move import TokenMover
 from quire.kernels.cuda.sampling.accept import FIELDS, MAX_NODES, accept_drafts
 from quire.kernels.paging import LayerCache
 from quire.speculative.controller import Controller
+from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from tests.engine.test_speculation import VOCAB_SIZE, Answer, Oracle, make_chain, make_tree, run
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.trees import draw_parents
 
 CONFIG = replace(simulated_gpu.LLAMA, vocab_size=VOCAB_SIZE)
@@ -96,7 +96,7 @@ def capture_verify(engine: Engine) -> None:
 
 def make_controller(proposer: Oracle | SuffixProposer) -> Controller:
     controller = Controller([proposer], 128, VOCAB_SIZE, 12.0, max_drafts=15)
-    controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
+    controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
     return controller
 
 

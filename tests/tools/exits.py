@@ -24,9 +24,9 @@ from quire.models.registry import MODELS
 from quire.quant.weight import Weight
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import Proposer
+from quire.speculative.step_times import EqualTimes
 from quire.weights.exit_head import LoadedExit, load_exit_head
 from quire.weights.heads import Target
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.heads import Tensors, describe_target, write_head
 from tests.tools.native import MODULE, PanelSource, all_of
 from tests.tools.tiny import TinyEngine
@@ -144,7 +144,7 @@ def build_engine(
     controller = None
     if drafter is not None:
         controller = Controller(proposers, max_tokens, config.vocab_size, 12.0, [drafter])
-        controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
+        controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
     engine = Engine(tiny.scheduler, tiny.runner, None, controller, has_exit=found.exits)  # type: ignore[arg-type]
     return engine, split, drafter
 

@@ -20,8 +20,8 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import ModelProposer, Proposer
+from quire.speculative.step_times import EqualTimes
 from quire.weights.heads import Target, target_digest
-from tests.tools.free_drafts import FreeDrafts
 from tests.tools.tiny import TinyEngine
 
 Tensors = dict[str, NDArray[Any]]
@@ -131,5 +131,5 @@ def build_engine(
     )
     tiny.runner.listeners += [model for model in models if isinstance(model, EagleProposer)]
     controller = Controller(proposers or [], max_tokens, config.vocab_size, 12.0, models)
-    controller.times, controller._clock = FreeDrafts(12.0), lambda: 0.0
+    controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
     return Engine(tiny.scheduler, tiny.runner, None, controller), models  # type: ignore[arg-type]

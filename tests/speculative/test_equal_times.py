@@ -1,17 +1,15 @@
-"""What train-draft measures in the engine."""
+"""EqualTimes: what counts drafts, `train-draft` among others, verifies all of them."""
 
 from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 from quire.core.drafts import Drafts
 from quire.core.request import Request
 from quire.speculative.controller import Controller
-from quire.train.report import EqualTimes
+from quire.speculative.step_times import EqualTimes
 
-pytestmark = pytest.mark.cpu
+pytestmark = pytest.mark.core
 
 
 class Right:
