@@ -168,7 +168,7 @@ def measure(client: InProcess, batch: int, chance: float, drafts: str | None, se
     answers = Answers(requests, chance, seed)
     force(runner, answers)
     if engine.controller is not None and drafts == "host":
-        engine.controller.proposers = [Guesser(answers)]
+        engine.controller.proposers[:] = [Guesser(answers)]
     chosen, steps = Counter[int](), list[Plan]()
     engine.before_run = steps.append
     for request in requests:

@@ -27,7 +27,8 @@ from quire.core.drafts import Drafts
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.engine.speculation import FREE_DRAFTS, MAX_DRAFTS
-from quire.speculative.controller import Controller, has_prompt, may_draft
+from quire.speculative.controller import Controller
+from quire.speculative.eligibility import has_prompt, may_draft
 from quire.speculative.proposer import Context
 
 MAX_DEPTH = 8  # drafts of the oracle

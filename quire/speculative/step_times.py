@@ -1,20 +1,28 @@
 """StepTimes: the measured duration of a step without prompts, by its rows and by its drafts.
 
 The duration without drafts is measured in seconds, and others relative to it. Contexts grow, and the machine becomes
-slower or faster. So a step with drafts that takes longer than expected changes both a little.
+slower or faster. So the duration without drafts is that of the last few plain steps, and one is due every so often:
+else what was slow once would make drafts look cheap for ever.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
-FASTER_WEIGHT, SLOWER_WEIGHT = 0.1, 0.05  # of a measurement below or above: interruptions only take longer
-MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate
+RATIO_WEIGHT = 0.08  # of a measurement, relative to the estimate
+MAX_COUNT = 12  # measurements after which an average moves by this weight, and before it as a plain mean
+MAX_RATIO = 1.5  # a measurement counts as at most this many times the estimate: interruptions only take longer
+NUM_PLAIN = 3  # plain steps whose median counts
+PLAIN_EVERY, PLAIN_SOON = 64, 8  # steps with drafts until a plain one is due; the second while that is not settled
+SETTLED = 0.08  # by how much the last plain step may differ from the median
+FRESH_STEPS = 16  # steps behind a plain one that are compared with it
+FEW_STEPS = 5  # measurements of a number of drafts up to which all count
 MAX_AGE = 8  # steps after which ratios are computed again
 PRIOR_STEPS = 3.0  # weight of the guess for a number of drafts that was measured a few times
 OPTIMISM = 0.5  # the guess for what was never measured, relative to what the device suggests: else it is never tried
 MANY_DRAFTS = 1 << 20  # more than are ever proposed
-MAX_COUNT = 20  # measurements after which an average moves by the weights above, and before it as a plain mean
 
 
 @dataclass(slots=True)
@@ -24,19 +32,29 @@ class Average:
     value: float
     count: int = 1
 
-    def learn(self, measured: float, weight: float = 1.0) -> None:
+    def learn(self, measured: float) -> None:
         change = min(MAX_RATIO, measured / self.value) - 1.0
         self.count += 1
-        steady = FASTER_WEIGHT if change < 0.0 else SLOWER_WEIGHT
-        self.value *= 1.0 + weight * max(steady, 1.0 / self.count if self.count < MAX_COUNT else 0.0) * change
+        self.value *= 1.0 + max(RATIO_WEIGHT, 1.0 / self.count if self.count < MAX_COUNT else 0.0) * change
 
 
 @dataclass(slots=True)
 class Rows:
     """Steps of one number of rows."""
 
-    plain: Average  # seconds
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PLAIN))  # seconds, the last steps
+    plain_s: float = 0.0  # their median
+    num_drafted: int = 0  # steps with drafts since the last plain one
     ratios: dict[int, Average] = field(default_factory=dict)  # by drafts
+
+    @property
+    def is_settled(self) -> bool:
+        return len(self.plain) == NUM_PLAIN and abs(self.plain[-1] / self.plain_s - 1.0) < SETTLED
+
+    def learn_plain(self, seconds: float) -> None:
+        self.num_drafted = 0
+        self.plain.append(seconds)
+        self.plain_s = median(self.plain)
 
 
 @dataclass(slots=True)
@@ -54,25 +72,31 @@ class StepTimes:
             self._age = 0
             self._ratios.clear()
         rows = self._rows.get(bucket(num_rows))
-        if rows is None:
-            if not num_drafts:
-                self._rows[bucket(num_rows)] = Rows(Average(seconds))
-            return
         if not num_drafts:
-            rows.plain.learn(seconds)
+            if rows is None:
+                rows = self._rows[bucket(num_rows)] = Rows()
+            rows.learn_plain(seconds)
+        elif rows is not None:
+            self._learn_ratio(rows, num_rows, num_drafts, seconds / rows.plain_s)
+
+    def _learn_ratio(self, rows: Rows, num_rows: int, num_drafts: int, ratio: float) -> None:
+        rows.num_drafted += 1
+        if (known := rows.ratios.get(bucket(num_drafts))) is not None:
+            if rows.num_drafted <= FRESH_STEPS or known.count < FEW_STEPS:
+                known.learn(ratio)
             return
-        ratio, known = seconds / rows.plain.value, rows.ratios.get(bucket(num_drafts))
-        if known is None:
-            expected = self.ratios(num_rows, num_drafts)[num_drafts]
-            rows.ratios[bucket(num_drafts)] = Average(min(ratio, MAX_RATIO * expected))
-            return
-        rows.plain.learn(rows.plain.value * ratio / known.value, weight=0.5)
-        known.learn(ratio)
+        expected = self.ratios(num_rows, num_drafts)[num_drafts]
+        rows.ratios[bucket(num_drafts)] = Average(min(ratio, MAX_RATIO * expected))
+
+    def is_plain_due(self, num_rows: int) -> bool:
+        """Whether the next step should have no drafts, so that the duration of a plain one is known."""
+        rows = self._rows.get(bucket(num_rows))
+        return rows is None or rows.num_drafted >= (PLAIN_EVERY if rows.is_settled else PLAIN_SOON)
 
     def plain_s(self, num_rows: int) -> float | None:
         """The duration of a step without drafts. None if it has not been measured."""
         rows = self._rows.get(bucket(num_rows))
-        return None if rows is None else rows.plain.value
+        return None if rows is None else rows.plain_s
 
     def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
         """For 0, 1, ... drafts: the duration of a step relative to one without drafts. It never decreases.
@@ -115,6 +139,9 @@ class EqualTimes(StepTimes):
 
     def plain_s(self, num_rows: int) -> float | None:
         return 1.0
+
+    def is_plain_due(self, num_rows: int) -> bool:
+        return False
 
     def ratios(self, num_rows: int, max_drafts: int) -> list[float]:
         return [1.0] * (max_drafts + 1)

@@ -663,7 +663,7 @@ def test_with_a_width_of_one_drafts_are_a_chain(tmp_path: Path) -> None:
     assert narrow.drafts_per_pass == 1
     engine.runner.listeners[:] = [narrow]  # type: ignore[attr-defined]
     assert engine.controller is not None
-    engine.controller.models = [narrow]
+    engine.controller.models[:] = [narrow]
     trees = record_trees(narrow)
     assert answer(engine, questions()) == answer(make_engine(CONFIGS["llama"], 8, {}), questions())
     assert all(parents is None for tokens, parents, _ in trees.values() if tokens)

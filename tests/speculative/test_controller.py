@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from quire.core.drafts import ROOT, Drafts
+from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.speculative.controller import Controller, Node, check
+from quire.speculative.controller import Controller
 from quire.speculative.draft_tree import trunk_first
+from quire.speculative.guard import checked
 from quire.speculative.proposer import Context, Proposer
 from tests.engine.test_same_answer import MODELS, alone, questions
 from tests.tools.tiny import LLAMA, TinyEngine
@@ -32,8 +34,10 @@ class Scripted:
         self._propose_one = propose_one
         self._rng = random.Random(7)
         self.finished: list[str] = []
+        self.num_calls = 0
 
     def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        self.num_calls += 1
         return [self._one(context, most) for context, most in zip(contexts, max_drafts, strict=True)]
 
     def _one(self, context: Context, most: int) -> Drafts | None:
@@ -158,15 +162,81 @@ def test_what_a_proposer_says_about_the_device_and_other_sources_is_ignored(know
     assert set(controller.drafted) == {"lying"}
 
 
-def test_more_requests_than_tokens_of_a_step_of_drafts(known: tuple[bool, Answers]) -> None:
-    controller = Controller([], 4, 97, 12.0, plugins=[Scripted("right", {}, GOOD["right"])])
+def test_more_requests_than_tokens_of_a_step_of_drafts() -> None:
+    proposer = Scripted("right", {str(number): [5] * 9 for number in range(6)}, GOOD["right"])
+    controller = Controller([], 4, 97, 12.0, plugins=[proposer])
     requests = [Request(f"{number}", [1, 2, 3], max_tokens=9) for number in range(6)]
-    assert controller._best_nodes([Node(-0.9, 0.0, row, 0) for row in range(6)], requests, requests, 0.01) == ()
+    for request in requests:
+        request.num_planned = 2
+    controller.times.learn(6, 0, 0.01)
+    controller.propose(requests, may_admit=False)
+    assert proposer.num_calls == 1
+    assert all(request.drafts is None for request in requests)
+
+
+def test_plugins_cannot_change_what_they_see_or_gave(known: tuple[bool, Answers]) -> None:
+    """The view of a request has no method that changes it, and an answer is copied before it is used."""
+    sampled, answers = known
+    kept: list[tuple[int, Drafts]] = []  # with the number of the call
+
+    def tamper(context: Context, most: int, ahead: list[int], rng: random.Random) -> Drafts | None:
+        assert not hasattr(context.tokens, "append")
+        assert not hasattr(context.prediction, "append")
+        context.tokens[:].clear()  # type: ignore[attr-defined]
+        for call, drafts in kept:
+            if call < proposer.num_calls:
+                drafts.tokens[:], drafts.odds[:] = [96] * 99, [0.99]
+        kept.append((proposer.num_calls, chain(ahead[:most])))
+        return kept[-1][1]
+
+    proposer = Scripted("tampering", answers, tamper)
+    found, controller = run(proposer, questions(sampled))
+    assert found == list(answers.values())
+    assert controller.proposers == [proposer]
+    assert controller.accepted["tampering"] == controller.drafted["tampering"] > 0
+
+
+def test_the_time_of_a_plugin_is_charged() -> None:
+    """It takes ten steps for each call and has no drafts, so it is hardly called."""
+
+    class Slow(Scripted):
+        def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+            now[0] += 0.1
+            return super().propose(contexts, max_drafts)
+
+    now = [0.0]
+    proposer = Slow("slow", {"a": []}, GOOD["none"])
+    controller = Controller([], 64, 97, 12.0, plugins=[proposer])
+    controller._clock = lambda: now[0]
+    request = Request("a", [1, 2, 3], max_tokens=2000)
+    request.num_planned = 2
+    for _ in range(1000):
+        controller.propose([request], may_admit=False)
+        assert request.drafts is None
+        now[0] += 0.01
+        controller.observe(Plan(1, [request], [request.num_planned], [1], [1], {}), Sampled([[0]]))
+        request.tokens.append(1)
+        request.num_planned += 1
+    assert 1 <= proposer.num_calls <= 4  # 8 steps of grace, and 0.8% of the time
+
+
+def test_the_proposer_whose_drafts_are_right_is_verified_whatever_odds_both_give() -> None:
+    """Both have drafts for every step. The one that boasts is wrong."""
+    answers = {"a": [token % 97 for token in range(400)]}
+    boasts = Scripted("boasts", answers, lambda context, most, ahead, rng: chain([96] * most, odds=0.99))
+    modest = Scripted("modest", answers, lambda context, most, ahead, rng: chain(ahead[:most], odds=0.3))
+    controller = Controller([], 64, 97, 12.0, plugins=[boasts, modest])
+    request = Request("a", [1, 2, 3], max_tokens=400)
+    request.num_planned = 2
+    while request.num_output < 400:
+        decode(controller, request, answers["a"])
+    assert controller.accepted["modest"] > 200
+    assert controller.drafted["boasts"] < 40
 
 
 def test_another_number_of_drafts_than_requests_is_refused() -> None:
     with pytest.raises(ValueError, match="2 drafts for 1"):
-        check([None, None], [4], 97)
+        checked([None, None], [4], 97)
 
 
 def test_the_likeliest_path_of_a_tree_comes_first() -> None:
@@ -184,27 +254,29 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_few() -> None:
         request.num_planned = 2
         num_steps = num_verified = 0
         while request.num_output < 400:
-            controller.propose([request], may_admit=False)
-            drafts, request.drafts = request.drafts, None
-            ahead = answers["a"][request.num_output :]
-            num_right = 0
-            if drafts is not None:
-                num_verified += len(drafts)
-                while num_right < len(drafts) and drafts.tokens[num_right] == ahead[num_right]:
-                    num_right += 1
-            observe(controller, request, drafts, num_right, 0.004 * (1 + (len(drafts) / 12 if drafts else 0)))
-            request.tokens += ahead[: num_right + 1]
-            request.num_planned = len(request.tokens) - 1
+            num_verified += decode(controller, request, answers["a"])
             num_steps += 1
         assert num_steps <= expected + 40, name
         if name == "wrong":
             assert num_verified < 100  # their steps take a twelfth longer for each
 
 
+def decode(controller: Controller, request: Request, answer: Sequence[int]) -> int:
+    """One step of a request. Returns the number of its drafts. Each takes a twelfth of a plain step."""
+    controller.propose([request], may_admit=False)
+    drafts, request.drafts = request.drafts, None
+    ahead = answer[request.num_output :]
+    num_right, num_drafts = 0, len(drafts) if drafts is not None else 0
+    while drafts is not None and num_right < num_drafts and drafts.tokens[num_right] == ahead[num_right]:
+        num_right += 1
+    observe(controller, request, drafts, num_right, 0.004 * (1 + num_drafts / 12))
+    request.tokens += ahead[: num_right + 1]
+    request.num_planned = len(request.tokens) - 1
+    return num_drafts
+
+
 def observe(controller: Controller, request: Request, drafts: Drafts | None, num_right: int, seconds: float) -> None:
     """A step of that duration, by the controller's own clock."""
-    from quire.core.plan import Plan, Sampled
-
     count = 1 + (len(drafts) if drafts else 0)
     plan = Plan(1, [request], [request.num_planned], [count], [count], {0: drafts} if drafts else {})
     sampled = Sampled([[0]], accepted={0: list(range(num_right))} if drafts else {})

@@ -133,6 +133,32 @@ def speed_of(world: World, num_rows: int, num_tokens: int = 400, rounds: int = 3
     return len(times) / sum(times)
 
 
+class Fixed(Controller):
+    """Every row has the same number of drafts in every step, whatever that takes."""
+
+    def __init__(self, oracle: Oracle, num_drafts: int) -> None:
+        super().__init__([], 4096, 1000, 12.0)
+        self._oracle, self._num_drafts = oracle, num_drafts
+
+    def propose(self, running: Sequence[Request], may_admit: bool) -> None:
+        for request in running:
+            context = Context(request.id, request.tokens, request.num_prompt, request.salt)
+            most = min(self._num_drafts, request.max_len - len(request.tokens) - 1)
+            (request.drafts,) = self._oracle.propose([context], [most])
+
+    def observe(self, plan: Plan, sampled: Sampled) -> None: ...
+
+
+def fixed_speed(cost: Cost, num_rows: int, share: float) -> float:
+    """Of the best fixed number of drafts, with its own luck. Plain decoding has none."""
+    speeds = [1.0]
+    for num_drafts in (1, 2, 4, 8) if share else ():
+        world = World(cost, share)
+        world.controller = Fixed(world.oracle, num_drafts)
+        speeds.append(speed_of(world, num_rows, rounds=1))
+    return max(speeds)
+
+
 def expected_speed(cost: Cost, num_rows: int, share: float) -> float:
     """Of the best fixed number of drafts, none included."""
     tokens = [sum(share**depth for depth in range(count + 1)) for count in range(DEPTH + 1)]
@@ -144,10 +170,9 @@ def expected_speed(cost: Cost, num_rows: int, share: float) -> float:
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
 @pytest.mark.parametrize("cost", [cpu, gpu])
 def test_as_fast_as_the_best_fixed_number_of_drafts(cost: Cost, num_rows: int, share: float) -> None:
-    """The last of a batch counts here, which has bad luck: with one row it is nearly the expected speed."""
     speed = speed_of(World(cost, share), num_rows)
     assert speed >= 0.97
-    assert speed >= (0.93 if num_rows == 1 else 0.85) * expected_speed(cost, num_rows, share)
+    assert speed >= (0.94 if num_rows == 1 else 0.9) * fixed_speed(cost, num_rows, share)
 
 
 @pytest.mark.parametrize("cost", [cpu, gpu])

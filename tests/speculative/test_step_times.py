@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.speculative.step_times import StepTimes, bucket
+from quire.speculative.step_times import FRESH_STEPS, PLAIN_EVERY, PLAIN_SOON, StepTimes, bucket
 
 pytestmark = pytest.mark.core
 
@@ -69,9 +69,37 @@ def test_the_machine_becomes_slower_and_all_ratios_stay() -> None:
         times.learn(1, 0, 0.008)
     assert times.plain_s(1) == pytest.approx(0.008, rel=0.1)
     assert times.ratios(1, 4)[4] == pytest.approx(1.5, rel=0.1)
-    for _ in range(100):
+
+
+def test_a_plain_step_is_due_after_many_with_drafts() -> None:
+    times = learned({0: 0.004, 4: 0.006})
+    times.learn(1, 0, 0.004)
+    for _ in range(PLAIN_EVERY):
+        assert not times.is_plain_due(1)
         times.learn(1, 4, 0.006)
-    assert times.plain_s(1) < 0.007  # faster again, seen by steps with drafts only
+    assert times.is_plain_due(1)
+    times.learn(1, 0, 0.004)
+    assert not times.is_plain_due(1)
+
+
+def test_a_slow_first_step_does_not_make_drafts_look_cheap() -> None:
+    times = StepTimes(12.0)
+    times.learn(1, 0, 0.012)
+    for _ in range(4 * PLAIN_SOON):
+        times.learn(1, 0 if times.is_plain_due(1) else 4, 0.004 if times.is_plain_due(1) else 0.008)
+    assert times.plain_s(1) == pytest.approx(0.004)
+    for _ in range(2 * PLAIN_EVERY):
+        times.learn(1, 0 if times.is_plain_due(1) else 4, 0.004 if times.is_plain_due(1) else 0.008)
+    assert times.ratios(1, 4)[4] == pytest.approx(2.0, rel=0.1)
+
+
+def test_steps_long_after_a_plain_one_say_nothing_of_ratios() -> None:
+    times = learned({0: 0.004, 4: 0.006})
+    for _ in range(FRESH_STEPS):
+        times.learn(1, 4, 0.006)
+    for _ in range(40):
+        times.learn(1, 4, 0.012)  # contexts grew, or the machine became slower
+    assert times.ratios(1, 4)[4] == pytest.approx(1.5, rel=0.05)
 
 
 def test_averages_stay_finite_over_a_long_time() -> None:
