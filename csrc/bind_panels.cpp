@@ -129,6 +129,19 @@ void pack_dense_rows(PanelStore& self, const std::string& type, uintptr_t addres
   pack_dense(self.view, codes, reinterpret_cast<const void*>(address), stride, first, count);
 }
 
+void pack_code_rows(PanelStore& self, int64_t first, int64_t count, Address codes, int code_limit, int64_t group,
+                    Address scales, Address zeros, Address levels, Address tables) {
+  check_rows(self.view, first, count);
+  for (Address needed : {codes, scales, levels}) check_address(needed, count);
+  if (code_limit < 1 || code_limit > 256 || group < 1 || group > kMaxSize) {
+    refuse_value(std::to_string(code_limit) + " codes and groups of " + std::to_string(group) + " cannot be packed.");
+  }
+  const CodeRows rows = {reinterpret_cast<const uint8_t*>(codes), self.view.cols, code_limit, group,
+                         reinterpret_cast<const float*>(scales), reinterpret_cast<const uint8_t*>(zeros),
+                         reinterpret_cast<const float*>(levels), reinterpret_cast<const float*>(tables)};
+  pack_codes(self.view, rows, first, count);
+}
+
 void unpack_rows(const PanelStore& self, uintptr_t rows_address, int64_t count, uintptr_t out_address) {
   if (count < 0) refuse_value("cannot unpack " + std::to_string(count) + " rows.");
   check_address(rows_address, count);
@@ -181,6 +194,9 @@ void bind_panels(nb::module_& module) {
            Released())
       .def("pack_dense", pack_dense_rows, nb::arg("type"), nb::arg("address"), nb::arg("stride"), nb::arg("first"),
            nb::arg("count"), Released())
+      .def("pack_codes", pack_code_rows, nb::arg("first"), nb::arg("count"), nb::kw_only(), nb::arg("codes"),
+           nb::arg("code_limit"), nb::arg("group"), nb::arg("scales"), nb::arg("zeros"), nb::arg("levels"),
+           nb::arg("tables"), Released())
       .def("unpack_rows", unpack_rows, nb::arg("rows_address"), nb::arg("count"), nb::arg("out_address"), Released());
   module.def("dequantize", dequantize, nb::arg("ggml_type"), nb::arg("address"), nb::arg("rows"), nb::arg("cols"),
              nb::arg("out"), Released());

@@ -25,6 +25,27 @@ void pack_dense(const Panels& panels, Codes type, const void* source, int64_t so
 // Whether pack_dense supports a format.
 bool dense_packable(const Format& format);
 
+constexpr int kTableSize = 16;
+
+// Rows of codes as a reader makes them (quire/quant/code_format.py): value = scale * (levels[code] - zero). Groups of
+// columns share a scale and a zero; the last group may be shorter.
+struct CodeRows {
+  const uint8_t* codes;  // [rows][cols]
+  int64_t cols;
+  int code_limit;  // codes are below it
+  int64_t group;
+  const float* scales;   // [rows][groups]
+  const uint8_t* zeros;  // [rows][groups], or null
+  const float* levels;   // [256]
+  const float* tables;   // [rows][16] in place of levels, or null
+
+  int64_t groups() const { return (cols + group - 1) / group; }
+};
+
+// Packs rows [first, first + count) of panels, which are the rows from 0 on of `rows`. Throws std::invalid_argument for
+// a scale that is not finite and for a code above the limit.
+void pack_codes(const Panels& panels, const CodeRows& rows, int64_t first, int64_t count);
+
 // Writes row `row` as `cols` float32 values.
 void unpack_row(const Panels& panels, int64_t row, float* out);
 
