@@ -21,7 +21,7 @@ class Drafts:
     odds      for each node the chance that it is right if its parent is, as far as the proposer can tell
     source    the proposer's name
     sources   the proposer of each node, if they are of several
-    on_device the device has made them. `tokens` are placeholders until the step that verifies them has ended
+    on_device the device has made them, a chain, and only the device knows them: `tokens` are placeholders
     """
 
     tokens: list[int]

@@ -89,6 +89,7 @@ class Request:
     num_drafted: int = field(init=False, default=0)  # drafts that steps have verified
     num_accepted: int = field(init=False, default=0)  # those that were right
     num_exited: int = field(init=False, default=0)  # tokens that an exit has chosen
+    waits_from: int | None = field(init=False, default=None)  # position from which tokens that exited are not computed
     num_computed: int = field(init=False, default=0)
     num_planned: int = field(init=False, default=0)
     num_expected: int = field(init=False, default=0)
@@ -133,8 +134,9 @@ class Request:
 
     @property
     def num_waiting(self) -> int:
-        """Tokens before the last one that exited early: a step computes them with it, or none of them."""
-        if self.params.early_exit is None or self.num_planned < self.num_prompt:
+        """Tokens before the last one that exited early: a step computes them with it, or none of them. Tokens that are
+        computed again after a preemption are a backlog as a prompt's are, and do not count."""
+        if self.waits_from is None:
             return 0
         return max(0, len(self.tokens) + self.num_expected - self.num_planned - 1)
 
@@ -150,6 +152,7 @@ class Request:
         self.tables, self.fixed_tables = [], []
         self.node, self.publish_at, self.swapped_out = None, NEVER, None
         self.release_due = False
+        self.waits_from = None
         self.drafts = None
         self.num_drafts_in_flight = 0
         self.forks.clear()

@@ -219,6 +219,8 @@ class Scheduler:
                     if detail and detail.prompt_logprobs:
                         request.num_scored += len(detail.prompt_logprobs)
                 self._advance(request, start + count)
+                if num_yields:
+                    request.waits_from = request.num_computed if row in sampled.exited else None
                 if finish:
                     self._finish(request)
             if request.release_due and not request.num_in_flight:
@@ -812,6 +814,7 @@ class Scheduler:
         `copies` are those of the plan being made.
         """
         request.release_due = False
+        request.waits_from = None
         is_preempted = request.state is State.PREEMPTED
         num_computed = request.num_computed
         # The root of folded beams may be shorter than it was, and its window's blocks already released.

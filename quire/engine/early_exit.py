@@ -70,9 +70,6 @@ class EarlyExit:
         threshold = request.params.early_exit
         return threshold is not None and self.confidence(probability) >= threshold  # not so for NaN
 
-    def reset(self) -> None:
-        self.exit_logits.reset()
-
 
 def may_exit(plan: Plan, row: int) -> bool:
     """Whether a row ends with a token of the answer after which the next one may be the exit's."""

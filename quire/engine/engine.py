@@ -97,9 +97,14 @@ class Engine:
     def abort(self, request_id: str) -> Update | None:
         with self._reset_if_interrupted():
             update = self.scheduler.abort(request_id, Finish.ABORT)
+        self._forget(request_id)
+        return update
+
+    def _forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self.runner.finish(request_id)
         if self.controller is not None:
             self.controller.finish(request_id)
-        return update
 
     @contextmanager
     def _reset_if_interrupted(self) -> Iterator[None]:
@@ -139,10 +144,9 @@ class Engine:
             self.scheduler.reset()
             self._drop_plans()
             raise
-        if self.controller is not None:
-            for update in updates:
-                if update.finish:
-                    self.controller.finish(update.id)
+        for update in updates:
+            if update.finish:
+                self._forget(update.id)
         return updates
 
     def _step(self, updates: list[Update]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.core.drafts import ROOT
 from quire.core.plan import Plan, Sampled
 from quire.engine.batch import Batch, Samples
 from quire.engine.cache import CacheTensors
@@ -32,7 +31,6 @@ from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
 
 DEPTH = 2  # plans in flight
-UNKNOWN = -1  # the token of a wrong draft that only the device knows
 MIXED_ROWS = 128  # of a captured step with prompts, unless its kind is `crowded`
 VERIFY_KINDS = ("verify", "trees")  # of graphs for steps of drafts
 
@@ -116,8 +114,10 @@ class GpuStep:
     def wait(self) -> Sampled:
         assert self.output is not None, "the plan before was not committed"
         self.host_outputs.done_event.synchronize()
-        reveal_drafts(self.plan, self.samples, self.output.tokens, self.host_outputs.num_accepted)
-        return collect(self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds)
+        nums_right = self.host_outputs.num_accepted[: len(self.plan)].tolist() if self.plan.drafts else []
+        return collect(
+            self.plan, self.samples, self.output, self.prompt_logprobs, self.host_outputs.seconds, nums_right
+        )  # fmt: skip
 
 
 class GpuRunner(ModelRunner):
@@ -325,13 +325,3 @@ class GpuRunner(ModelRunner):
 
 def has_tree(plan: Plan) -> bool:
     return not all(drafts.is_chain for drafts in plan.drafts.values())
-
-
-def reveal_drafts(plan: Plan, samples: Samples, tokens: Tensor, num_accepted: Tensor) -> None:
-    """Put the tokens of drafts that the device has made in the place of their placeholders: those that are right. The
-    others stay unknown, and become a number that no token has."""
-    for nth, (row, node) in enumerate(zip(samples.rows, samples.nodes, strict=True)):
-        drafts = plan.drafts.get(row)
-        if node == ROOT and drafts is not None and drafts.on_device:
-            count = int(num_accepted[row])
-            drafts.tokens[:] = [*tokens[nth : nth + count].tolist(), *([UNKNOWN] * (len(drafts) - count))]

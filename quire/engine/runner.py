@@ -70,6 +70,10 @@ class Runner(Protocol):
         time."""
         ...
 
+    def finish(self, request_id: str) -> None:
+        """A request has ended. Frees what is kept for it."""
+        ...
+
     def reset(self) -> None:
         """Forget all requests: plans were dropped."""
         ...
@@ -212,6 +216,10 @@ class ModelRunner:
     def idle(self, seconds: float) -> bool:
         return False
 
+    def finish(self, request_id: str) -> None:
+        if self.split is not None:
+            self.split.finish(request_id)
+
     def reset(self) -> None:
         self.buffers.reset()
         if self.split is not None:
@@ -267,8 +275,9 @@ def collect(
     output: SamplerOutput,
     prompt_logprobs: Sequence[PromptLogprobs],
     seconds: float,
+    nums_right: Sequence[int] = (),
 ) -> Sampled:
-    """Convert a step's output, which is on the host."""
+    """Convert a step's output, which is on the host. `nums_right`: of the drafts that the device has made, by row."""
     sampled = Sampled([[] for _ in range(len(plan))], seconds=seconds)
     tokens, max_logits = output.tokens.tolist(), output.max_logits.tolist()
     logprobs: dict[int, TokenLogprobs] = {}
@@ -283,7 +292,7 @@ def collect(
     for nth, row in enumerate(samples.rows):
         if samples.nodes[nth] != ROOT or samples.requests[nth].finished or samples.requests[nth].beam is not None:
             continue  # a draft, a beam, or a request that finished in the step before, after this one was planned
-        accept(plan, sampled, row, nth, tokens, max_logits, logprobs)
+        accept(plan, sampled, row, nth, tokens, max_logits, logprobs, nums_right)
     for row, targets, tensors in prompt_logprobs:
         num_top = plan.requests[row].params.prompt_logprobs or 0
         nums_top = [num_top] * len(targets)
@@ -299,10 +308,12 @@ def accept(
     tokens: Sequence[int],
     max_logits: Sequence[float],
     logprobs: Mapping[int, TokenLogprobs],
+    nums_right: Sequence[int] = (),
 ) -> None:
     """Append the tokens of a row, whose first sample is `first`: one, and one more after each draft that is right.
 
-    A draft is right if it is the token sampled after its parent. So the result equals sampling one by one.
+    A draft is right if it is the token sampled after its parent. So the result equals sampling one by one. Of drafts
+    that the device has made, the device has counted the right ones.
     """
     drafts, node = plan.drafts.get(row), ROOT
     path: list[int] = []
@@ -314,7 +325,12 @@ def accept(
         sampled.tokens[row].append(tokens[nth])
         if nth in logprobs:
             sampled.logprobs.setdefault(row, []).append(logprobs[nth])
-        following = drafts.child(node, tokens[nth]) if drafts is not None else None
+        if drafts is None:
+            break
+        if drafts.on_device:
+            following = node + 1 if node + 1 < nums_right[row] else None
+        else:
+            following = drafts.child(node, tokens[nth])
         if following is None:
             break
         node = following

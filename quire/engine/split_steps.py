@@ -57,10 +57,16 @@ class SplitSteps:
             taps = self.model.taps
         return SplitOutput(states, hidden, taps, exits, waiting)
 
+    def finish(self, request_id: str) -> None:
+        """A request has ended."""
+        self.kept.drop(request_id)
+        if self.early_exit is not None:
+            self.early_exit.exit_logits.finish(request_id)
+
     def reset(self) -> None:
         self.kept.reset()
         if self.early_exit is not None:
-            self.early_exit.reset()
+            self.early_exit.exit_logits.reset()
 
     def _first(self, plan: Plan, batch: Batch) -> Floats:
         """The states of all tokens of the step after the first layers."""

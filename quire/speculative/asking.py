@@ -1,7 +1,7 @@
 """Asking: whether a model is asked for drafts, and for how many. Its time is spent before its drafts are known.
 
 So the decision uses how often its drafts for this request were right so far. A model that does not pay is asked again
-after 16, 32, 64, ... steps.
+later (`back_off.py`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.speculative.back_off import BackOff
+
 FIRST_RATE = 0.7  # of right drafts, before any was verified
 RATE_WEIGHT = 0.1
 MAX_DEPTH = 8
-FIRST_WAIT, MAX_WAIT = 16, 1024  # steps
 TIME_WEIGHT = 0.2
 MIN_GAIN = 1.02
 
@@ -22,13 +23,12 @@ class Asked:
     """A request's experience with a model."""
 
     rate: float = FIRST_RATE  # of drafts that were right, if their parents were
-    wait: int = FIRST_WAIT  # steps until it is asked again, if it does not pay
-    left: int = 0  # of these
+    back_off: BackOff = field(default_factory=BackOff)
 
     def learn(self, right: bool) -> None:
         self.rate += RATE_WEIGHT * (right - self.rate)
         if right:
-            self.wait = FIRST_WAIT
+            self.back_off.reset()
 
 
 @dataclass(slots=True)
@@ -68,9 +68,4 @@ def choose_depth(
             best, best_rate = depth, rate
     if best:
         return best
-    asked.left -= 1
-    if asked.left > 0:
-        return 0
-    asked.left = asked.wait
-    asked.wait = min(MAX_WAIT, 2 * asked.wait)
-    return 1 if others <= MIN_GAIN else 0
+    return 1 if asked.back_off.is_due() and others <= MIN_GAIN else 0

@@ -7,9 +7,10 @@ time of drafting: the device does it between two steps. The controller calls thi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.speculative.asking import FIRST_WAIT, MAX_WAIT, MIN_GAIN
+from quire.speculative.asking import MIN_GAIN
+from quire.speculative.back_off import BackOff
 
 DEPTHS = (1, 3, 5)  # each is captured for itself
 PASS_RATIO = 0.06  # of one pass, relative to a plain step, until steps with drafts have been measured
@@ -18,12 +19,11 @@ PASS_RATIO = 0.06  # of one pass, relative to a plain step, until steps with dra
 @dataclass(slots=True)
 class Drafting:
     """`name` is the drafter's, and `max_depth` the most drafts of a row. If drafts do not pay, they are tried again
-    after 16, 32, 64, ... steps."""
+    later."""
 
     name: str
     max_depth: int
-    wait: int = FIRST_WAIT
-    left: int = 0
+    back_off: BackOff = field(default_factory=BackOff)
 
     def choose_depth(self, rates: Sequence[float], num_rows: int, ratios: Sequence[float]) -> int:
         """`rates` of right drafts, of the requests that can have some, among `num_rows`. `ratios` are durations of
@@ -35,10 +35,6 @@ class Drafting:
             if expected / ratio > best_rate:
                 best, best_rate = depth, expected / ratio
         if best:
-            self.wait, self.left = FIRST_WAIT, 0
+            self.back_off.reset()
             return best
-        self.left -= 1
-        if self.left > 0:
-            return 0
-        self.left, self.wait = self.wait, min(MAX_WAIT, 2 * self.wait)
-        return DEPTHS[0]
+        return DEPTHS[0] if self.back_off.is_due() else 0

@@ -12,6 +12,7 @@ from quire.core.policy import Dynamic, Policy, Static, WaitingRatio
 from quire.core.prefix_tree import MissKind
 from quire.core.request import Finish, Request, State
 from quire.core.scheduler import Scheduler
+from quire.core.swap import SwapCosts
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong
 from tests.core.fake_runner import FakeRunner
 
@@ -515,6 +516,27 @@ def test_tokens_that_exited_take_no_part_of_the_budget_for_prompts() -> None:
     assert lengths == [[number] * 4 + [1] for number in range(1, 6)]
     scheduler.add(ask("late", 9, first=1000))
     assert exit_early(scheduler)["late"] == (0, 3)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_preempted_request_that_may_exit_is_computed_again_within_the_budget(swaps: bool) -> None:
+    """Its backlog counts as a prompt's, also where a part of its answer is there already."""
+    host = {"num_host_blocks": 64, "costs": SwapCosts(0.0, 1.0)} if swaps else {}
+    scheduler = make(max_tokens=32, pace=Pace(0.001, 1, 1.0, 1.0, 3), prefix_cache=False, **host)
+    scheduler.add(ask("plain", 3, max_tokens=30, first=900))
+    while not scheduler.requests["plain"].num_output:
+        step(scheduler)
+    scheduler.add(ask_to_exit("exits", 3, 100))
+    while scheduler.requests["exits"].num_output < 4:
+        step(scheduler)
+    lengths = [exit_early(scheduler)["exits"][1] for _ in range(10)]
+    assert lengths == list(range(1, 11))
+    scheduler._preempt(scheduler.requests["exits"])
+    rows = [exit_early(scheduler) for _ in range(3 if swaps else 5)]
+    assert [row["exits"] for row in rows] == (
+        [(6, 4), (10, 4), (14, 3)] if swaps else [(0, 4), (4, 4), (8, 4), (12, 4), (16, 1)]
+    )
+    assert all(row["plain"][1] == 1 for row in rows)
 
 
 def test_a_step_has_no_more_tokens_than_it_may_whatever_has_exited() -> None:

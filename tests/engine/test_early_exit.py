@@ -224,6 +224,28 @@ def test_a_later_request_may_have_the_same_id(tmp_path: Path) -> None:
     assert again.num_exited == fresh.num_exited > 3
 
 
+def test_nothing_is_kept_for_a_request_that_has_ended(tmp_path: Path) -> None:
+    """Its own tokens' rows of the head are freed, whether it ends or is aborted, also without self-speculation."""
+    config, found = CONFIGS["llama"], make_exit("llama", tmp_path)
+    engine, split, _ = build_engine(config, MODELS["llama"], OPS, found)
+    assert split.early_exit is not None
+    own = split.early_exit.exit_logits._vocabulary._own  # type: ignore[union-attr]
+    first, second, *_ = exiting(questions())
+    engine.add(first)
+    while first.num_exited < 3:
+        engine.step()
+    assert list(own) == [first.id]
+    answer(engine, [second])
+    assert second.id not in own
+    engine.add(third := Request("third", first.prompt, first.params, max_tokens=30))
+    while third.num_exited < 3:
+        engine.step()
+    assert "third" in own
+    engine.abort("third")
+    assert not len(own)
+    assert not len(split.kept)
+
+
 def test_later_requests_read_nothing_that_is_not_computed(tmp_path: Path) -> None:
     """The blocks of an answer with early exit are found by a request that goes on from it."""
     config, found = CONFIGS["llama"], make_exit("llama", tmp_path)

@@ -140,6 +140,9 @@ class FailingRunner:
     def idle(self, seconds: float) -> bool:
         return False
 
+    def finish(self, request_id: str) -> None:
+        self.runner.finish(request_id)
+
     def reset(self) -> None:
         self.runner.reset()
 

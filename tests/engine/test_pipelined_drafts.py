@@ -66,11 +66,17 @@ class Step:
             depths = [0, *plan.drafts[row].depths()] if row in plan.drafts else [0]
             first = plan.starts[row] + plan.counts[row] - plan.yields[row] + 1
             tokens = [answer_of(request.id, first + depth) for depth in depths]
+            nums_right = [0] * len(plan)
             if row in plan.drafts and plan.drafts[row].on_device:
-                count = len(plan.drafts[row])
-                plan.drafts[row].tokens[:] = [guess(request.id, first + nth, self.chance) for nth in range(count)]
-            accept(plan, sampled, row, 0, tokens, [1.0] * len(tokens), {})
+                nums_right[row] = self._count_right(request.id, first, len(plan.drafts[row]))
+            accept(plan, sampled, row, 0, tokens, [1.0] * len(tokens), {}, nums_right)
         return sampled
+
+    def _count_right(self, request_id: str, first: int, count: int) -> int:
+        are_right = [
+            guess(request_id, first + nth, self.chance) == answer_of(request_id, first + nth) for nth in range(count)
+        ]
+        return [*are_right, False].index(False)
 
 
 class Device:
@@ -93,6 +99,9 @@ class Device:
         step = Step(self.clock, plan, begin_s, self.free_s, self.chance)
         self.free_s += PASS_S * max(plan.drafted.values(), default=0)
         return step
+
+    def finish(self, request_id: str) -> None:
+        pass
 
     def reset(self) -> None:
         pass

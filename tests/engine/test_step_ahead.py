@@ -74,6 +74,9 @@ class SlowRunner:
         self.busy_s += step_s
         return SlowStep(self.clock, plan, begin_s, self.free_s)
 
+    def finish(self, request_id: str) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 
