@@ -41,16 +41,29 @@ class Key(NamedTuple):
     depth: int = 0  # more than 0: what comes behind such a step, so many drafts for each row (`GpuDrafter`)
 
 
+Behind = Callable[[Key], Sequence[Key]]
+
+
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
 
 
 class Graphs:
-    """Captured graphs by kind and size. `body` runs the step of a key on buffers with fixed addresses."""
+    """Captured graphs by kind and size. `body` runs the step of a key on buffers with fixed addresses. `behind`: what
+    may come behind such a step, the longest last. It is captured together with the step, and not when it is first
+    needed: requests would wait for that, and it would look like the duration of drafting."""
 
-    def __init__(self, body: Callable[[Key], Tensor], max_rows: int, max_tokens: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        body: Callable[[Key], Tensor],
+        max_rows: int,
+        max_tokens: int,
+        max_bytes: int,
+        behind: Behind = lambda key: (),
+    ) -> None:
         self._body = body
+        self._behind = behind
         self._captured: dict[Key, Captured] = {}
         self._num_missed: Counter[Key] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
@@ -91,16 +104,8 @@ class Graphs:
         return captured.hidden
 
     def run(self, key: Key) -> Tensor:
-        """Replay a graph. The first time the step is run, which takes as long as its capture, and then captured."""
-        if key in self._captured:
-            return self.replay(key)
-        result = self._body(key)
-        if self._bytes_left > 0:
-            try:
-                self._capture(key)
-            except RuntimeError as error:
-                self._stop(f"a capture failed: {error}")
-        return result
+        """Replay what comes behind a step. It is run op by op if there was no memory to capture it."""
+        return self.replay(key) if key in self._captured else self._body(key)
 
     def warm_up(self, kinds: Sequence[str], verify_kinds: Sequence[str] = (), max_queries: Sequence[int] = ()) -> None:
         """Run and capture the first sizes of these kinds, and all decode sizes. Of `verify_kinds` those for the largest
@@ -115,7 +120,8 @@ class Graphs:
         for key in sorted(first, key=lambda key: (key.kind != "decode", -key.size)):
             if key.size in WARMUP_SIZES or key.kind not in was_run:
                 # The first use allocates a workspace. Inside a capture, only that graph would zero it.
-                self._body(key)
+                for each in (key, *self._behind(key)[-1:]):
+                    self._body(each)
                 was_run.add(key.kind)
             if self._bytes_left > 0:
                 self._capture(key)
@@ -135,23 +141,28 @@ class Graphs:
             self._stop(f"a capture failed: {error}")
         return True
 
-    @torch.inference_mode()
     def _capture(self, key: Key) -> None:
+        """Capture a step and what may come behind it."""
         begin_s, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            try:
-                hidden = self._body(key)
-            finally:
-                graph.capture_end()
-        self._captured[key] = Captured(graph, hidden)
+        for each in (key, *self._behind(key)):
+            self._captured[each] = self._record(each)
         if key in self._pending:
             self._pending.remove(key)
         self._bytes_left -= free - torch.cuda.mem_get_info()[0]
         self._capture_s = time.monotonic() - begin_s
         if self._bytes_left <= 0 and self._pending:
             self._stop("the memory set aside for them is used up")
+
+    @torch.inference_mode()
+    def _record(self, key: Key) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = self._body(key)
+            finally:
+                graph.capture_end()
+        return Captured(graph, result)
 
     def _stop(self, reason: str) -> None:
         log.warning("No more steps are captured: %s.", reason)

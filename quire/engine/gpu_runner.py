@@ -29,6 +29,7 @@ from quire.kernels.cuda.sampling.accept import MAX_NODES, accept_drafts
 from quire.kernels.cuda.sampling.last_tokens import fill_last_tokens
 from quire.kernels.paging import Ends
 from quire.models.decoder import Decoder
+from quire.speculative.drafting import DEPTHS
 
 DEPTH = 2  # plans in flight
 MIXED_ROWS = 128  # of a captured step with prompts, unless its kind is `crowded`
@@ -159,7 +160,7 @@ class GpuRunner(ModelRunner):
             )
             for _ in range(DEPTH + 1)
         )
-        self.graphs = Graphs(self._run_captured, self.max_rows, buffers.max_tokens, graph_bytes)
+        self.graphs = Graphs(self._run_captured, self.max_rows, buffers.max_tokens, graph_bytes, self._find_drafting)
 
     @torch.inference_mode()
     def launch(self, plan: Plan, is_behind: bool = False) -> RunningStep:
@@ -289,6 +290,13 @@ class GpuRunner(ModelRunner):
             fill_last_tokens(following, stops, entries, self.sampler.last_tokens, num_rows)
             self._drafter.extend(step.batch, following[1:])
 
+    def _find_drafting(self, key: Key) -> list[Key]:
+        """What may come behind a step: drafting, by its depth."""
+        drafter, kinds = self._drafter, ("decode", VERIFY_KINDS[1] if self.ops.exact else VERIFY_KINDS[0])
+        if drafter is None or key.kind not in kinds:
+            return []
+        return [key._replace(depth=depth) for depth in DEPTHS if depth <= drafter.max_depth]
+
     def _max_rows_of(self, kind: str) -> int:
         """Rows of a captured step with prompts."""
         return self.max_rows if kind == "crowded" else min(MIXED_ROWS, self.max_rows)
@@ -301,23 +309,12 @@ class GpuRunner(ModelRunner):
         kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
         verify_kinds = VERIFY_KINDS if self._speculates else ()
         self.graphs.warm_up(kinds, VERIFY_KINDS[1:] if self.ops.exact and verify_kinds else verify_kinds, QUERIES)
-        if self._drafter is not None:
-            self._prepare_drafter(self._drafter)
+        if self._drafter is not None and (size := WARMUP_SIZES[-1]) <= self.buffers.max_tokens:
+            batch = self.buffers.mixed_batch(size, self._max_rows_of("mixed"), has_singles=True)
+            self._drafter.extend(batch, self.buffers.following.view(1 + size)[1:])
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))
-
-    def _prepare_drafter(self, drafter: GpuDrafter) -> None:
-        """Run it behind steps of a few sizes. Its graphs are captured when they are first needed."""
-        kind = "trees" if self.ops.exact else "verify"
-        for size in WARMUP_SIZES:
-            if size <= self.max_rows:
-                self._run_captured(Key("decode", size, depth=drafter.max_depth))
-            if MAX_QUERIES <= size <= self.buffers.max_verified:
-                self._run_captured(Key(kind, size, MAX_QUERIES, drafter.max_depth))
-        if (size := WARMUP_SIZES[-1]) <= self.buffers.max_tokens:
-            batch = self.buffers.mixed_batch(size, self._max_rows_of("mixed"), has_singles=True)
-            drafter.extend(batch, self.buffers.following.view(1 + size)[1:])
 
     def idle(self, seconds: float) -> bool:
         return self.graphs.capture_next(seconds)

@@ -87,7 +87,8 @@ def _load_libraries(device: str, dtype: str) -> None:
 @torch.inference_mode()
 def run_step(model: Decoder, batch: Batch, cache: CacheTensors) -> None:
     """The model on all tokens, and logits and log probabilities of every row."""
-    hidden = model(batch.tokens, batch.positions, batch.paging, cache.layers)
+    layers = cache.layers[: len(model.layers)]  # the others are those of a draft head
+    hidden = model(batch.tokens, batch.positions, batch.paging, layers)
     ends = torch.tensor(batch.paging.host_query_starts[1:], device=hidden.device) - 1
     torch.log_softmax(model.head(hidden[ends]), -1)
 

@@ -26,10 +26,9 @@ from quire.speculative.proposer import Proposer
 from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.json_config import config_from_json
-from tests.engine import test_speculation as shared
-from tests.engine.test_speculation import Answer, Oracle, make_chain, make_tree, run
 from tests.tools.eagle import eagle_config, eagle_tensors
 from tests.tools.heads import write_head
+from tests.tools.oracle import Answer, Oracle, make_chain, make_tree, run
 
 pytestmark = pytest.mark.cuda
 
@@ -37,20 +36,20 @@ VOCAB_SIZE = gpu.SMALL_MODEL["vocab_size"]
 Make = Callable[[dict[str, Answer]], Proposer]
 
 
-def make_many(ahead: list[int], rng: random.Random) -> Drafts:
+def make_many(ahead: list[int], rng: random.Random, vocab_size: int) -> Drafts:
     """The longest chain there can be."""
     return Drafts(ahead[:15], None, [0.9] * len(ahead[:15]))
 
 
-def make_wrong(ahead: list[int], rng: random.Random) -> Drafts:
-    return Drafts([(token + 1) % VOCAB_SIZE for token in ahead[:7]], None, [0.9] * len(ahead[:7]))
+def make_wrong(ahead: list[int], rng: random.Random, vocab_size: int) -> Drafts:
+    return Drafts([(token + 1) % vocab_size for token in ahead[:7]], None, [0.9] * len(ahead[:7]))
 
 
 PROPOSERS: dict[str, Make] = {
-    "chains": lambda answers: Oracle(answers, make_chain),
-    "trees": lambda answers: Oracle(answers, make_tree),
-    "many": lambda answers: Oracle(answers, make_many),
-    "wrong": lambda answers: Oracle(answers, make_wrong),
+    "chains": lambda answers: Oracle(answers, make_chain, VOCAB_SIZE),
+    "trees": lambda answers: Oracle(answers, make_tree, VOCAB_SIZE),
+    "many": lambda answers: Oracle(answers, make_many, VOCAB_SIZE),
+    "wrong": lambda answers: Oracle(answers, make_wrong, VOCAB_SIZE),
     "suffix": lambda answers: SuffixProposer(),
 }
 
@@ -58,12 +57,6 @@ PROPOSERS: dict[str, Make] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(autouse=True)
-def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the wrong drafts that are mixed in."""
-    monkeypatch.setattr(shared, "VOCAB_SIZE", VOCAB_SIZE)
 
 
 def start(model: Path, **options: Any) -> InProcess:
@@ -145,7 +138,7 @@ def test_a_controller_that_measures_gives_the_same_tokens(model: Path) -> None:
     client = start(model, exact=True)
     assert client.engine.controller is not None, "auto speculates with exact"
     assert run(client.engine, draw_requests(7, 60)) == expected
-    client.engine.controller.proposers.append(Oracle(expected, make_tree))
+    client.engine.controller.proposers.append(Oracle(expected, make_tree, VOCAB_SIZE))
     again = draw_requests(7, 60)
     assert run(client.engine, again) == expected
 

@@ -49,11 +49,11 @@ from tests.engine.test_speculation import (
     VOCAB_SIZE,
     make_engine,
     make_requests,
-    run,
 )
 from tests.tools.eagle import KINDS, eagle_config, eagle_tensors, mtp_tensors
 from tests.tools.heads import block_config, block_tensors, build_engine, write_head
 from tests.tools.native import PanelSource, all_of, mixed, native_model
+from tests.tools.oracle import run
 from tests.tools.tiny_models import tiny_config, tiny_directory, tiny_weights, write_directory
 
 pytestmark = pytest.mark.cpu

@@ -32,13 +32,12 @@ from tests.engine.test_speculation import (
     ENGINES,
     MODELS,
     OPS,
-    Answer,
     make_engine,
     make_requests,
-    run,
 )
 from tests.tools.exits import build_engine, exit_config, exit_tensors, identity_model, load_exit, right_tensors
 from tests.tools.heads import write_head
+from tests.tools.oracle import Answer, run
 from tests.tools.tiny import TinyEngine
 from tests.tools.tiny_models import tiny_directory
 

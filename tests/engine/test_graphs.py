@@ -141,12 +141,29 @@ def test_without_speculation_no_step_of_drafts_is_run_at_start(monkeypatch) -> N
     assert not {"verify", "trees"} & {key.kind for key in gpu.run}
 
 
-def test_what_comes_behind_a_step_is_captured_when_it_is_first_run(monkeypatch) -> None:
+def draft(key: Key) -> list[Key]:
+    return [key._replace(depth=depth) for depth in (1, 3)] if key.kind == "decode" else []
+
+
+def test_what_comes_behind_a_step_is_captured_with_it(monkeypatch) -> None:
+    """No step waits for that, and the longest is run before: it may allocate workspaces."""
     gpu = FakeGpu(monkeypatch)
-    graphs = make(gpu)
-    key = Key("decode", 16, depth=3)
-    assert graphs.run(key) == key
-    assert (gpu.run, gpu.replayed) == ([key, key], 0), "run, and then captured"
-    assert graphs.run(key) == key
-    assert (gpu.run, gpu.replayed) == ([key, key], 1)
-    assert graphs.find("decode", 16) is None, "it is no step"
+    graphs = Graphs(gpu.body, 256, 8192, 1000 * MIB, draft)
+    graphs.warm_up(KINDS)
+    first, last = (gpu.run.index(Key("decode", 256, depth=depth)) for depth in (1, 3))
+    assert last < first, "it is run before anything is captured"
+    gpu.run.clear()
+    for size in decode_sizes(256):
+        graphs.run(Key("decode", size, depth=3))
+    assert not gpu.run
+    assert gpu.replayed == len(decode_sizes(256))
+    assert graphs.find("decode", 16) == Key("decode", 16), "it is no step"
+
+
+def test_what_could_not_be_captured_is_run(monkeypatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    graphs = Graphs(gpu.body, 256, 8192, MIB, draft)
+    graphs.warm_up(KINDS)
+    gpu.run.clear()
+    assert graphs.run(Key("decode", 16, depth=3)) == Key("decode", 16, depth=3)
+    assert gpu.run == [Key("decode", 16, depth=3)]

@@ -33,9 +33,10 @@ from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target, load_block_head, load_medusa
 from quire.weights.loader import load_model
-from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests, run
+from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests
 from tests.tools.heads import block_config, block_tensors, build_engine, medusa_config, medusa_tensors, write_head
 from tests.tools.native import native_model
+from tests.tools.oracle import run
 from tests.tools.tiny_models import tiny_directory
 
 pytestmark = pytest.mark.cpu

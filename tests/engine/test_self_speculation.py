@@ -27,7 +27,7 @@ from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target
 from quire.weights.loader import load_model
 from tests.engine.test_heads import PlainTarget, dense, near, rms
-from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests, run
+from tests.engine.test_speculation import CONFIGS, ENGINES, MODELS, OPS, VOCAB_SIZE, make_engine, make_requests
 from tests.tools.exits import (
     build_engine,
     exit_config,
@@ -38,6 +38,7 @@ from tests.tools.exits import (
     untrained,
 )
 from tests.tools.heads import write_head
+from tests.tools.oracle import run
 from tests.tools.tiny_models import tiny_directory
 
 pytestmark = pytest.mark.cpu

@@ -5,27 +5,26 @@ and every type of cache."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.core.drafts import ROOT, Drafts
 from quire.core.params import SamplingParams, StructuredOutputs
-from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
-from quire.speculative.proposer import Context, Proposer
+from quire.speculative.proposer import Proposer
 from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.text.grammar.constraint import GrammarBackend
 from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 from tests.tools.native import FITTING, kernels_of, mixed, native_model
+from tests.tools.oracle import Answer, Oracle, make_chain, make_tree, run
 from tests.tools.tiny import TinyEngine
 
 pytestmark = pytest.mark.cpu
@@ -40,7 +39,6 @@ OPS = kernels_of()
 CONFIGS = {name: replace(FITTING[name], vocab_size=VOCAB_SIZE) for name in ("llama", "gemma3")}
 MODELS: dict[str, Decoder] = {name: native_model(config, OPS, mixed) for name, config in CONFIGS.items()}
 
-Answer = tuple[list[int], list[TokenLogprobs]]
 Settings = dict[str, Any]
 
 
@@ -97,75 +95,10 @@ def make_requests(seed: int, count: int) -> list[Request]:
     return requests[:count]
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
-    """Requests arrive a few at a time."""
-    left, logprobs = list(requests), {request.id: list[TokenLogprobs]() for request in requests}
-
-    def collect(updates: Sequence[Update]) -> None:
-        for update in updates:
-            if update.detail is not None:
-                logprobs[update.id] += update.detail.logprobs or []
-
-    while left or engine.has_work:
-        for request in left[:3]:
-            engine.add(request)
-        del left[:3]
-        collect(engine.step())
-    return {request.id: (request.tokens[request.num_prompt :], logprobs[request.id]) for request in requests}
-
-
-class Oracle:
-    """Knows the answers, and mixes wrong tokens into them."""
-
-    name = "oracle"
-
-    def __init__(self, answers: dict[str, Answer], make: Callable[[list[int], random.Random], Drafts]) -> None:
-        self._answers = answers
-        self._make = make
-        self._rng = random.Random(5)
-
-    def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
-        return [
-            self._make(self._answers[context.request_id][0][len(context.tokens) - context.num_prompt :], self._rng)
-            for context in contexts
-        ]
-
-    def finish(self, request_id: str) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-
-def make_chain(ahead: list[int], rng: random.Random) -> Drafts:
-    tokens = [token if rng.random() < 0.8 else rng.randrange(VOCAB_SIZE) for token in ahead[: rng.randint(0, 6)]]
-    return Drafts(tokens, None, [0.9] * len(tokens))
-
-
-def make_tree(ahead: list[int], rng: random.Random) -> Drafts:
-    """The answer is on a random path. Every node has a few wrong children."""
-    tokens, parents, odds, parent = [], [], [], ROOT
-    for right in ahead[: rng.randint(0, 5)]:
-        children = [(right, True), *((rng.randrange(VOCAB_SIZE), False) for _ in range(rng.randint(0, 2)))]
-        rng.shuffle(children)
-        following, seen = parent, set()
-        for token, is_right in children:
-            if token in seen or (token == right and not is_right) or (is_right and rng.random() < 0.1):
-                continue
-            seen.add(token)
-            tokens.append(token)
-            parents.append(parent)
-            odds.append(rng.choice([0.5, 0.9, 0.95]))
-            if is_right:
-                following = len(tokens) - 1
-        parent = following
-    return Drafts(tokens, parents, odds)
-
-
 PROPOSERS: dict[str, Callable[[dict[str, Answer]], Proposer]] = {
     "suffix": lambda answers: SuffixProposer(),
-    "chains": lambda answers: Oracle(answers, make_chain),
-    "trees": lambda answers: Oracle(answers, make_tree),
+    "chains": lambda answers: Oracle(answers, make_chain, VOCAB_SIZE),
+    "trees": lambda answers: Oracle(answers, make_tree, VOCAB_SIZE),
 }
 ENGINES: dict[str, Settings] = {
     "roomy": {},

@@ -32,9 +32,9 @@ from quire.speculative.drafting import Drafting
 from quire.speculative.step_times import EqualTimes
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
-from tests.engine.test_speculation import run
 from tests.tools.eagle import eagle_config, eagle_tensors
 from tests.tools.heads import write_head
+from tests.tools.oracle import run
 from tests.tools.paged import PagedCache
 
 CONFIG = replace(simulated_gpu.LLAMA, num_layers=4, windows=(None,) * 4)

@@ -29,7 +29,8 @@ from quire.kernels.paging import LayerCache
 from quire.speculative.controller import Controller
 from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
-from tests.engine.test_speculation import VOCAB_SIZE, Answer, Oracle, make_chain, make_tree, run
+from tests.engine.test_speculation import VOCAB_SIZE
+from tests.tools.oracle import Answer, Oracle, make_chain, make_tree, run
 from tests.tools.trees import draw_parents
 
 CONFIG = replace(simulated_gpu.LLAMA, vocab_size=VOCAB_SIZE)
@@ -106,7 +107,7 @@ def check_answers(*, exact: bool) -> None:
     expected = run(plain, make_requests())
     lengths = {len(tokens) for tokens, _ in expected.values()}
     assert lengths != {MAX_TOKENS}, "a request stops in between"
-    proposers = [Oracle(expected, make_chain), Oracle(expected, make_tree), SuffixProposer()]
+    proposers = [Oracle(expected, make_chain, VOCAB_SIZE), Oracle(expected, make_tree, VOCAB_SIZE), SuffixProposer()]
     for nth, proposer in enumerate(proposers if exact else proposers[:2]):
         controller = make_controller(proposer)
         few = {"num_blocks": FEW_BLOCKS, "num_host_blocks": 40} if nth else {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +89,9 @@ def use_stream(_: Stream) -> Iterator[None]:
 
 def capture(self: gpu_graphs.Graphs, key: gpu_graphs.Key) -> None:
     """Takes the place of `Graphs._capture`."""
-    self._captured[key] = gpu_graphs.Captured(Graph(lambda: self._body(key)), torch.empty(0))  # type: ignore[arg-type]
+    for each in (key, *self._behind(key)):
+        graph: Any = Graph(partial(self._body, each))
+        self._captured[each] = gpu_graphs.Captured(graph, torch.empty(0))
     if key in self._pending:
         self._pending.remove(key)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from quire.speculative.asking import Asked, choose_depth
@@ -19,7 +21,7 @@ def tries(back_off: BackOff, num_steps: int) -> list[int]:
 
 def test_waits_double_up_to_a_limit() -> None:
     found = tries(BackOff(), 10_000)
-    gaps = [later - earlier for earlier, later in zip(found, found[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(found)]
     assert found[0] == 0
     assert gaps[:4] == [16, 32, 64, 128]
     assert set(gaps[6:]) == {MAX_WAIT}
