@@ -62,20 +62,38 @@ class FeatureMaker:
     def _compute(self, dialogues: Sequence[Dialogue]) -> Iterator[Features]:
         target, inputs = self._target, self._inputs
         texts = [dialogue.tokens.tolist() for dialogue in dialogues]
-        for dialogue, text, states in zip(dialogues, texts, self._states.compute(texts), strict=True):
-            taps = dict(zip(inputs.tap_layers, map(target.as_tensor, states.taps), strict=True))
-            empty = torch.zeros(len(text), 0, target.hidden_size, device=target.device)
-            pairs = [
-                target.keys_values(layer, taps[layer - 1] if layer else target.embed(torch.tensor(text)))
-                for layer in inputs.kv_layers
-            ]
+        lengths = [len(text) for text in texts]
+        states = self._states.compute(texts)
+        taps = [
+            dict(zip(inputs.tap_layers, map(target.as_tensor, each.taps), strict=True)) for each in states
+        ]  # of each dialogue, by layer
+        keys, values = self._keys_values(dialogues, taps, lengths)
+        for nth, dialogue in enumerate(dialogues):
+            empty = torch.zeros(lengths[nth], 0, target.hidden_size, device=target.device)
+            read = [taps[nth][layer] for layer in inputs.taps]
             yield Features(
                 dialogue,
-                self._keep(torch.stack([taps[layer] for layer in inputs.taps], dim=1) if inputs.taps else empty),
-                self._keep(target.as_tensor(states.hidden)),
-                tuple(self._keep(k) for k, _ in pairs),
-                tuple(self._keep(v) for _, v in pairs),
+                self._keep(torch.stack(read, dim=1) if read else empty),
+                self._keep(target.as_tensor(states[nth].hidden)),
+                tuple(self._keep(k[nth]) for k in keys),
+                tuple(self._keep(v[nth]) for v in values),
             )
+
+    def _keys_values(
+        self, dialogues: Sequence[Dialogue], taps: Sequence[dict[int, Tensor]], lengths: list[int]
+    ) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+        """By layer and dialogue. All dialogues are computed at once."""
+        target, keys, values = self._target, list[Sequence[Tensor]](), list[Sequence[Tensor]]()
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        for layer in self._inputs.kv_layers:
+            if layer:
+                x = torch.cat([each[layer - 1] for each in taps])
+            else:
+                x = target.embed(torch.cat([torch.from_numpy(each.tokens) for each in dialogues]).long())
+            k, v = target.keys_values(layer, x, positions)
+            keys.append(torch.split(k, lengths))
+            values.append(torch.split(v, lengths))
+        return keys, values
 
     def _keep(self, x: Tensor) -> Tensor:
         return x.to(self._dtype, copy=True)
@@ -98,11 +116,6 @@ class Batch:
     lengths: Tensor  # [dialogues]
     anchors: Tensor  # [dialogues, anchors] int64; padding repeats the last one
     is_anchor: Tensor  # [dialogues, anchors] bool
-    host_anchors: tuple[Tensor, ...]  # those of each dialogue, without padding, on the host
-
-    def count(self, row: int, place: int) -> int:
-        """How many of a dialogue's anchors have a draft at that place: those in front."""
-        return int((self.host_anchors[row] + place + 1 < len(self.dialogues[row].tokens)).sum())
 
     def at_anchors(self, x: Tensor, shift: int = 0) -> Tensor:
         """x [dialogues, tokens, ...] -> [dialogues, anchors, ...]"""
@@ -138,7 +151,6 @@ def make_batch(target: Target, features: Sequence[Features], anchors: Sequence[T
         lengths=torch.tensor([len(text) for text in texts], device=device),
         anchors=filled.to(device),
         is_anchor=(torch.arange(width) < counts[:, None]).to(device),
-        host_anchors=tuple(anchors),
     )
 
 

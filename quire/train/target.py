@@ -77,8 +77,8 @@ class Target:
         return torch.tensor(indices, device=self.device)
 
     @torch.no_grad()
-    def keys_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer stores for a text. x [tokens, hidden_size], its input -> keys and values [tokens, heads, dim]"""
+    def keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer stores. x [tokens, hidden_size], its input -> keys and values [tokens, heads, dim]"""
         module: Any = self.model.layers[layer]
         attention = module.attention
         qkv = self.as_tensor(attention.qkv(module.input_norm(self._as_states(x))))
@@ -87,9 +87,8 @@ class Target:
             norm = attention.qk_norm[1]
             k = torch.as_tensor(reference.rms_norm(k, self.as_tensor(norm.weight), norm.eps))
         if attention.rotary is not None:
-            positions = torch.arange(len(x), device=self.device)
             table = self.as_tensor(attention.rotary.table)
-            k, _ = reference.rope(k, k, positions, table, attention.rotary.interleaved)
+            k, _ = reference.rope(k, k, positions.to(self.device), table, attention.rotary.interleaved)
         return k, v
 
     def as_tensor(self, array: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.engine.draft_vocabulary import MAX_OWN
 from quire.train.dialogues import Dialogue
-from quire.train.features import Batch
+from quire.train.features import Batch, take
 from quire.train.target import Target
 
 
@@ -26,6 +26,9 @@ def choose_draft_ids(dialogues: Sequence[Dialogue], num_ids: int, vocab_size: in
         np.add.at(counts, dialogue.tokens[dialogue.num_prompt :], 1)
     most = np.argsort(-counts, kind="stable")[:num_ids]
     return torch.from_numpy(np.sort(most))
+
+
+NOWHERE = 1 << 40  # behind every position of a dialogue
 
 
 class Bigrams(NamedTuple):
@@ -80,16 +83,43 @@ class DraftVocabulary:
     def logits(self, states: Tensor, columns: Columns, anchors: Tensor, added: Tensor | None = None) -> Tensor:
         """states [anchors, hidden_size], added [anchors, ids] -> [anchors, columns]. A token that comes later than the
         anchor is minus infinity."""
-        products = (states.to(columns.rows.dtype) @ columns.rows.T).float()
-        logits = products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+        logits = self.cap((states.to(columns.rows.dtype) @ columns.rows.T).float())
         if added is not None:
             logits[:, : len(self)] += added
         return logits.masked_fill_(columns.first > anchors[:, None], -torch.inf)
 
+    def cap(self, products: Tensor) -> Tensor:
+        """Logits of products with the output matrix."""
+        return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+
+    def products(self, x: Tensor, own: OwnTokens) -> Tensor:
+        """x [dialogues, anchors, hidden_size] -> [dialogues, anchors, ids + own tokens]"""
+        x = x.to(self._rows.dtype)
+        return torch.cat([x @ self._rows.T, x @ own.rows.mT], dim=-1)
+
+    def gradient(self, error: Tensor, own: OwnTokens) -> Tensor:
+        """That of `products`: [dialogues, anchors, ids + own tokens] -> [dialogues, anchors, hidden_size]"""
+        error, num_ids = error.to(self._rows.dtype), len(self)
+        return error[..., :num_ids] @ self._rows + error[..., num_ids:] @ own.rows
+
+
+class OwnTokens(NamedTuple):
+    """The own tokens of a batch's dialogues, padded to the most that one has."""
+
+    rows: Tensor  # [dialogues, tokens, hidden_size], of the target's head
+    first: Tensor  # [dialogues, 1, tokens]: where each occurs first; padding occurs nowhere
+
+    @classmethod
+    def of(cls, columns: Sequence[Columns], num_ids: int) -> OwnTokens:
+        pad = torch.nn.utils.rnn.pad_sequence
+        rows = pad([each.rows[num_ids:] for each in columns], batch_first=True)
+        first = pad([each.first[num_ids:] for each in columns], batch_first=True, padding_value=NOWHERE)
+        return cls(rows, first[:, None])
+
 
 class SoftCrossEntropy(torch.autograd.Function):
     """The cross entropy of a head's distribution against the target's. The output matrix is not trained, so the
-    gradient of the states is computed at once, dialogue by dialogue, and logits are never kept.
+    gradient of the states is computed at once, place by place, and logits are never kept.
     """
 
     @staticmethod
@@ -99,36 +129,35 @@ class SoftCrossEntropy(torch.autograd.Function):
         """states [dialogues, anchors, places, hidden_size]; before [dialogues, anchors, places, rank] and after
         [ids, rank] of the bigrams, whose rank may be 0. Returns the mean, with weights decay ** place."""
         num_ids = len(vocabulary)
+        own = OwnTokens.of([vocabulary.columns(each) for each in batch.dialogues], num_ids)
+        is_unknown = own.first > batch.anchors[..., None]  # own tokens that come later than the anchor
         grad_states, grad_before = torch.zeros_like(states), torch.zeros_like(before)
         grad_after = torch.zeros_like(after)
         total, weight_sum = states.new_zeros(()), states.new_zeros(())
-        for row, dialogue in enumerate(batch.dialogues):
-            columns, first = vocabulary.columns(dialogue), int(batch.host_anchors[row][0])
-            known = batch.hidden[row, first : len(dialogue.tokens)]
-            taught = (known.to(columns.rows.dtype) @ columns.rows.T).float()
+        for place in range(states.shape[2]):
+            x, b = states[:, :, place], before[:, :, place]
+            exists = batch.is_anchor & (batch.anchors + place + 1 < batch.lengths[:, None])
+            weight = exists * decay**place
+            known = take(batch.hidden, (batch.anchors + place).clamp(max=batch.hidden.shape[1] - 1))
+            wanted = vocabulary.cap(vocabulary.products(known, own)).float()
+            wanted[..., num_ids:].masked_fill_(is_unknown, -torch.inf)
+            wanted = wanted.softmax(-1)
+            products = vocabulary.products(x, own).float()
+            logits = vocabulary.cap(products)
+            if after.shape[1]:
+                logits[..., :num_ids] += b @ after.T
+            logits[..., num_ids:].masked_fill_(is_unknown, -torch.inf)
+            logprobs = logits.log_softmax(-1)
+            total -= (weight * (wanted * logprobs.masked_fill(wanted == 0, 0.0)).sum(-1)).sum()
+            weight_sum += weight.sum()
+            error = logprobs.exp_().sub_(wanted).mul_(weight[..., None])
+            if after.shape[1]:
+                added = error[..., :num_ids]
+                grad_before[:, :, place] = added @ after
+                grad_after += added.flatten(0, 1).T @ b.flatten(0, 1)
             if vocabulary.softcap is not None:
-                taught = vocabulary.softcap * torch.tanh(taught / vocabulary.softcap)
-            for place in range(states.shape[2]):
-                count = batch.count(row, place)
-                if not count:
-                    break
-                at, weight = batch.anchors[row, :count], decay**place
-                x, b = states[row, :count, place], before[row, :count, place]
-                logits = vocabulary.logits(x, columns, at, b @ after.T if after.shape[1] else None)
-                wanted = taught[at + place - first].masked_fill_(columns.first > at[:, None], -torch.inf)
-                wanted = wanted.softmax(-1)
-                logprobs = logits.log_softmax(-1)
-                total += weight * -(wanted * logprobs.masked_fill(wanted == 0, 0.0)).sum()
-                weight_sum += weight * count
-                error = logprobs.exp_().sub_(wanted).mul_(weight)
-                if after.shape[1]:
-                    added = error[:, :num_ids]
-                    grad_before[row, :count, place] = added @ after
-                    grad_after += added.T @ b
-                if vocabulary.softcap is not None:
-                    products = (x.to(columns.rows.dtype) @ columns.rows.T).float()
-                    error *= 1 - torch.tanh(products / vocabulary.softcap).square_()
-                grad_states[row, :count, place] = (error.to(columns.rows.dtype) @ columns.rows).to(states.dtype)
+                error *= 1 - torch.tanh(products / vocabulary.softcap).square_()
+            grad_states[:, :, place] = vocabulary.gradient(error, own).to(states.dtype)
         scale = 1 / weight_sum.clamp(min=1e-9)
         ctx.save_for_backward(grad_states * scale, grad_before * scale, grad_after * scale)
         return total * scale

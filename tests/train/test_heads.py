@@ -114,7 +114,7 @@ def test_keys_and_values_are_those_of_the_cache(family: str) -> None:
         cache = states._cache.layers[layer]
         block = 1 + cache.group * 4
         for dialogue, found, _ in zip(dialogues, computed, starts, strict=True):
-            k, v = target.keys_values(layer, found.taps[layer - 1])
+            k, v = target.keys_values(layer, found.taps[layer - 1], torch.arange(len(dialogue.tokens)))
             num_blocks = -(-len(dialogue.tokens) // 16)
             for mine, kept in ((k, cache.k), (v, cache.v)):
                 stored = kept[block : block + num_blocks].flatten(0, 1)[: len(dialogue.tokens)]
@@ -131,7 +131,7 @@ def test_keys_and_values_are_those_that_native_kernels_read() -> None:
     paging = states._page([0, 37], [37])
     for layer in (1, 2):
         attention = target.model.layers[layer].attention
-        k, v = target.keys_values(layer, target.as_tensor(found.taps[layer - 1]).clone())
+        k, v = target.keys_values(layer, target.as_tensor(found.taps[layer - 1]).clone(), torch.arange(37))
         q = torch.randn(37, attention.heads[0], attention.head_dim, generator=generator(layer))
         options = {"scale": attention.scale, "window": None, "slopes": None, "softcap": None}
         expected = OPS.attention(q.numpy(), states._cache.layers[layer], paging, **options)
@@ -227,7 +227,7 @@ def test_eagle_starts_as_the_last_layer() -> None:
         for projection in (attention.q_proj, attention.k_proj):
             projection.weight[:, :size] = 0
         q, k, v = attention.project(torch.cat([x, module.midlayer.hidden_norm(x)], dim=-1)[None])
-    keys, values = target.keys_values(len(target.model.layers) - 1, x)
+    keys, values = target.keys_values(len(target.model.layers) - 1, x, torch.arange(6))
     near(k[0] @ k[0].transpose(1, 2), keys @ keys.transpose(1, 2), 0.05)
     near(v[0] - (module.midlayer.self_attn.v_proj.weight[:, :size] @ x.T).T.view(v[0].shape), values, 0.05)
     assert q.shape[2] == layer.attention.heads[0]
