@@ -64,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
+    "batch": {"", "server", "engine.messages", "engine.supervisor", "event_loop", "text", "config", "errors"},
     "bench": {
         "event_loop",
         "file_limit",
@@ -115,6 +116,7 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "quire.text.input_processor": ("torch", "numpy", "tokenizers", "jinja2", "llguidance"),
     "quire.text": ("torch",),
     "quire.server": ("torch",),
+    "quire.batch": ("torch",),
     "quire.bench.serve": ("torch", "numpy"),
     "quire.train.dialogues": ("torch",),
     "quire.train.report": ("torch",),

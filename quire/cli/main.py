@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP.",
     "generate": "Answer prompts and exit. Without -p the prompt is read from standard input.",
     "chat": "Chat with a model; /help lists the commands.",
+    "batch": "Answer the rows of a file. An interrupted job resumes.",
     "bench": "Measure speed.",
     "compare": "Compare the next-token distributions of two models, or of one with different options.",
     "train-draft": "Train a draft head for a model, with nothing but the model.",

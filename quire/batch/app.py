@@ -1,0 +1,113 @@
+"""The server's application without a socket: it answers the requests of this process. `job.py` calls `post`.
+
+The engine is in a process of its own, as a server's is, so a job goes on when the engine dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.messages import StepOutputs
+from quire.engine.supervisor import EngineCallbacks, Supervised
+from quire.errors import EngineError
+from quire.server.app import build_app
+from quire.server.auth import load_api_keys
+from quire.server.config import ServerConfig
+from quire.server.metrics import Metrics
+from quire.server.middleware import RequestMiddleware
+from quire.server.service import Service
+from quire.text.tokenizers.tokenizer import load_tokenizer
+
+MAX_COUNT = 2**31 - 1
+SECONDS = 1e6  # longer than any row runs: the job bounds how many run at once, and nobody waits for one
+
+Message = MutableMapping[str, Any]
+
+
+class App:
+    """A loaded model behind the routes of the server."""
+
+    def __init__(self, middleware: RequestMiddleware, service: Service) -> None:
+        self._middleware = middleware
+        self._client = service.client
+        self.max_requests = service.ready.max_requests
+
+    async def post(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        """The status and the body of the response. Raises EngineError if there is no engine any more."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+            "client": None,
+            "server": None,
+        }
+        exchange = Exchange(body)
+        await self._middleware(scope, exchange.receive, exchange.send)
+        if self._client.gone:
+            raise EngineError("The engine could not be started again; the log says why.")
+        return exchange.status, b"".join(exchange.body)
+
+
+class Exchange:
+    """One request and its response, as ASGI messages."""
+
+    def __init__(self, body: bytes) -> None:
+        self._requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.status = 500  # if no response begins
+        self.body: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._requests:
+            return self._requests.pop()
+        await asyncio.get_running_loop().create_future()  # this client never disconnects
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.body.append(message.get("body", b""))
+
+
+@asynccontextmanager
+async def open_app(engine: EngineConfig, path: Path) -> AsyncIterator[App]:
+    """Start the engine and load the model. The end of the `with` block ends the engine."""
+    config = ServerConfig(
+        request_timeout=SECONDS,
+        max_queue_requests=MAX_COUNT,
+        max_queue_tokens=MAX_COUNT,
+        max_body_bytes=MAX_COUNT,
+        log_requests=False,
+    )
+    metrics = Metrics()
+    middleware = build_app(config, load_api_keys(None, None), metrics)
+
+    def on_step(outputs: StepOutputs) -> None:
+        if middleware.service is not None:
+            middleware.service.on_step(outputs)
+
+    callbacks = EngineCallbacks(on_step, lambda reason: metrics.on_restart())
+    client = Supervised(engine, path, stall_s=config.stall_timeout, callbacks=callbacks)
+    try:
+        tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, path)
+        ready = await client.start()
+        service = Service(client, ready, await tokenizer, config, engine, metrics)
+        middleware.service = service
+        try:
+            yield App(middleware, service)
+        finally:
+            await service.close()
+    finally:
+        await client.close()

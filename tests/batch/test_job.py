@@ -1,0 +1,166 @@
+"""A batch job with answers that are made up: order, errors, resuming, and what must not be written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.batch.job import JobFiles, JobReport, JobRun, describe_job, open_ledger, sort_windows, unfinished_rows
+from quire.batch.output import write_output
+from quire.batch.rows import RowDefaults, Rows
+from quire.config import EngineConfig
+from quire.errors import EngineError, InvalidParams
+
+pytestmark = pytest.mark.cpu
+
+DEFAULTS = RowDefaults("m")
+
+
+class Echo:
+    """Answers with the prompt, after a random number of turns of the event loop. Fails at the answer `fails_at`."""
+
+    def __init__(self, seed: int, fails_at: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._fails_at = fails_at
+        self.num_answers = 0
+        self.num_open = self.most_open = 0
+
+    async def post(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        for _ in range(self._random.randrange(5)):
+            await asyncio.sleep(0)
+        self.num_open -= 1
+        self.num_answers += 1
+        if self.num_answers == self._fails_at:
+            raise EngineError("gone")
+        document = msgspec.json.decode(body)
+        if document["prompt"] == "bad":
+            return 400, b'{"error": {"message": "bad"}}'
+        usage = {
+            "prompt_tokens": 1,
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": self.num_answers},
+        }
+        answer = {
+            "id": request_id,
+            "created": self.num_answers,
+            "choices": [{"text": document["prompt"]}],
+            "usage": usage,
+        }
+        return 200, msgspec.json.encode(answer | {"seed": document["seed"]})
+
+
+def run(files: JobFiles, echo: Echo, *, resume: bool = False, workers: int = 4) -> JobReport:
+    rows = Rows(files.input)
+    survey = rows.survey()
+    job = {"num_rows": survey.num_rows}
+    with open_ledger(files, job, resume) as ledger:
+        report = JobReport(survey.num_rows, ledger.num_finished)
+        waiting = unfinished_rows(rows, survey.repeated, ledger.finished, DEFAULTS)
+        try:
+            asyncio.run(JobRun(echo, ledger, report, None).answer_rows(sort_windows(waiting), workers))
+        except EngineError:
+            return report
+        write_output(files.output, ledger.answers())
+        ledger.remove()
+    return report
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> JobFiles:
+    prompts = [*(f"prompt {index % 7} {index}" for index in range(60)), "bad"]
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    lines[5:5] = ["{", '{"custom_id": "0", "prompt": "again"}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    return JobFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+def test_every_row_has_its_answer_in_its_place(files):
+    report = run(files, Echo(1))
+    answers = [json.loads(line) for line in files.output.read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [*map(str, range(6)), "0", *map(str, range(7, 63))]
+    codes = [answer["response"]["status_code"] for answer in answers]
+    assert [index for index, code in enumerate(codes) if code != 200] == [5, 6, 62]
+    assert answers[7]["response"]["body"]["choices"] == [{"text": "prompt 5 5"}]
+    assert "not JSON" in answers[5]["response"]["body"]["error"]["message"]
+    assert "earlier row" in answers[6]["response"]["body"]["error"]["message"]
+    assert (report.num_rows, report.num_errors, report.prompt_tokens, report.completion_tokens) == (63, 3, 60, 120)
+    assert not files.ledger.exists()
+
+
+def test_the_output_depends_on_the_rows_alone(files, tmp_path):
+    run(files, Echo(1))
+    for seed, workers in ((2, 1), (3, 16)):
+        other = replace(files, output=tmp_path / f"{seed}.jsonl")
+        echo = Echo(seed)
+        run(other, echo, workers=workers)
+        assert other.output.read_bytes() == files.output.read_bytes()
+        assert echo.most_open == workers
+
+
+def test_a_job_that_fails_again_and_again_ends_with_the_same_output(files, tmp_path):
+    run(files, Echo(1))
+    other = replace(files, output=tmp_path / "other.jsonl")
+    answered = 0
+    for attempt in range(100):
+        echo = Echo(attempt, fails_at=5)
+        report = run(other, echo, resume=attempt > 0)
+        answered += echo.num_answers
+        if other.output.exists():
+            break
+    assert report.num_resumed > 30
+    assert other.output.read_bytes() == files.output.read_bytes()
+    assert answered < 61 + attempt * 5  # what was finished is not answered again
+
+
+def test_outputs_and_ledgers_that_are_there(files):
+    files.output.write_text("mine")
+    with pytest.raises(InvalidParams, match="exists already"):
+        run(files, Echo(1))
+    assert files.output.read_text() == "mine"
+    files.output.unlink()
+    run(files, Echo(1, fails_at=3))
+    with pytest.raises(InvalidParams, match="--resume"):
+        run(files, Echo(1))
+    with pytest.raises(InvalidParams, match="not a directory"):
+        run(replace(files, output=files.output / "x" / "out.jsonl"), Echo(1))
+
+
+def test_a_job_is_described_by_what_decides_its_answers(files, tmp_path):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"1234")
+    engine = EngineConfig(model=str(model))
+
+    def describe(engine=engine, defaults=DEFAULTS):
+        return describe_job(files.input, 63, engine, model, defaults)
+
+    assert describe() == describe(replace(engine, max_requests=3, threads=1, speculate="off"))
+    assert describe() != describe(replace(engine, kv_dtype="int8"))
+    assert describe() != describe(defaults=RowDefaults("m", seed=1))
+    assert describe() != describe(defaults=RowDefaults("m", params={"max_tokens": 3}))
+    assert json.loads(json.dumps(describe())) == describe()
+    before = describe()
+    files.input.write_text(files.input.read_text() + "\n")
+    assert describe()["input"] != before["input"]
+
+
+def test_a_full_disk_leaves_a_job_that_can_go_on(files, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("quire.batch.output.write_lines", full)
+        with pytest.raises(OSError, match="No space"):
+            run(files, Echo(1))
+    assert not files.output.exists()
+    echo = Echo(2)
+    run(files, echo, resume=True)
+    assert echo.num_answers == 0
+    assert len(files.output.read_text().splitlines()) == 63
