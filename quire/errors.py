@@ -34,6 +34,7 @@ are raised from here.
         ├── HeadersTooLarge       431
         ├── RequestTimeout        408   the client did not send all of its request in time
         ├── TooManyConnections    503
+        ├── ReceiptNotFound       404   no replica's receipt of that request is kept
         ├── ResponseNotFound      404   a stored response that does not exist any more, or never did
         └── Unauthorized          401
 """
@@ -65,6 +66,7 @@ __all__ = [
     "PromptTooLong",
     "PullError",
     "QuireError",
+    "ReceiptNotFound",
     "RequestTimeout",
     "ResponseNotFound",
     "ServerError",
@@ -276,6 +278,12 @@ class RequestTimeout(ServerError):
 
 class TooManyConnections(ServerError):
     """No file descriptors are left for another connection."""
+
+
+class ReceiptNotFound(ServerError):
+    """No receipt of that request is kept."""
+
+    status = 404
 
 
 class ResponseNotFound(ServerError):

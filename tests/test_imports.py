@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {
         "",
         "event_loop",
+        "engine.fleet",
         "engine.messages",
         "engine.supervisor",
         "text",
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
-    "batch": {"", "server", "engine.messages", "engine.supervisor", "event_loop", "text", "config", "errors"},
+    "batch": {"", "server", "engine.messages", "event_loop", "text", "config", "errors"},
     "bench": {
         "event_loop",
         "file_limit",

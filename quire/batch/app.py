@@ -13,11 +13,11 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.messages import StepOutputs
-from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import EngineError
 from quire.server.app import build_app
 from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
+from quire.server.engines import make_client
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
@@ -82,8 +82,8 @@ class Exchange:
 
 
 @asynccontextmanager
-async def open_app(engine: EngineConfig, path: Path) -> AsyncIterator[App]:
-    """Start the engine and load the model. The end of the `with` block ends the engine."""
+async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1) -> AsyncIterator[App]:
+    """Start the engines and load the model. The end of the `with` block ends them."""
     config = ServerConfig(
         request_timeout=SECONDS,
         max_queue_requests=MAX_COUNT,
@@ -92,14 +92,14 @@ async def open_app(engine: EngineConfig, path: Path) -> AsyncIterator[App]:
         log_requests=False,
     )
     metrics = Metrics()
+    metrics.num_replicas = num_replicas
     middleware = build_app(config, load_api_keys(None, None), metrics)
 
-    def on_step(outputs: StepOutputs) -> None:
+    def on_step(outputs: StepOutputs, replica: int) -> None:
         if middleware.service is not None:
-            middleware.service.on_step(outputs)
+            middleware.service.on_step(outputs, replica)
 
-    callbacks = EngineCallbacks(on_step, lambda reason: metrics.on_restart())
-    client = Supervised(engine, path, stall_s=config.stall_timeout, callbacks=callbacks)
+    client = make_client(engine, path, num_replicas, config.stall_timeout, on_step, metrics.on_restart)
     try:
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, path)
         ready = await client.start()

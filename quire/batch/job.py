@@ -77,11 +77,12 @@ def run_job(
     model_path: Path,
     defaults: RowDefaults,
     *,
+    num_replicas: int = 1,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> JobReport:
     """Run a job to its end. If it is interrupted, the same call with `resume` continues it."""
-    return event_loop.run(_run_job(files, engine, model_path, defaults, resume, progress))
+    return event_loop.run(_run_job(files, engine, model_path, defaults, num_replicas, resume, progress))
 
 
 async def _run_job(
@@ -89,6 +90,7 @@ async def _run_job(
     engine: EngineConfig,
     model_path: Path,
     defaults: RowDefaults,
+    num_replicas: int,
     resume: bool,
     progress: Progress | None,
 ) -> JobReport:
@@ -99,7 +101,7 @@ async def _run_job(
         report = JobReport(survey.num_rows, ledger.num_finished)
         begin_s = time.monotonic()
         if ledger.num_finished < survey.num_rows:
-            async with open_app(engine, model_path) as app:
+            async with open_app(engine, model_path, num_replicas) as app:
                 run = JobRun(app, ledger, report, progress)
                 waiting = unfinished_rows(rows, survey.repeated, ledger.finished, defaults)
                 await run.answer_rows(sort_windows(waiting), 2 * app.max_requests)

@@ -14,6 +14,7 @@ from pathlib import Path
 from quire.cli.errors import say
 from quire.cli.generate import add_sampling, sampling_options
 from quire.cli.options import add_engine_options, add_json, engine_config
+from quire.errors import InvalidParams
 from quire.progress import Report, bar
 from quire.store import resolve
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue a job that was interrupted")
     parser.add_argument("--chat", action="store_true", help="ask plain prompts as questions")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="engines that share the rows; default 1")
     add_json(parser)
     add_sampling(parser, max_tokens=None)
     add_engine_options(parser)
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         name: value for name, value in sampling_options(arguments).items() if name != "seed" and value is not None
     }
     config = engine_config(arguments)
+    if arguments.replicas < 1:
+        raise InvalidParams(f"replicas is {arguments.replicas}; give a whole number of at least 1.")
     with bar("downloading") as report:
         files = resolve(config.model, progress=lambda what, done, total: report(done, total))
     from quire.batch.job import JobFiles, run_job
@@ -52,7 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
     defaults = RowDefaults(config.model, config.seed or 0, arguments.chat, params)
     try:
         with bar("answering", unit="rows") as draw, progress_lines(draw) as progress:
-            result = run_job(job, config, files.path, defaults, resume=arguments.resume, progress=progress)
+            result = run_job(
+                job, config, files.path, defaults,
+                num_replicas=arguments.replicas, resume=arguments.resume, progress=progress,
+            )  # fmt: skip
     except KeyboardInterrupt:
         if job.ledger.exists():
             say("interrupted; --resume continues the job")

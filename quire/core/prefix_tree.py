@@ -15,6 +15,8 @@ from enum import Enum
 from hashlib import blake2b
 from operator import attrgetter
 
+DIGEST_BYTES = 16
+
 _tokens_of = attrgetter("tokens")
 
 
@@ -108,6 +110,14 @@ class Match:
     num_changes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """Digests of blocks that were published and evicted since the last report. A router of replicas follows them."""
+
+    published: list[bytes]
+    evicted: list[bytes]
+
+
 class PrefixTree:
     """Published blocks by content. `windows` has an entry for each cache group: its attention window, or None."""
 
@@ -120,6 +130,13 @@ class PrefixTree:
         self._evicted: dict[bytes, int] = {}  # digest -> step, oldest first
         self._max_evicted = max_evicted
         self._num_changes = 0  # blocks published since the start
+        self._changes: dict[bytes, bool] | None = None  # digest -> is published; None: nobody asks for them
+
+    def report_changes(self) -> PrefixChanges:
+        """What was published and evicted since the last call. The first call begins to keep it."""
+        changes, self._changes = self._changes or {}, {}
+        published = [digest for digest, is_published in changes.items() if is_published]
+        return PrefixChanges(published, [digest for digest, is_published in changes.items() if not is_published])
 
     def root(self, salt: bytes) -> Node:
         if salt not in self._roots:
@@ -141,6 +158,8 @@ class PrefixTree:
                 self.owners[block] = (node, group)
                 parent.num_changes += 1
                 self._num_changes += 1
+                if group == 0 and self._changes is not None:
+                    self._changes[node.digest] = True
         return node
 
     def forget(self, block: int, step: int) -> None:
@@ -148,6 +167,8 @@ class PrefixTree:
         node, group = self.owners.pop(block)
         node.blocks[group] = None
         digest = node.digest
+        if group == 0 and self._changes is not None:
+            self._changes[digest] = False
         self._evicted.pop(digest, None)
         self._evicted[digest] = step
         if len(self._evicted) > self._max_evicted:
@@ -244,12 +265,12 @@ class PrefixTree:
 
 
 def root_digest(salt: bytes) -> bytes:
-    return blake2b(salt, digest_size=16, person=b"quire").digest()
+    return blake2b(salt, digest_size=DIGEST_BYTES, person=b"quire").digest()
 
 
 def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
     """The digest of a node, from its parent's digest and its own tokens."""
-    return blake2b(digest + array("Q", tokens).tobytes(), digest_size=16).digest()
+    return blake2b(digest + array("Q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -89,10 +89,11 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: load a model."""
+    """The first message: load a model. With `report_prefixes`, steps report what the prefix tree has."""
 
     config: EngineConfig
     path: str
+    report_prefixes: bool = False
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -149,7 +150,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-class StepOutputs(msgspec.Struct, tag=True, frozen=True):
+class StepOutputs(msgspec.Struct, tag=True):
     """A step's updates and duration, and the scheduler's state. Totals count from the engine's start."""
 
     updates: list[Update] = []
@@ -164,6 +165,9 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     drafted: dict[str, int] = {}  # drafts that were verified, by proposer
     accepted: dict[str, int] = {}  # those that were right
     speculation_s: float = 0.0  # gained by speculation, minus lost
+    published: list[bytes] = []  # digests of blocks in the prefix tree, since the last report
+    evicted: list[bytes] = []
+    prefixes_lost: bool = False  # the tree was emptied before these changes
 
 
 ToEngine = Start | Submit | Abort | Ping

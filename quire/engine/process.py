@@ -83,15 +83,19 @@ class Connection:
 class EngineLoop:
     """Steps an engine until the connection is closed."""
 
-    def __init__(self, engine: Engine, connection: Connection, path: Path) -> None:
+    def __init__(self, engine: Engine, connection: Connection, start: Start) -> None:
         self._engine = engine
         self._connection = connection
-        self._path = path
+        self._path = Path(start.path)
+        self._reports_prefixes = start.report_prefixes
+        self._reported_tree = engine.scheduler.kv.tree
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarBackend | None = None
         self._scheduled_ids: set[str] = set()
         self._report_s = 0.0
         engine.before_run = self._announce
+        if self._reports_prefixes:
+            self._reported_tree.report_changes()
 
     def run(self) -> None:
         engine, connection = self._engine, self._connection
@@ -178,20 +182,30 @@ class EngineLoop:
     def _report(self, updates: list[Update], step_s: float | None = None) -> None:
         self._scheduled_ids.difference_update(update.id for update in updates if update.finish)
         scheduler, controller = self._engine.scheduler, self._engine.controller
-        self._connection.send(
-            StepOutputs(
-                updates,
-                step_s,
-                len(scheduler.running),
-                scheduler.num_waiting,
-                scheduler.kv.pool.num_free,
-                scheduler.counters.computed_tokens,
-                scheduler.counters.preemptions,
-                scheduler.counters.swaps,
-                scheduler.counters.exited_tokens,
-                *((controller.drafted, controller.accepted, controller.ledger.gained_s) if controller else ()),
-            )
+        outputs = StepOutputs(
+            updates,
+            step_s,
+            len(scheduler.running),
+            scheduler.num_waiting,
+            scheduler.kv.pool.num_free,
+            scheduler.counters.computed_tokens,
+            scheduler.counters.preemptions,
+            scheduler.counters.swaps,
+            scheduler.counters.exited_tokens,
         )
+        if controller is not None:
+            outputs.drafted, outputs.accepted = controller.drafted, controller.accepted
+            outputs.speculation_s = controller.ledger.gained_s
+        if self._reports_prefixes:
+            self._add_prefixes(outputs)
+        self._connection.send(outputs)
+
+    def _add_prefixes(self, outputs: StepOutputs) -> None:
+        tree = self._engine.scheduler.kv.tree
+        changes = tree.report_changes()
+        outputs.published, outputs.evicted = changes.published, changes.evicted
+        outputs.prefixes_lost = tree is not self._reported_tree
+        self._reported_tree = tree
 
 
 def load(connection: Connection) -> EngineLoop | None:
@@ -219,7 +233,7 @@ def load(connection: Connection) -> EngineLoop | None:
             info.config.sampling.as_params(),
         )
     )
-    return EngineLoop(engine, connection, Path(start.path))
+    return EngineLoop(engine, connection, start)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +73,7 @@ class InFlightRequest:
 
     request: Request
     mailbox: Mailbox
-    wire_id: str  # unique: a caller may reuse a request id while updates of the first request are still on their way
+    wire_id: str = ""  # unique: a caller may reuse a request id while updates of the first one are still on their way
     output: list[int] = field(default_factory=list)
     num_scored: int = 0
     crash_count: float = 0.0
@@ -83,20 +83,33 @@ class InFlightRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineCallbacks:
-    """Called after each step of the engine, and with the reason before each restart."""
+    """What a supervisor calls.
 
-    on_step: Callable[[StepOutputs], None] = lambda outputs: None
-    on_restart: Callable[[str], None] = lambda reason: None
+    `hand_over` gets the requests of an engine that has died. Those that it gives to another supervisor it removes
+    from this one (`release`); the others continue on the next engine of this supervisor.
+    """
+
+    on_step: Callable[[StepOutputs], None] = lambda outputs: None  # after each step of the engine
+    on_ready: Callable[[Ready], None] = lambda ready: None  # an engine, the first or a later one, has loaded the model
+    on_restart: Callable[[str], None] = lambda reason: None  # before each restart, with the reason
+    hand_over: Callable[[list[list[InFlightRequest]]], None] = lambda groups: None
 
 
 class Supervised:
     """Constructed inside a running event loop. `await start()` comes next."""
 
     def __init__(
-        self, config: EngineConfig, path: Path, *, stall_s: float = 120.0, callbacks: EngineCallbacks | None = None
+        self,
+        config: EngineConfig,
+        path: Path,
+        *,
+        stall_s: float = 120.0,
+        callbacks: EngineCallbacks | None = None,
+        environment: Mapping[str, str] | None = None,
+        report_prefixes: bool = False,
     ) -> None:
-        self._config = config
-        self._path = path
+        self._start_message = Start(config, str(path), report_prefixes)
+        self._environment = environment  # of the engine's process; None: that of this one
         self._stall_s = stall_s
         self._callbacks = callbacks or EngineCallbacks()
         self._in_flight: dict[str, InFlightRequest] = {}  # by wire id
@@ -122,18 +135,13 @@ class Supervised:
 
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
         """Run requests together: all are added, or all refused. Yields their updates until all have finished."""
-        if self._task is None or self._task.done() or self._closing:
-            raise EngineClosed("The engine has been shut down.")
-        mailbox = Mailbox()
         for request in requests:
             if request.id in self._by_request_id:
                 raise errors.InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
-        group = [InFlightRequest(request, mailbox, str(next(self._numbers))) for request in requests]
-        for in_flight in group:
-            self._in_flight[in_flight.wire_id] = self._by_request_id[in_flight.request.id] = in_flight
+        mailbox = Mailbox()
         unfinished_ids = {request.id for request in requests}
         try:
-            self._send_requests(group)
+            self.adopt([InFlightRequest(request, mailbox) for request in requests])
             while unfinished_ids:
                 updates = await mailbox.get()
                 unfinished_ids -= {update.id for update in updates if update.finish}
@@ -141,6 +149,21 @@ class Supervised:
         finally:
             for request_id in unfinished_ids:
                 self.abort(request_id)
+
+    def adopt(self, group: Sequence[InFlightRequest]) -> None:
+        """Take requests that were submitted together, from a caller or from another supervisor."""
+        if self.gone or self._closing:
+            raise EngineClosed("The engine has been shut down.")
+        for in_flight in group:
+            in_flight.wire_id = str(next(self._numbers))
+            in_flight.sent = in_flight.scheduled = False
+            self._in_flight[in_flight.wire_id] = self._by_request_id[in_flight.request.id] = in_flight
+        self._send_requests(group)
+
+    def release(self, group: Sequence[InFlightRequest]) -> None:
+        """Give up requests, which another supervisor takes."""
+        for in_flight in group:
+            del self._in_flight[in_flight.wire_id], self._by_request_id[in_flight.request.id]
 
     def abort(self, request_id: str) -> None:
         """Finish a request at once. Its mailbox gets a last update."""
@@ -207,12 +230,14 @@ class Supervised:
             )
             self._callbacks.on_restart(reason)
             self._count_crash(weight)
+            self._callbacks.hand_over(self._groups())
             await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * (2**num_failed - 1)))
 
     def _give_up(self, what: str) -> None:
-        """Fail all requests: there will be no engine."""
+        """There will be no engine: fail all requests that no other one takes."""
         log.error("the engine %s", what)
         error = EngineError(f"The engine {what}.")
+        self._callbacks.hand_over(self._groups())
         self._fail_all(error)
         if not self._ready.done():
             self._ready.set_exception(error)
@@ -222,11 +247,11 @@ class Supervised:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, *ENGINE, str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=self._environment,
             )  # fmt: skip
         reader, self._channel = await asyncio.open_connection(sock=ours)
         self._last_message_s, self._killed_by_us, self._adding = time.monotonic(), False, []
-        self._channel.write(encode(Start(self._config, str(self._path))))
+        self._channel.write(encode(self._start_message))
         return reader
 
     async def _listen(self, reader: asyncio.StreamReader) -> bool:
@@ -317,14 +342,19 @@ class Supervised:
         self._writer = self._channel
         if not self._ready.done():
             self._ready.set_result(ready)
+        self._callbacks.on_ready(ready)
+        for group in self._groups():
+            self._send_requests(group)
+        self._send_next_quarantined()
+
+    def _groups(self) -> list[list[InFlightRequest]]:
+        """The requests that are not quarantined, those that were submitted together in one list."""
         held = set(map(id, self._quarantined))
         by_mailbox: dict[int, list[InFlightRequest]] = {}
         for in_flight in self._in_flight.values():
             if id(in_flight) not in held:
                 by_mailbox.setdefault(id(in_flight.mailbox), []).append(in_flight)
-        for group in by_mailbox.values():
-            self._send_requests(group)
-        self._send_next_quarantined()
+        return list(by_mailbox.values())
 
     def _deliver(self, update: Update) -> None:
         in_flight = self._in_flight.get(update.id)

@@ -10,7 +10,7 @@ from starlette.routing import Match, Route
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import health, tokenize
+from quire.server import health, replicas, tokenize
 from quire.server.anthropic import messages
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
@@ -26,6 +26,7 @@ from quire.server.tgi import routes as tgi
 
 ROUTERS = (
     health.router,
+    replicas.router,
     models.router,
     completions.router,
     chat.router,

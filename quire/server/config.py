@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from quire.config import option
 from quire.errors import InvalidParams
 
+MAX_REPLICAS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -18,6 +20,9 @@ class ServerConfig:
         None, "Clients must send this key; $QUIRE_API_KEY if not set. Without a key, every request is accepted."
     )
     api_key_file: str | None = option(None, "A file of keys, a line each: NAME KEY. Each name is a tenant of its own.")
+    replicas: int = option(
+        1, "Engines that share the requests: each has the model, and a GPU or a share of the CPU's threads of its own."
+    )
     served_model_name: str | None = option(None, "What clients call the model; MODEL if not set.")
     max_queue_requests: int = option(16_384, "Requests that may wait; more are refused, with a Retry-After (429).")
     max_queue_tokens: int = option(
@@ -45,6 +50,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidParams(f"port is {self.port}; give a number from 0 to 65535.")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise InvalidParams(f"replicas is {self.replicas}; give a whole number from 1 to {MAX_REPLICAS}.")
         for name in ("max_queue_requests", "max_queue_tokens", "max_body_bytes", "max_header_bytes", "max_prompts"):
             if getattr(self, name) < 1:
                 raise InvalidParams(f"{name} is {getattr(self, name)}; give a whole number of at least 1.")

@@ -16,13 +16,13 @@ import uvicorn
 from quire import event_loop
 from quire.config import EngineConfig
 from quire.engine.messages import StepOutputs
-from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import EngineError, InvalidParams
 from quire.file_limit import raise_file_limit
 from quire.server.app import build_app
 from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
 from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections
+from quire.server.engines import EngineClient, make_client
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
@@ -65,9 +65,9 @@ class Server:
         with bind(self.config.host, self.config.port) as listening:
             http = UvicornServer(self._uvicorn_config())
             serving = asyncio.create_task(http.serve([listening]))
-            client = Supervised(
-                self.engine, self.path, stall_s=self.config.stall_timeout,
-                callbacks=EngineCallbacks(self._on_step, self._on_restart),
+            client = make_client(
+                self.engine, self.path, self.config.replicas, self.config.stall_timeout,
+                self._on_step, self.metrics.on_restart,
             )  # fmt: skip
             try:
                 service = await self._load(client)
@@ -84,7 +84,7 @@ class Server:
                 http.should_exit = True
                 await serving
 
-    async def _load(self, client: Supervised) -> Service | None:
+    async def _load(self, client: EngineClient) -> Service | None:
         """Load the model and accept requests. None if a signal comes before the model is loaded."""
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, self.path)
         loading = asyncio.ensure_future(client.start())
@@ -95,7 +95,7 @@ class Server:
             return None
         stopping.cancel()
         ready = loading.result()
-        self.metrics.num_blocks = ready.num_blocks
+        self.metrics.num_blocks, self.metrics.num_replicas = ready.num_blocks, self.config.replicas
         self.metrics.ready.set_function(lambda: float(client.health()))
         self.middleware.service = Service(client, ready, await tokenizer, self.config, self.engine, self.metrics)
         return self.middleware.service
@@ -125,12 +125,9 @@ class Server:
         self.num_signals += 1
         (self._stop if self.num_signals == 1 else self._abort).set()
 
-    def _on_step(self, outputs: StepOutputs) -> None:
+    def _on_step(self, outputs: StepOutputs, replica: int) -> None:
         if self.middleware.service is not None:
-            self.middleware.service.on_step(outputs)
-
-    def _on_restart(self, reason: str) -> None:
-        self.metrics.on_restart()
+            self.middleware.service.on_step(outputs, replica)
 
     def _uvicorn_config(self) -> UvicornConfig:
         max_open = max_connections(raise_file_limit())

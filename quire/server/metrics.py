@@ -75,32 +75,29 @@ class Metrics:
         self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
         self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
-        self.num_blocks = 1
-        self._preemptions = self._swaps = self._exited = 0
-        self._drafted: Mapping[str, int] = {}
-        self._accepted: Mapping[str, int] = {}
+        self.num_blocks = self.num_replicas = 1
+        self._last: dict[int, StepOutputs] = {}  # of each replica since its last start
 
-    def on_step(self, outputs: StepOutputs) -> None:
-        self.running.set(outputs.num_running)
-        self.waiting.set(outputs.num_waiting)
-        self.kv_use.set(1 - outputs.num_free_blocks / self.num_blocks)
-        self.preemptions.inc(max(0, outputs.preemptions - self._preemptions))
-        self._preemptions = outputs.preemptions
-        self.swaps.inc(max(0, outputs.swaps - self._swaps))
-        self._swaps = outputs.swaps
-        self.exited.inc(max(0, outputs.exited_tokens - self._exited))
-        self._exited = outputs.exited_tokens
-        count_increase(self.drafted, outputs.drafted, self._drafted)
-        count_increase(self.accepted, outputs.accepted, self._accepted)
-        self._drafted, self._accepted = outputs.drafted, outputs.accepted
-        self.speculation_s.set(outputs.speculation_s)
+    def on_step(self, outputs: StepOutputs, replica: int = 0) -> None:
+        before = self._last.get(replica, StepOutputs())
+        self._last[replica] = outputs
+        last = self._last.values()
+        self.running.set(sum(each.num_running for each in last))
+        self.waiting.set(sum(each.num_waiting for each in last))
+        self.preemptions.inc(max(0, outputs.preemptions - before.preemptions))
+        self.swaps.inc(max(0, outputs.swaps - before.swaps))
+        self.exited.inc(max(0, outputs.exited_tokens - before.exited_tokens))
+        count_increase(self.drafted, outputs.drafted, before.drafted)
+        count_increase(self.accepted, outputs.accepted, before.accepted)
+        self.speculation_s.set(sum(each.speculation_s for each in last))
+        blocks_each = self.num_blocks / self.num_replicas
+        self.kv_use.set(sum(blocks_each - each.num_free_blocks for each in last) / self.num_blocks)
         if outputs.step_s is not None:
             self.step.observe(outputs.step_s)
 
-    def on_restart(self) -> None:
+    def on_restart(self, replica: int = 0) -> None:
         self.restarts.inc()
-        self._preemptions = self._swaps = self._exited = 0
-        self._drafted, self._accepted = {}, {}
+        self._last.pop(replica, None)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -47,6 +47,24 @@ class Status(Schema):
     status: str
 
 
+class Replica(Schema):
+    replica: int
+    ready: bool
+    answers: int | None = None
+    waiting_prompt_tokens: int | None = None
+    cached_blocks: int | None = None
+    seconds_per_prompt_token: float | None = None
+    seconds_per_step: float | None = None
+
+
+class ReplicaList(Schema):
+    replicas: list[Replica]
+
+
+class ReceiptList(Schema):
+    receipts: list[str]
+
+
 class ServerInfo(Schema):
     server: str
     version: str

@@ -19,12 +19,12 @@ from fastapi import Request
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.messages import Ready, StepOutputs
-from quire.engine.supervisor import Supervised
 from quire.errors import DeadlineExceeded, EngineError, InvalidParams, ModelNotFound, show
 from quire.server.admission import Admission
 from quire.server.auth import Tenant
 from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
 from quire.server.config import ServerConfig
+from quire.server.engines import EngineClient
 from quire.server.metrics import Metrics, RequestTimer
 from quire.text.detokenizer import PromptText, locate_prompt
 from quire.text.grammar.checker import GrammarChecker
@@ -62,7 +62,7 @@ class Service:
 
     def __init__(
         self,
-        client: Supervised,
+        client: EngineClient,
         ready: Ready,
         tokenizer: Tokenizer,
         config: ServerConfig,
@@ -91,7 +91,7 @@ class Service:
         self._prompt_numbers = itertools.count()
         self._threads = ThreadPoolExecutor(2, "quire-text")
         self._grammar_checker: GrammarChecker | None = None  # started with the first grammar
-        self._computed_tokens = 0
+        self._computed_tokens: dict[int, int] = {}  # of each replica
 
     # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,13 +190,13 @@ class Service:
         async for _ in self.generate(output_processors):
             pass
 
-    def on_step(self, outputs: StepOutputs) -> None:
-        """The engine has finished a step."""
+    def on_step(self, outputs: StepOutputs, replica: int = 0) -> None:
+        """An engine has finished a step."""
         if outputs.step_s is not None:
-            tokens = outputs.computed_tokens - self._computed_tokens
-            self.admission.throughput.add(max(0, tokens), outputs.step_s)
-        self._computed_tokens = outputs.computed_tokens
-        self.metrics.on_step(outputs)
+            tokens = outputs.computed_tokens - self._computed_tokens.get(replica, 0)
+            self.admission.throughput.add(max(0, tokens), outputs.step_s / self.metrics.num_replicas)
+        self._computed_tokens[replica] = outputs.computed_tokens
+        self.metrics.on_step(outputs, replica)
 
     async def close(self) -> None:
         """Stop threads and the grammar worker. The client ends the requests."""
@@ -229,7 +229,7 @@ def raise_failure(output_processor: OutputProcessor) -> None:
 class Deadline:
     """Aborts requests that have run for too long, even if their client reads nothing."""
 
-    def __init__(self, client: Supervised, output_processors: Sequence[OutputProcessor], seconds: float) -> None:
+    def __init__(self, client: EngineClient, output_processors: Sequence[OutputProcessor], seconds: float) -> None:
         self._client = client
         self._output_processors = output_processors
         self._seconds = seconds

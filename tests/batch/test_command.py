@@ -102,6 +102,12 @@ def test_batches_and_their_size_do_not_change_a_byte(rows, expected):
     assert output.read_bytes() == expected
 
 
+def test_replicas_do_not_change_a_byte(rows, expected):
+    output = rows.with_name("replicas.jsonl")
+    assert run(rows, output, "--replicas", "2").returncode == 0
+    assert output.read_bytes() == expected
+
+
 def test_two_jobs_with_one_output(rows):
     output = rows.with_name("both.jsonl")
     with subprocess.Popen(command(rows, output), stderr=subprocess.DEVNULL) as job:
@@ -119,6 +125,7 @@ def test_two_jobs_with_one_output(rows):
         (("in.jsonl", "nowhere/out.jsonl"), "not a directory"),
         (("in.jsonl", "whole.jsonl"), "exists already"),
         (("in.jsonl", "out.jsonl", "--temperature", "-1"), "temperature"),
+        (("in.jsonl", "out.jsonl", "--replicas", "0"), "replicas is 0"),
     ],
 )
 def test_wrong_arguments(rows, expected, arguments, part):

@@ -1,0 +1,248 @@
+"""Router: which of several engines (replicas) computes a request. It ends soonest where the least is left to do.
+
+Everything is in seconds, from measurements: what waits before the request, the prompt tokens that a replica's cache
+lacks, and the tokens of the answer. Replicas report the digests of the blocks in their prefix trees
+(`PrefixTree.report_changes`). `engine/fleet.py` calls this; so may a simulator.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from quire.core.prefix_tree import DIGEST_BYTES, root_digest
+
+DECAY = 0.9  # of the averages of measured times, at each measurement
+GUESSED_TOKEN_S = 1e-3  # until a replica has computed a prompt
+GUESSED_STEP_S = 2e-2
+GUESSED_OUTPUT = 128.0  # tokens of an answer, until one has ended
+TIE_S = 1e-4  # choices that differ by less are equal
+MAX_RECEIPTS = 4096
+
+
+class Average:
+    """A moving average, or the first guess until there is a value."""
+
+    def __init__(self, guess: float) -> None:
+        self.value = guess
+        self._is_guess = True
+
+    def add(self, value: float) -> None:
+        self.value = value if self._is_guess else DECAY * self.value + (1 - DECAY) * value
+        self._is_guess = False
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A request that a replica has, and what of it is still to be computed."""
+
+    replica: int
+    missing_tokens: int  # of the prompt; 0 once the first token has come
+    num_answers: int
+
+
+class ReplicaState:
+    """What is known of one replica."""
+
+    def __init__(self, max_requests: int, num_blocks: int) -> None:
+        self.max_requests = max_requests
+        self.num_blocks = num_blocks
+        self.ready = True
+        self.prefixes: set[bytes] = set()  # blocks in its prefix tree
+        self.expected: dict[bytes, None] = {}  # blocks of requests that it has, which it will publish; oldest first
+        self.missing_tokens = 0  # prompt tokens that it has and has not computed
+        self.num_answers = 0  # that run or wait
+        self.token_s = Average(GUESSED_TOKEN_S)  # of a prompt
+        self.step_s: dict[int, Average] = {}  # of a step without prompts, by the bit length of its rows
+
+    def forget(self) -> None:
+        """The replica has died: its cache is empty."""
+        self.prefixes.clear()
+        self.expected.clear()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.prefixes or digest in self.expected
+
+    def expect(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            if digest not in self.prefixes:
+                self.expected.pop(digest, None)
+                self.expected[digest] = None
+        while len(self.expected) > self.num_blocks:
+            del self.expected[next(iter(self.expected))]
+
+    def publish(self, published: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        for digest in published:
+            self.prefixes.add(digest)
+            self.expected.pop(digest, None)
+        self.prefixes.difference_update(evicted)
+
+    def measure(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """A step of `num_rows` rows has computed `num_tokens` tokens. More than a token a row are of prompts."""
+        step = self.step_s.get(num_rows.bit_length())
+        if num_tokens <= num_rows:
+            self.step_s.setdefault(num_rows.bit_length(), Average(seconds)).add(seconds)
+        elif num_tokens >= 2 * num_rows:
+            of_rows = step.value if step is not None else 0.0
+            self.token_s.add(max(0.1 * seconds, seconds - of_rows) / (num_tokens - num_rows))
+
+    def decode_step_s(self, num_rows: int) -> float:
+        """Seconds of a step for that many rows: as measured, else that of the nearest measured size."""
+        if not self.step_s:
+            return GUESSED_STEP_S
+        wanted = num_rows.bit_length()
+        return self.step_s[min(self.step_s, key=lambda size: abs(size - wanted))].value
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """When a request would end on a replica, in seconds from now."""
+
+    replica: int
+    cached: int  # tokens of the prompt
+    seconds: float
+    num_answers: int  # that the replica has
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Why a request went where it went."""
+
+    num_tokens: int
+    chosen: Estimate
+    others: tuple[Estimate, ...] = field(default=())
+
+    def __str__(self) -> str:
+        chosen = self.chosen
+        text = f"replica {chosen.replica}: {chosen.cached:,} of {self.num_tokens:,} tokens cached, {describe(chosen)}"
+        return "; ".join([text, *(f"replica {one.replica} {describe(one, self.num_tokens)}" for one in self.others)])
+
+
+def describe(estimate: Estimate, num_tokens: int | None = None) -> str:
+    """An estimate in words. With `num_tokens`, what is cached is said too."""
+    answers = "1 answer" if estimate.num_answers == 1 else f"{estimate.num_answers:,} answers"
+    words = [f"{answers} before it" if estimate.num_answers else "idle"]
+    if num_tokens is not None:
+        words.append(f"{estimate.cached:,} cached" if estimate.cached else "cold")
+    return f"{' and '.join(words)}, {estimate.seconds:.2f} s"
+
+
+class Router:
+    """Chooses replicas. Its memory is bounded by their blocks and by the requests that they have."""
+
+    def __init__(self, replicas: Sequence[ReplicaState], block_size: int) -> None:
+        self.replicas = list(replicas)
+        self.receipts: dict[str, Receipt] = {}  # of the last requests, by id
+        self._block_size = block_size
+        self._routed: dict[str, RoutedRequest] = {}
+        self._output = Average(GUESSED_OUTPUT)
+
+    def choose(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        salt: bytes,
+        max_tokens: int,
+        num_answers: int = 1,
+        *,
+        without: int | None = None,
+    ) -> int | None:
+        """The replica for a request, which is noted there. None if none is ready. `without` is not chosen."""
+        ready = [i for i, state in enumerate(self.replicas) if state.ready and i != without]
+        if not ready:
+            return None
+        digests, cached = self._count_cached(tokens, salt, ready)
+        estimates = [self._estimate(i, len(tokens), count, max_tokens) for i, count in zip(ready, cached, strict=True)]
+        chosen = self._best(estimates, digests)
+        receipt = Receipt(len(tokens), chosen, tuple(one for one in estimates if one is not chosen))
+        self._keep(request_id, receipt)
+        digests += self._chain(tokens, digests, salt)
+        missing = len(tokens) - chosen.cached
+        state = self.replicas[chosen.replica]
+        state.expect(digests)
+        state.missing_tokens += missing
+        state.num_answers += num_answers
+        self._routed[request_id] = RoutedRequest(chosen.replica, missing, num_answers)
+        return chosen.replica
+
+    def begin(self, request_id: str) -> None:
+        """The first token has come: the prompt is computed."""
+        if (routed := self._routed.get(request_id)) is not None:
+            self.replicas[routed.replica].missing_tokens -= routed.missing_tokens
+            routed.missing_tokens = 0
+
+    def end(self, request_id: str, num_output: int | None = None) -> None:
+        """The request has left its replica, with an answer of `num_output` tokens if it has finished."""
+        self.begin(request_id)
+        if (routed := self._routed.pop(request_id, None)) is None:
+            return
+        self.replicas[routed.replica].num_answers -= routed.num_answers
+        if num_output is not None:
+            self._output.add(num_output)
+
+    def _estimate(self, replica: int, num_tokens: int, cached: int, max_tokens: int) -> Estimate:
+        """The wait for prompts before it and for a free row, the rest of the prompt, and the answer."""
+        state = self.replicas[replica]
+        output = min(float(max_tokens), self._output.value)
+        rows = min(state.num_answers + 1, state.max_requests)
+        answer_s = output * state.decode_step_s(rows)
+        before = max(0, state.num_answers + 1 - state.max_requests) / state.max_requests
+        prompt_s = (state.missing_tokens + num_tokens - cached) * state.token_s.value
+        return Estimate(replica, cached, prompt_s + (1 + before) * answer_s, state.num_answers)
+
+    def _best(self, estimates: Sequence[Estimate], digests: Sequence[bytes]) -> Estimate:
+        """The earliest end. Of equal ones rendezvous hashing takes one, so that a new prefix has one home."""
+        least = min(one.seconds for one in estimates)
+        first = digests[0] if digests else b""
+        tied = [one for one in estimates if one.seconds - least < TIE_S]
+        return max(tied, key=lambda one: blake2b(first + bytes([one.replica % 256]), digest_size=8).digest())
+
+    def _count_cached(self, tokens: Sequence[int], salt: bytes, ready: Sequence[int]) -> tuple[list[bytes], list[int]]:
+        """The digests up to the first block that nobody has, and for each replica the tokens of the blocks it has."""
+        digests: list[bytes] = []
+        counts = dict.fromkeys(ready, 0)
+        still = list(ready)
+        for digest in chain_blocks(tokens, salt, self._block_size, stop=len(tokens) - 1):
+            digests.append(digest)
+            if len(still) > 1 or not self.replicas[still[0]].has(digest):
+                reached = len(digests) * self._block_size
+                holders = [i for i in still if self.replicas[i].has(digest)]
+                for i in still:
+                    counts[i] = reached if i in holders else reached - self._block_size
+                still = holders
+                if not still:
+                    break
+        for i in still:
+            counts[i] = len(digests) * self._block_size
+        return digests, [counts[i] for i in ready]
+
+    def _chain(self, tokens: Sequence[int], known: Sequence[bytes], salt: bytes) -> list[bytes]:
+        """The digests behind the known ones."""
+        start, stop = len(known) * self._block_size, len(tokens) - 1
+        parent = known[-1] if known else None
+        return list(chain_blocks(tokens, salt, self._block_size, parent, start=start, stop=stop))
+
+    def _keep(self, request_id: str, receipt: Receipt) -> None:
+        self.receipts[request_id] = receipt
+        if len(self.receipts) > MAX_RECEIPTS:
+            del self.receipts[next(iter(self.receipts))]
+
+
+def chain_blocks(
+    tokens: Sequence[int],
+    salt: bytes,
+    block_size: int,
+    parent: bytes | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[bytes]:
+    """The digests of the full blocks of a prompt, as `PrefixTree` has them. `parent` is the digest before `start`."""
+    data = array("Q", tokens[start:stop]).tobytes()
+    digest = root_digest(salt) if parent is None else parent
+    size = block_size * 8
+    for first in range(0, len(data) - size + 1, size):
+        digest = blake2b(digest + data[first : first + size], digest_size=DIGEST_BYTES).digest()
+        yield digest

@@ -1,0 +1,253 @@
+"""Fleet: a client with several engines (replicas), each in a process of its own. A request goes where it ends soonest.
+
+It has the methods of the other clients (submit, abort, health). Each replica has a supervisor. `core/routing.py`
+chooses. When a replica dies, its requests continue on the others with the tokens that have arrived, while its engine
+is started again. The answers are the same: sampling depends on seed and position alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.core.plan import Update
+from quire.core.request import Request
+from quire.core.routing import ReplicaState, Router
+from quire.engine.mailbox import Mailbox
+from quire.engine.memory import CPU_SHARE, GIB, free_bytes
+from quire.engine.messages import Ready, StepOutputs
+from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
+from quire.errors import EngineClosed, InvalidParams
+from quire.kernels.cuda_driver import count_devices
+
+log = logging.getLogger("quire.fleet")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCallbacks:
+    """As `EngineCallbacks`, with the number of the replica."""
+
+    on_step: Callable[[StepOutputs, int], None] = lambda outputs, replica: None
+    on_restart: Callable[[str, int], None] = lambda reason, replica: None
+
+
+class Fleet:
+    """Constructed inside a running event loop. `await start()` comes next."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        num_replicas: int,
+        *,
+        stall_s: float = 120.0,
+        callbacks: FleetCallbacks | None = None,
+    ) -> None:
+        self._callbacks = callbacks or FleetCallbacks()
+        self._block_size = config.block_size
+        self.members = [
+            Supervised(
+                member_config,
+                path,
+                stall_s=stall_s,
+                callbacks=self._callbacks_of(index),
+                environment=environment,
+                report_prefixes=True,
+            )
+            for index, (member_config, environment) in enumerate(divide(config, num_replicas))
+        ]
+        self._router: Router | None = None
+        self._owners: dict[str, Supervised] = {}  # of requests in flight, by id
+        self._computed = [0] * num_replicas  # tokens, at the last step of each replica
+
+    # ── the client's methods ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> Ready:
+        """Start all replicas and wait until they have loaded the model. The result describes them together."""
+        ready = await asyncio.gather(*(member.start() for member in self.members))
+        states = [ReplicaState(each.max_requests, each.num_blocks) for each in ready]
+        self._router = Router(states, self._block_size)
+        return Ready(
+            vocab_size=ready[0].vocab_size,
+            max_len=min(each.max_len for each in ready),
+            max_requests=sum(each.max_requests for each in ready),
+            eos_token_ids=ready[0].eos_token_ids,
+            num_blocks=sum(each.num_blocks for each in ready),
+            device=ready[0].device,
+            summary=f"{len(ready)} replicas, each: {ready[0].summary}",
+            sampling=ready[0].sampling,
+        )
+
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
+        """Run requests together, on one replica. Yields their updates until all have finished."""
+        for request in requests:
+            if request.id in self._owners:
+                raise InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
+        mailbox = Mailbox()
+        group = [InFlightRequest(request, mailbox) for request in requests]
+        unfinished_ids = {request.id for request in requests}
+        num_tokens = 0
+        try:
+            self._place(group)
+            while unfinished_ids:
+                for update in (updates := await mailbox.get()):
+                    num_tokens += len(update.tokens)
+                    if update.finish:
+                        unfinished_ids.discard(update.id)
+                self._begin(requests[0].id, num_tokens)
+                yield updates
+        finally:
+            for request_id in unfinished_ids:
+                self.abort(request_id)
+            self._forget(requests, None if unfinished_ids else num_tokens // len(requests))
+
+    def abort(self, request_id: str) -> None:
+        if (owner := self._owners.get(request_id)) is not None:
+            owner.abort(request_id)
+
+    def health(self) -> bool:
+        """Whether a replica is ready."""
+        return any(member.health() for member in self.members)
+
+    @property
+    def gone(self) -> bool:
+        """Whether no replica will be started again."""
+        return all(member.gone for member in self.members)
+
+    def receipts(self, request_id: str) -> list[str]:
+        """Why recent requests went where they went: those whose id is `request_id` with a number behind it."""
+        known = self._router.receipts if self._router is not None else {}
+        return [str(receipt) for name, receipt in known.items() if name.startswith(f"{request_id}-")]
+
+    def describe(self) -> list[dict[str, int | float | bool]]:
+        """What the router knows of each replica."""
+        assert self._router is not None, "start() comes first"
+        return [
+            {
+                "replica": index,
+                "ready": state.ready,
+                "answers": state.num_answers,
+                "waiting_prompt_tokens": state.missing_tokens,
+                "cached_blocks": len(state.prefixes),
+                "seconds_per_prompt_token": state.token_s.value,
+                "seconds_per_step": state.decode_step_s(max(1, state.num_answers)),
+            }
+            for index, state in enumerate(self._router.replicas)
+        ]
+
+    async def close(self) -> None:
+        """End all replicas. Requests still open end with EngineClosed."""
+        await asyncio.gather(*(member.close() for member in self.members))
+
+    # ── routing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _place(self, group: Sequence[InFlightRequest], without: int | None = None) -> bool:
+        """Give a group to a replica. False if `without` is the only one left."""
+        index = self._choose(group, without)
+        if index is None:
+            return False
+        member = self.members[index]
+        for in_flight in group:
+            self._owners[in_flight.request.id] = member
+        member.adopt(group)
+        return True
+
+    def _choose(self, group: Sequence[InFlightRequest], without: int | None) -> int | None:
+        """The replica for a group. While none is ready, one that will be: it keeps the group until then."""
+        assert self._router is not None, "start() comes first"
+        first = group[0]
+        index = self._router.choose(
+            first.request.id,
+            [*first.request.prompt, *first.output],
+            first.request.salt,
+            first.request.max_tokens - len(first.output),
+            len(group),
+            without=without,
+        )
+        if index is not None:
+            log.debug("request %s: %s", first.request.id, self._router.receipts[first.request.id])
+            return index
+        alive = [i for i, member in enumerate(self.members) if not member.gone and i != without]
+        if not alive and without is None:
+            raise EngineClosed("The engines have been shut down.")
+        return alive[0] if alive and without is None else None
+
+    def _begin(self, request_id: str, num_tokens: int) -> None:
+        if num_tokens and self._router is not None:
+            self._router.begin(request_id)
+
+    def _forget(self, requests: Sequence[Request], num_output: int | None) -> None:
+        if self._router is not None:
+            self._router.end(requests[0].id, num_output)
+        for request in requests:
+            self._owners.pop(request.id, None)
+
+    # ── what the supervisors call ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _callbacks_of(self, index: int) -> EngineCallbacks:
+        return EngineCallbacks(
+            partial(self._on_step, index),
+            partial(self._on_ready, index),
+            partial(self._on_restart, index),
+            partial(self._hand_over, index),
+        )
+
+    def _on_step(self, index: int, outputs: StepOutputs) -> None:
+        if self._router is not None:
+            state = self._router.replicas[index]
+            if outputs.prefixes_lost:
+                state.forget()
+            state.publish(outputs.published, outputs.evicted)
+            num_tokens = outputs.computed_tokens - self._computed[index]
+            if outputs.step_s is not None and num_tokens > 0:
+                state.measure(num_tokens, max(1, outputs.num_running), outputs.step_s)
+        self._computed[index] = outputs.computed_tokens
+        self._callbacks.on_step(outputs, index)
+
+    def _on_ready(self, index: int, ready: Ready) -> None:
+        if self._router is not None:
+            self._router.replicas[index].ready = True
+
+    def _on_restart(self, index: int, reason: str) -> None:
+        self._computed[index] = 0
+        if self._router is not None:
+            self._router.replicas[index].forget()
+            self._router.replicas[index].ready = False
+        self._callbacks.on_restart(reason, index)
+
+    def _hand_over(self, index: int, groups: list[list[InFlightRequest]]) -> None:
+        """A replica has died. Its requests continue on the others that are ready, if there are any."""
+        if self._router is None:
+            return
+        self._router.replicas[index].ready = False
+        for group in groups:
+            self._router.end(group[0].request.id)
+            if any(state.ready for state in self._router.replicas):
+                self.members[index].release(group)
+                self._place(group)
+
+
+def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, Mapping[str, str] | None]]:
+    """The configuration of each replica, and the environment of its process.
+
+    On a GPU each replica has a GPU of its own. On a CPU they share its threads and the memory for caches.
+    """
+    num_devices = 0 if config.device == "cpu" else count_devices()
+    if num_devices:
+        if num_devices < num_replicas:
+            raise InvalidParams(
+                f"replicas is {num_replicas}, but this machine has {num_devices} GPU(s), and each replica needs one. "
+                "Lower it, or set device to 'cpu'."
+            )
+        return [(config, {**os.environ, "CUDA_VISIBLE_DEVICES": str(index)}) for index in range(num_replicas)]
+    threads = max(1, (config.threads or os.cpu_count() or 1) // num_replicas)
+    kv_memory = config.kv_memory
+    if kv_memory is None and config.num_blocks is None:
+        kv_memory = CPU_SHARE * free_bytes("cpu") / GIB / num_replicas
+    return [(replace(config, threads=threads, kv_memory=kv_memory), None)] * num_replicas

@@ -1,0 +1,238 @@
+"""Several engines behind one client, killed at will: requests continue elsewhere, and no answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.request import Finish, Request
+from quire.core.structured import StructuredOutputs
+from quire.engine import fleet as fleets
+from quire.engine.fleet import Fleet, FleetCallbacks, divide
+from quire.engine.supervisor import Supervised
+from quire.errors import EngineClosed, InvalidParams, ModelNotFound, PromptTooLong, QuireError
+
+pytestmark = pytest.mark.model
+
+CONFIG = EngineConfig(max_len=512, kv_memory=0.25, max_requests=16, device="cpu")
+SCHEMA = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+def groups(count, max_tokens=24):
+    """Requests with shared beginnings: single ones, samples of one prompt, and structured ones."""
+    rng = random.Random(3)
+    shared = [rng.randrange(100, 20_000) for _ in range(96)]
+    made = []
+    for index in range(count):
+        prompt = shared[: index % 3 * 48] + [rng.randrange(100, 20_000) for _ in range(rng.randrange(3, 60))]
+        structured = SCHEMA if index % 4 == 3 else None
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=structured is None,
+            temperature=index % 2 * 0.9,
+            structured_outputs=structured,
+        )
+        group = []
+        for sample in range(3 if index % 4 == 2 else 1):
+            leader = group[0] if group else None
+            group.append(
+                Request(
+                    f"r{index}-{sample}",
+                    prompt,
+                    params,
+                    seed=100 * index + sample,
+                    max_tokens=max_tokens,
+                    leader=leader,
+                    end_token_ids=frozenset({2}),
+                )
+            )
+        made.append(group)
+    return made
+
+
+async def collect(client, group, seen=None):
+    """The tokens of a group's requests, and how each ended."""
+    tokens = {request.id: [] for request in group}
+    ends = {}
+    async for updates in client.submit(group):
+        for update in updates:
+            tokens[update.id] += update.tokens
+            if seen is not None:
+                seen.append(len(update.tokens))
+            if update.finish:
+                ends[update.id] = update.finish
+    return tokens, ends
+
+
+async def collect_all(client, count=16):
+    return await asyncio.gather(*(collect(client, group) for group in groups(count)))
+
+
+@pytest.fixture(scope="module")
+def expected(default_model):
+    """The answers of one engine that nothing disturbs."""
+
+    async def main():
+        client = Supervised(CONFIG, default_model)
+        await client.start()
+        try:
+            return await collect_all(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def run(default_model, scenario, num_replicas=2, config=CONFIG):
+    async def main():
+        restarts = []
+        callbacks = FleetCallbacks(on_restart=lambda reason, replica: restarts.append(replica))
+        client = Fleet(config, default_model, num_replicas, callbacks=callbacks)
+        ready = await client.start()
+        try:
+            return await scenario(client, ready, restarts)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def kill(client, replica):
+    os.kill(client.members[replica].process_id, signal.SIGKILL)
+
+
+async def wait_until(condition, timeout_s=60):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_replicas_share_the_work_and_change_no_answer(default_model, expected):
+    async def scenario(client, ready, restarts):
+        assert ready.max_requests == 32
+        assert ready.num_blocks == 2 * 512
+        answers = await collect_all(client)
+        used = {
+            int(receipt.split(":")[0].split()[1]) for index in range(16) for receipt in client.receipts(f"r{index}")
+        }
+        assert used == {0, 1}
+        assert all(state["answers"] == state["waiting_prompt_tokens"] == 0 for state in client.describe())
+        assert all(state["cached_blocks"] > 0 for state in client.describe())
+        return answers
+
+    assert run(default_model, scenario) == expected
+
+
+def test_kills_change_no_answer(default_model, expected):
+    async def scenario(client, ready, restarts):
+        seen = []
+        rng = random.Random(5)
+        working = [asyncio.ensure_future(collect(client, group, seen)) for group in groups(16)]
+        for attempt in range(3):
+            wanted = len(seen) + rng.randrange(20, 90)
+            await wait_until(lambda least=wanted: len(seen) >= least or all(each.done() for each in working))
+            await wait_until(lambda: all(member.health() for member in client.members))
+            kill(client, attempt % 2)
+            await wait_until(lambda number=attempt: len(restarts) > number)
+        return await asyncio.gather(*working), restarts
+
+    answers, restarts = run(default_model, scenario)
+    assert restarts == [0, 1, 0]
+    assert answers == expected
+
+
+def test_requests_wait_while_no_replica_is_ready(default_model, expected):
+    async def scenario(client, ready, restarts):
+        working = [asyncio.ensure_future(collect(client, group)) for group in groups(16)]
+        await asyncio.sleep(0.2)
+        for replica in range(2):
+            kill(client, replica)
+        await wait_until(lambda: not client.health())
+        late = asyncio.ensure_future(collect(client, groups(17)[16]))
+        answers = await asyncio.gather(*working)
+        assert list((await late)[1].values()) == [Finish.LENGTH]
+        return answers
+
+    assert run(default_model, scenario) == expected
+
+
+def test_an_abort_reaches_the_replica_that_has_the_request(default_model):
+    async def scenario(client, ready, restarts):
+        group = groups(1, max_tokens=400)[0]
+        seen = []
+        working = asyncio.ensure_future(collect(client, group, seen))
+        await wait_until(lambda: len(seen) > 3)
+        owner = client._owners[group[0].id]
+        kill(client, client.members.index(owner))
+        await wait_until(lambda: client._owners[group[0].id] is not owner)
+        client.abort(group[0].id)
+        ends = (await working)[1]
+        assert list(ends.values()) == [Finish.ABORT]
+        assert not client._owners
+        client.abort("never seen")
+
+    run(default_model, scenario)
+
+
+def test_a_stream_that_is_closed_ends_its_requests(default_model):
+    async def scenario(client, ready, restarts):
+        stream = client.submit(groups(3, max_tokens=400)[2])
+        await anext(stream)
+        await stream.aclose()
+        assert not client._owners
+        assert [state["answers"] for state in client.describe()] == [0, 0]
+        with pytest.raises(PromptTooLong):
+            await collect(client, [Request("long", [5] * 9000, SamplingParams(), max_tokens=4)])
+        assert [state["answers"] for state in client.describe()] == [0, 0]
+
+    run(default_model, scenario)
+
+
+def test_an_id_that_is_in_use_is_refused(default_model):
+    async def scenario(client, ready, restarts):
+        group = groups(1, max_tokens=400)[0]
+        stream = client.submit(group)
+        await anext(stream)
+        with pytest.raises(InvalidParams, match="running"):
+            await anext(client.submit(group))
+        assert group[0].id in client._owners
+        await stream.aclose()
+        await client.close()
+        with pytest.raises(EngineClosed):
+            await anext(client.submit(group))
+
+    run(default_model, scenario)
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    async def main():
+        client = Fleet(CONFIG, tmp_path / "none.gguf", 2)
+        try:
+            with pytest.raises(QuireError) as found:
+                await client.start()
+            assert isinstance(found.value, ModelNotFound | QuireError)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_how_a_machine_is_divided(monkeypatch):
+    monkeypatch.setattr(fleets.os, "cpu_count", lambda: 9)
+    parts = divide(EngineConfig(device="cpu"), 2)
+    assert [part.threads for part, _ in parts] == [4, 4]
+    assert parts[0][0].kv_memory == parts[1][0].kv_memory > 0
+    assert [environment for _, environment in parts] == [None, None]
+    assert [part.threads for part, _ in divide(EngineConfig(device="cpu", threads=2), 3)] == [1, 1, 1]
+    assert divide(EngineConfig(device="cpu", kv_memory=0.5), 2)[0][0].kv_memory == 0.5
+    monkeypatch.setattr(fleets, "count_devices", lambda: 2)
+    parts = divide(EngineConfig(), 2)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in parts] == ["0", "1"]
+    with pytest.raises(InvalidParams, match="2 GPU"):
+        divide(EngineConfig(), 3)
