@@ -74,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.client",
         "engine.prompt_logits",
         "speculative.controller",
+        "capacity",
         "weights.config",
         "core",
         "text",

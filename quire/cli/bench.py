@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculation = kinds.add_parser("speculation", help=about, description=about, allow_abbrev=False)
     add_speculation(speculation)
     speculation.set_defaults(run_kind=run_speculation)
+    about = "Measure steps of prompts and of decoding over batch sizes and contexts, and fit the cost of a step."
+    phases = kinds.add_parser("phases", help=about, description=about, allow_abbrev=False)
+    add_phases(phases)
+    phases.set_defaults(run_kind=run_phases)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -89,6 +93,48 @@ def show(document: dict[str, Any]) -> None:
     print("  ".join(f"{name:>20}" for name in COLUMNS))
     for row in document["rows"]:
         print("  ".join(f"{row[name]:>20,.2f}" if name != "batch" else f"{row[name]:>20}" for name in COLUMNS))
+
+
+def add_phases(parser: argparse.ArgumentParser) -> None:
+    text = "keep the fitted cost, for quire simulate"
+    parser.add_argument("--save", action="store_true", help=text)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="where --save writes; default: quire's cache")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="runs of each scenario; the median counts; default 3"
+    )
+    add_json(parser)
+    add_engine_options(parser, without=["prefix_cache", "order", "seed", "speculate"])
+
+
+def run_phases(arguments: argparse.Namespace) -> None:
+    if arguments.repeats < 1:
+        raise InvalidParams(f"--repeats is {arguments.repeats}; give a whole number of at least 1.")
+    config = engine_config(arguments, prefix_cache=False, speculate="off")
+    from quire.bench import phases
+
+    files = resolve(config.model)
+    with bar("measuring", unit="scenarios") as report:
+        profile, results = phases.run(config, files.path, repeats=arguments.repeats, report=report)
+    rows = phases.rows(results, profile.cost)
+    if arguments.save:
+        target = arguments.profile or phases.profile_path(config)
+        profile.save(target)
+    if arguments.json:
+        error = {"median": profile.median_error, "p95": profile.p95_error}
+        print(json.dumps({"model": profile.model, "machine": profile.machine, "rows": rows, "error": error}))
+        return
+    print(f"{profile.model} on {profile.machine}")
+    columns = ("batch", "prompt_tokens", "prefill_tokens_per_s", "decode_step_ms", "predicted_ms")
+    print("  ".join(f"{name:>20}" for name in columns))
+    for row in rows:
+        values = (row[name] for name in columns)
+        print("  ".join(f"{'-' if v is None else f'{v:,.2f}' if isinstance(v, float) else v:>20}" for v in values))
+    print(
+        f"Of steps that were not fitted the predicted time is {100 * profile.median_error:.1f}% off in the median, and "
+        f"{100 * profile.p95_error:.1f}% at the 95th percentile."
+    )
+    if arguments.save:
+        print(f"Saved to {target}")
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:

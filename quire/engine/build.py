@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig
 from quire.core.kv_cache import fixed_blocks
 from quire.core.pace import Pace
-from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
+from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
 from quire.engine.backend import (
@@ -28,6 +28,7 @@ from quire.engine.backend import (
     describe_ops,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
+from quire.engine.batching import choose_batching
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import time_copies
 from quire.engine.draft_model import DraftModel
@@ -78,9 +79,6 @@ from quire.weights.loader import (
 
 if TYPE_CHECKING:
     from quire.engine.precompile import Precompilation
-
-BATCH_WAIT_S = 0.05  # default of dynamic batching
-WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # defaults of batching by ratio
 
 
 def build_engine(
@@ -261,17 +259,3 @@ def build_runner(
     if drafter is not None:
         gpu_drafter = build_drafter(*drafter, decoder.head, buffers, ops, torch_type(dtype))
     return GpuRunner(decoder, cache, buffers, ops, graph_bytes, speculates=speculates, drafter=gpu_drafter)
-
-
-def choose_batching(config: EngineConfig, max_requests: int) -> Batching:
-    size = config.batch_size or max_requests
-    if config.batching == "static":
-        return Static(size)
-    if config.batching == "dynamic":
-        return Dynamic(size, BATCH_WAIT_S if config.batch_wait is None else config.batch_wait)
-    if config.batching == "ratio":
-        ratio, tokens = config.waiting_served_ratio, config.max_waiting_tokens
-        return WaitingRatio(
-            WAITING_SERVED_RATIO if ratio is None else ratio, MAX_WAITING_TOKENS if tokens is None else tokens
-        )  # fmt: skip
-    return Continuous()

@@ -18,7 +18,7 @@ from quire.core.params import check_early_exit
 from quire.core.plan import Plan, Sampled, Update, explain_no_token
 from quire.core.request import Finish, Request
 from quire.core.scheduler import Scheduler
-from quire.engine.costs import StepCosts
+from quire.core.step_costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
 from quire.engine.runner import Runner, RunningStep

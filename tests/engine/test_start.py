@@ -20,7 +20,7 @@ from quire.engine.backend import (
     choose_step_tokens,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.build import choose_batching
+from quire.engine.batching import choose_batching
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.memory import (
     CUDA_SHARE,

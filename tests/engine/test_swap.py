@@ -20,11 +20,12 @@ from quire.core.pace import Pace
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Finish, Request
+from quire.core.step_costs import StepCosts
 from quire.core.swap import SwapCosts
 from quire.engine import host_blocks, memory
 from quire.engine.cache import CacheLayout, CacheTensors, lay_out, shape_blocks
 from quire.engine.client import InProcess
-from quire.engine.costs import StepCosts, time_copies
+from quire.engine.costs import time_copies
 from quire.engine.engine import Engine
 from quire.engine.memory import GIB, CacheSize, size_swap
 from quire.errors import InvalidParams, NotEnoughMemory

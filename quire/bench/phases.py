@@ -1,0 +1,193 @@
+"""`quire bench phases`: steps of prompts and of decoding over batch sizes and contexts, and the cost fitted to them.
+
+The engine answers random prompts, greedy, without prefix cache and drafts. Every run of a scenario has the same steps,
+so each step's time is the median of its runs. Every fifth scenario is left out of a first fit, whose errors are
+reported. `--save` writes the profile that `quire simulate` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.bench.offline import machine
+from quire.capacity.profile import CapacityProfile, EngineSizes
+from quire.capacity.step_cost import MeasuredStep, StepCost, StepShape, errors, fit, shape_of
+from quire.config import EngineConfig, cache_dir
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.client import InProcess
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+PROMPTS = (8, 40, 100, 250, 700, 2000, 4000)
+MAX_PROMPT_TOKENS = 4_000  # of all requests of a scenario
+DECODE_STEPS = 8  # in which all requests of a scenario decode
+HELD_OUT = 5  # every fifth scenario is left out of the first fit
+WARMUP = (2, 40)
+
+
+class Scenario(NamedTuple):
+    batch: int
+    prompt_tokens: int
+
+    def output_tokens(self, sizes: EngineSizes) -> int:
+        """Long enough that the first request still decodes when the last prompt is computed."""
+        num_prefill_steps = -(-self.batch * self.prompt_tokens // max(1, sizes.max_tokens_per_step - self.batch))
+        return num_prefill_steps + DECODE_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioResult:
+    """One batch size and prompt length. Decode seconds are of a step in which all requests decode."""
+
+    scenario: Scenario
+    prefill_s: float
+    decode_s: float | None
+    steps: list[MeasuredStep]
+
+
+def run(
+    config: EngineConfig,
+    path: Path,
+    *,
+    repeats: int = 3,
+    report: Callable[[int, int | None], None] | None = None,
+) -> tuple[CapacityProfile, list[ScenarioResult]]:
+    """Measure an engine and fit its cost."""
+    client = InProcess(config, path)
+    sizes = read_sizes(client, config)
+    scenarios = list(choose_scenarios(sizes))
+    measure(client, Scenario(*WARMUP), sizes, 1)
+    results = []
+    for number, scenario in enumerate(scenarios):
+        if report:
+            report(number, len(scenarios))
+        results.append(measure(client, scenario, sizes, repeats))
+    return make_profile(config, sizes, results), results
+
+
+def read_sizes(client: InProcess, config: EngineConfig) -> EngineSizes:
+    """The sizes of a running engine."""
+    scheduler, info = client.engine.scheduler, client.info
+    return EngineSizes(
+        info.cache.num_blocks,
+        info.cache.block_size,
+        scheduler.max_tokens_per_step,
+        scheduler.max_requests,
+        info.max_len,
+        scheduler.kv.windows,
+        prefix_cache=True,
+        itl_target_s=scheduler.pace.target_s,
+        row_unit=scheduler.pace.unit,
+        num_host_blocks=scheduler.swap.num_host_blocks,
+        copy_s=scheduler.swap.costs.copy_s,
+        depth=client.engine.runner.depth,
+    )
+
+
+def choose_scenarios(sizes: EngineSizes) -> Iterator[Scenario]:
+    """Batch sizes and prompt lengths that fit into the cache, and take not too long."""
+    for batch in BATCHES:
+        for prompt in PROMPTS:
+            scenario = Scenario(batch, prompt)
+            length = prompt + scenario.output_tokens(sizes)
+            blocks = batch * -(-length // sizes.block_size) * len(sizes.windows)
+            if (
+                batch <= sizes.max_requests
+                and length <= sizes.max_len
+                and blocks <= sizes.num_blocks
+                and batch * prompt <= MAX_PROMPT_TOKENS
+            ):
+                yield scenario
+
+
+def measure(client: InProcess, scenario: Scenario, sizes: EngineSizes, repeats: int) -> ScenarioResult:
+    """Run a scenario several times. Each step's time is the median of its runs."""
+    runs = [list(run_scenario(client, scenario, sizes, number)) for number in range(repeats)]
+    shapes = [step.shape for step in runs[0]]
+    assert all([step.shape for step in each] == shapes for each in runs), "runs of a scenario differ in their steps"
+    times = zip(*([step.seconds for step in each] for each in runs), strict=True)
+    steps = [MeasuredStep(shape, statistics.median(each)) for shape, each in zip(shapes, times, strict=True)]
+    decode = [step for step in steps if step.shape.tokens == step.shape.sampled == scenario.batch]
+    prefill_s = sum(step.seconds for step in steps if step not in decode)
+    return ScenarioResult(scenario, prefill_s, median_step(decode).seconds if decode else None, thin(steps, decode))
+
+
+def thin(steps: Sequence[MeasuredStep], decode: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """The steps with prompts, and one for all steps in which the whole batch decodes."""
+    return [step for step in steps if step not in decode] + ([median_step(decode)] if decode else [])
+
+
+def median_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    middle = steps[len(steps) // 2].shape
+    return MeasuredStep(middle, statistics.median(step.seconds for step in steps))
+
+
+def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, number: int) -> Iterator[MeasuredStep]:
+    """Run requests to their end. The time of a step includes its planning, and on a GPU is the device's."""
+    rng = random.Random(f"{scenario} {number}")
+    vocabulary = client.info.config.vocab_size
+    max_tokens = scenario.output_tokens(sizes)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for index in range(scenario.batch):
+        prompt = [rng.randrange(vocabulary) for _ in range(scenario.prompt_tokens)]
+        client.add(Request(f"{number} {index}", prompt, params, max_tokens=max_tokens))
+    engine, shapes = client.engine, deque[StepShape]()
+    engine.before_run = lambda plan: shapes.append(shape_of(plan, sizes.windows))
+    try:
+        while engine.has_work:
+            begin_s = time.perf_counter()
+            engine.step()
+            seconds = time.perf_counter() - begin_s
+            if engine.step_s is not None:  # a step has been committed
+                yield MeasuredStep(shapes.popleft(), seconds if sizes.depth == 1 else engine.step_s)
+    finally:
+        engine.before_run = None
+
+
+def make_profile(config: EngineConfig, sizes: EngineSizes, results: Sequence[ScenarioResult]) -> CapacityProfile:
+    held_out = [step for number, each in enumerate(results) if number % HELD_OUT == 0 for step in each.steps]
+    kept = [step for number, each in enumerate(results) if number % HELD_OUT for step in each.steps]
+    found = errors(fit(kept, sizes.windows), held_out)
+    cost = fit([*kept, *held_out], sizes.windows)
+    median, p95 = (float(found[int(share * (len(found) - 1))]) for share in (0.5, 0.95))
+    return CapacityProfile(config.model, describe_machine(config), sizes, cost, median, p95)
+
+
+def describe_machine(config: EngineConfig) -> str:
+    about = machine(config)
+    return about["gpu"] or f"{about['cpu']}, {about['threads']} threads"
+
+
+def profile_path(config: EngineConfig) -> Path:
+    """Where the profile of a configuration is kept."""
+    ignored = {"max_requests", "max_tokens_per_step", "num_blocks", "kv_memory", "seed", "prefix_cache", "speculate"}
+    options = {name: value for name, value in asdict(config).items() if name not in ignored}
+    digest = hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=6).hexdigest()
+    return cache_dir() / "capacity" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', config.model)}-{digest}.json"
+
+
+def rows(results: Sequence[ScenarioResult], cost: StepCost) -> list[dict[str, Any]]:
+    """A row for each scenario, with what the fitted cost predicts."""
+    made = []
+    for result in results:
+        batch, prompt = result.scenario
+        decode = result.steps[-1] if result.decode_s is not None else None
+        made.append(
+            {
+                "batch": batch,
+                "prompt_tokens": prompt,
+                "prefill_tokens_per_s": batch * prompt / result.prefill_s if result.prefill_s else None,
+                "decode_step_ms": 1e3 * result.decode_s if result.decode_s is not None else None,
+                "predicted_ms": 1e3 * cost.seconds(decode.shape) if decode is not None else None,
+            }
+        )
+    return made

@@ -1,0 +1,159 @@
+"""The simulator: the scheduler's own decisions on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quire.bench.serve.traces import TraceRequest
+from quire.bench.simulate import arrivals, compare, ranges, simulate
+from quire.capacity.profile import CapacityProfile, EngineSizes, load_profile
+from quire.capacity.simulator import Arrival, Simulation
+from quire.capacity.step_cost import KNOTS, StepCost
+from quire.core.policy import Dynamic, Policy, Static
+from quire.errors import InvalidParams
+
+pytestmark = pytest.mark.cpu
+
+SIZES = EngineSizes(200, 4, 16, 8, 120, (None,))
+TOKEN_S, STEP_S = 0.01, 0.1
+
+
+def flat_cost(step_s=STEP_S, token_s=TOKEN_S):
+    """Each step takes step_s, and token_s for each of its tokens."""
+    coefficients = [0.0] * (2 + 2 * len(KNOTS) + 2)
+    coefficients[0] = step_s
+    largest = 2 + len(KNOTS) - 1  # min(tokens, largest knot)
+    coefficients[largest] = token_s
+    return StepCost((None,), tuple(coefficients), (tuple(coefficients), tuple(2 * each for each in coefficients)))
+
+
+PROFILE = CapacityProfile("m", "here", SIZES, flat_cost(), 0.01, 0.05)
+
+
+def prompt(number, length):
+    return list(range(number << 20, (number << 20) + length))
+
+
+def test_one_request_by_hand():
+    """Ten tokens of the prompt in one step, then four steps of one token."""
+    (request,) = Simulation(PROFILE).run([Arrival(5.0, prompt(1, 10), 5)])
+    first = 5.0 + STEP_S + 10 * TOKEN_S
+    expected = [first + index * (STEP_S + TOKEN_S) for index in range(5)]
+    assert request.times == pytest.approx(expected)
+    assert request.ttft_s == pytest.approx(first - 5.0)
+    assert (request.prompt_tokens, request.output_tokens, request.cached_tokens) == (10, 5, 0)
+
+
+def test_prompts_are_cut_into_chunks_beside_decoding_rows():
+    """Steps have 16 tokens: the second prompt of 30 gets 15 beside the first request's token."""
+    first, second = Simulation(PROFILE).run([Arrival(0.0, prompt(1, 4), 9), Arrival(0.01, prompt(2, 30), 1)])
+    assert second.times[0] == pytest.approx(0.14 + 2 * (STEP_S + 16 * TOKEN_S))
+    assert len(first.times) == 9
+
+
+def test_shared_prefixes_are_found_in_the_cache():
+    shared = prompt(1, 40)
+    load = [Arrival(0.0, shared, 2), Arrival(20.0, [*shared, 7, 8], 2), Arrival(40.0, prompt(3, 40), 2)]
+    found = Simulation(PROFILE).run(load)
+    assert [request.cached_tokens for request in found] == [0, 40, 0]
+    without = Simulation(replace(PROFILE, sizes=replace(SIZES, prefix_cache=False))).run(load)
+    assert [request.cached_tokens for request in without] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_request_ends_once_with_all_of_its_tokens(seed, depth):
+    rng = random.Random(seed)
+    sizes = replace(SIZES, num_blocks=rng.choice([35, 60, 200]), depth=depth, max_requests=rng.choice([1, 4, 8]))
+    load, at_s = [], 0.0
+    for _ in range(60):
+        at_s += rng.expovariate(2)
+        load.append(Arrival(at_s, prompt(rng.randrange(20), rng.randrange(1, 90)), rng.randrange(1, 25)))
+    simulation = Simulation(replace(PROFILE, sizes=sizes))
+    found = simulation.run(load)
+    assert [request.number for request in found] == list(range(60))
+    for request, arrival in zip(found, load, strict=True):
+        assert len(request.times) == arrival.output_tokens
+        assert request.times == sorted(request.times)
+        assert request.times[0] > arrival.at_s
+    assert simulation.busy_s <= simulation.now_s - load[0].at_s + 1e-9
+    assert not simulation.scheduler.has_work
+    again = Simulation(replace(PROFILE, sizes=sizes)).run(load)
+    assert [request.times for request in again] == [request.times for request in found]
+
+
+def test_preemption_happens_where_the_cache_is_small():
+    sizes = replace(SIZES, num_blocks=32)
+    load = [Arrival(0.0, prompt(number, 40), 40) for number in range(4)]
+    found = Simulation(replace(PROFILE, sizes=sizes)).run(load)
+    assert sum(request.num_preemptions for request in found) > 0
+    assert sum(request.num_preemptions for request in Simulation(PROFILE).run(load)) == 0
+
+
+def test_policies_are_those_of_the_engine():
+    load = [Arrival(0.0, prompt(1, 4), 30), *(Arrival(0.5, prompt(number, 4), 2) for number in range(2, 5))]
+    continuous = Simulation(PROFILE).run(load)
+    static = Simulation(PROFILE, Policy(Static(4))).run(load)
+    dynamic = Simulation(PROFILE, Policy(Dynamic(8, 0.3))).run(load)
+    assert continuous[1].times[0] < continuous[0].times[-1]
+    assert static[1].times[0] > static[0].times[-1]
+    assert dynamic[0].times[0] > 0.3
+
+
+def test_what_never_fits_is_refused():
+    found = Simulation(PROFILE).run([Arrival(0.0, prompt(1, 119), 5), Arrival(0.0, prompt(2, 5), 2)])
+    assert "124 tokens are more than 120" in found[0].refused
+    assert found[1].refused is None
+    small = replace(PROFILE, sizes=replace(SIZES, num_blocks=10))
+    assert Simulation(small).run([Arrival(0.0, prompt(1, 80), 5)])[0].refused
+
+
+def test_blocks_of_a_trace_are_shared_tokens():
+    first, second, third = arrivals(
+        [
+            TraceRequest(0.0, 1000, 5, (7, 8)),
+            TraceRequest(1.0, 1100, 5, (7, 8, 9)),
+            TraceRequest(2.0, 1000, 5),
+        ]
+    )
+    assert len(first.prompt) == len(third.prompt) == 1000
+    assert first.prompt[:512] == second.prompt[:512]
+    assert first.prompt[512:1000] == second.prompt[512:1000]
+    assert not set(first.prompt) & set(third.prompt)
+    assert len(second.prompt) == 1100
+
+
+def test_a_report_has_the_figures_of_bench_serve():
+    entries = [TraceRequest(index * 0.2, 10, 5) for index in range(20)] + [TraceRequest(9.0, 500, 5)]
+    document = simulate(PROFILE, entries, limits={"ttft": 1e6})
+    summary = document["summary"]
+    assert (summary["num_ok"], summary["num_failed"]) == (20, 1)
+    assert summary["output_tokens"] == 100
+    assert summary["goodput"]["num_met"] == 20
+    assert document["errors"]["refused"]["count"] == 1
+    assert document["engine"]["steps"] > 5
+    assert 0 < document["engine"]["busy_share"] <= 1
+    found = ranges(PROFILE, entries)
+    low, high = found["ttft_ms mean"]
+    assert low < high  # the second of the resampled costs is twice the first
+    rows = compare(document, document)
+    assert all(row["error"] == 0 for row in rows if row["measured"])
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    path = tmp_path / "a" / "p.json"
+    PROFILE.save(path)
+    assert load_profile(path) == PROFILE
+    assert PROFILE.resized(num_blocks=7, max_requests=None).sizes == replace(SIZES, num_blocks=7)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sizes": {}}', '{"sizes": {"windows": [null], "x": 1}}'])
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(InvalidParams, match="is not a profile"):
+        load_profile(tmp_path / "p.json")
+    with pytest.raises(InvalidParams, match="bench phases"):
+        load_profile(tmp_path / "none.json")
