@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer the rows of a file. Options are for rows that do not set them."""
+    """Answer the rows of a file. An interrupted job resumes."""
+    # Options are for rows that do not set them.
     params = {
         name: value for name, value in sampling_options(arguments).items() if name != "seed" and value is not None
     }

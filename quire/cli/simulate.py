@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulate a load."""
+    """Simulate a load on a measured engine."""
     check(arguments)
     config = engine_config(arguments)
     from quire.bench.serve.metrics import parse_slo
