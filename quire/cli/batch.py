@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.cli.errors import say
 from quire.cli.generate import add_sampling, sampling_options
 from quire.cli.options import add_engine_options, add_json, engine_config
-from quire.errors import InvalidParams
+from quire.errors import EngineError, InvalidParams
 from quire.progress import Report, bar
 from quire.store import resolve
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
                 job, config, files.path, defaults,
                 num_replicas=arguments.replicas, resume=arguments.resume, progress=progress,
             )  # fmt: skip
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError, EngineError):
         if job.ledger.exists():
             say("interrupted; --resume continues the job")
         raise
