@@ -16,7 +16,7 @@ from quire.core.structured import StructuredOutputs
 from quire.engine import fleet as fleets
 from quire.engine.fleet import Fleet, FleetCallbacks, divide
 from quire.engine.supervisor import Supervised
-from quire.errors import EngineClosed, InvalidParams, ModelNotFound, PromptTooLong, QuireError
+from quire.errors import EngineClosed, EngineError, InvalidParams, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
 
@@ -119,9 +119,13 @@ def test_replicas_share_the_work_and_change_no_answer(default_model, expected):
         assert ready.num_blocks == 2 * 512
         answers = await collect_all(client)
         used = {
-            int(receipt.split(":")[0].split()[1]) for index in range(16) for receipt in client.receipts(f"r{index}")
+            int(receipt.split(":")[0].split()[1])
+            for index in range(16)
+            for receipt in client.receipts(f"r{index}", b"")
         }
         assert used == {0, 1}
+        assert not client.receipts("r", b"")
+        assert not client.receipts("r1", b"another tenant")
         assert all(state["answers"] == state["waiting_prompt_tokens"] == 0 for state in client.describe())
         assert all(state["cached_blocks"] > 0 for state in client.describe())
         return answers
@@ -224,7 +228,8 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
 
 
 def test_how_a_machine_is_divided(monkeypatch):
-    monkeypatch.setattr(fleets.os, "cpu_count", lambda: 9)
+    monkeypatch.setattr(fleets, "usable_cores", lambda: 9)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     parts = divide(EngineConfig(device="cpu"), 2)
     assert [part.threads for part, _ in parts] == [4, 4]
     assert parts[0][0].kv_memory == parts[1][0].kv_memory > 0
@@ -236,3 +241,106 @@ def test_how_a_machine_is_divided(monkeypatch):
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in parts] == ["0", "1"]
     with pytest.raises(InvalidParams, match="2 GPU"):
         divide(EngineConfig(), 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in divide(EngineConfig(), 2)] == ["3", "GPU-5"]
+
+
+def test_samples_of_one_prompt_that_end_apart(default_model):
+    """The first sample has ended when the replica dies. The router forgets the others where they end."""
+
+    async def scenario(client, ready, restarts):
+        group = groups(3, max_tokens=200)[2]
+        group[0].max_tokens = 3
+        ended = []
+
+        async def collect_ends():
+            async for updates in client.submit(group):
+                ended.extend(update.id for update in updates if update.finish)
+
+        working = asyncio.ensure_future(collect_ends())
+        await wait_until(lambda: ended)
+        kill(client, client.members.index(client._owners[group[1].id]))
+        await working
+        assert ended[0] == group[0].id
+        assert not client._owners
+        assert not client._names
+        assert not client._router._routed
+        assert [(state["answers"], state["waiting_prompt_tokens"]) for state in client.describe()] == [(0, 0)] * 2
+
+    run(default_model, scenario)
+
+
+def fail_spawn(error):
+    async def spawn():
+        raise error
+
+    return spawn
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("spawn", [never, fail_spawn(OSError("no process"))])
+def test_requests_go_to_the_first_replica_that_is_ready(default_model, expected, spawn):
+    """Both die, and one does not come back: the other one answers the requests of both."""
+
+    async def scenario(client, ready, restarts):
+        working = [asyncio.ensure_future(collect(client, group)) for group in groups(16)]
+        await asyncio.sleep(0.2)
+        client.members[0]._spawn = spawn
+        for replica in range(2):
+            kill(client, replica)
+        return await asyncio.gather(*working)
+
+    assert run(default_model, scenario) == expected
+
+
+def test_requests_fail_when_no_replica_comes_back(default_model):
+    async def scenario(client, ready, restarts):
+        working = [asyncio.ensure_future(collect(client, group)) for group in groups(6, max_tokens=400)]
+        await asyncio.sleep(0.2)
+        for replica in range(2):
+            client.members[replica]._spawn = fail_spawn(OSError("no process"))
+            kill(client, replica)
+        ends = await asyncio.gather(*working, return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineError}
+        assert client.gone
+        assert not client._owners
+
+    run(default_model, scenario)
+
+
+def test_a_request_that_waits_for_a_replica_can_be_aborted(default_model):
+    async def scenario(client, ready, restarts):
+        for replica in range(2):
+            client.members[replica]._spawn = never
+            kill(client, replica)
+        await wait_until(lambda: len(restarts) == 2)
+        group = groups(3)[2]
+        working = asyncio.ensure_future(collect(client, group))
+        await wait_until(lambda: client._owners)
+        for request in group:
+            client.abort(request.id)
+        assert set((await working)[1].values()) == {Finish.ABORT}
+        late = asyncio.ensure_future(collect(client, groups(1)[0]))
+        await wait_until(lambda: client._owners)
+        await client.close()
+        with pytest.raises(EngineClosed):
+            await late
+
+    run(default_model, scenario)
+
+
+def test_a_replica_that_hangs_gets_no_new_requests(default_model, monkeypatch):
+    monkeypatch.setattr(fleets, "SILENT_S", 1.5)
+
+    async def scenario(client, ready, restarts):
+        os.kill(client.members[0].process_id, signal.SIGSTOP)
+        await wait_until(lambda: client.members[0].silent_s > 1.5)
+        answers = await asyncio.wait_for(collect_all(client, 6), 30)
+        assert all(client._router.receipts[group[0].id].chosen.replica == 1 for group in groups(6))
+        os.kill(client.members[0].process_id, signal.SIGKILL)
+        return answers
+
+    assert len(run(default_model, scenario)) == 6
