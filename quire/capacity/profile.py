@@ -129,7 +129,7 @@ def load_profile(path: Path) -> CapacityProfile:
         )
     except FileNotFoundError:
         raise InvalidParams(
-            f"There is no profile {path}. Measure one: quire bench phases MODEL --save (about a minute)."
+            f"There is no profile {path}. Measure one: quire bench phases MODEL --save (a minute or two)."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidParams(

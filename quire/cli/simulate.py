@@ -229,7 +229,7 @@ def show(document: dict[str, Any]) -> None:
             f"{trace['num_skipped_prompt_too_long']:,} with a longer prompt are left out."
         )
     if failed := document["summary"]["num_failed"]:
-        print(f"{failed:,} requests are longer than the engine takes; a server would refuse them.")
+        print(f"Refused, because they are longer than the engine takes: {failed:,}.")
     for name, (low, high) in document.get("ranges", {}).items():
         print(f"{name:<32}{low:>12,.2f} to {high:,.2f}")
     for row in document.get("comparison", ()):

@@ -70,7 +70,7 @@ class Fleet:
         self._owners: dict[str, Supervised | None] = {}  # of requests in flight, by id; None: it is in `_waiting`
         self._names: dict[str, str] = {}  # under which the router knows a request: the id of the first of its group
         self._waiting: list[list[InFlightRequest]] = []  # groups for the first replica that is ready
-        self._computed = [0] * num_replicas  # tokens, at the last step of each replica
+        self._last = [StepOutputs()] * num_replicas  # of each replica since its last start
         self._closing = False
 
     # ── the client's methods ──────────────────────────────────────────────────────────────────────────────────────────
@@ -232,10 +232,8 @@ class Fleet:
             if outputs.prefixes_lost:
                 state.forget()
             state.publish(outputs.published, outputs.evicted)
-            num_tokens = outputs.computed_tokens - self._computed[index]
-            if outputs.step_s is not None and num_tokens > 0:
-                state.measure(num_tokens, max(1, outputs.num_running), outputs.step_s)
-        self._computed[index] = outputs.computed_tokens
+            measure_step(state, outputs, self._last[index])
+        self._last[index] = outputs
         self._callbacks.on_step(outputs, index)
 
     def _on_ready(self, index: int, ready: Ready) -> None:
@@ -244,7 +242,7 @@ class Fleet:
             self._place_waiting()
 
     def _on_restart(self, index: int, reason: str) -> None:
-        self._computed[index] = 0
+        self._last[index] = StepOutputs()
         if self._router is not None:
             self._router.replicas[index].forget()
             self._router.replicas[index].ready = False
@@ -264,6 +262,15 @@ class Fleet:
         """A replica will not be started again. Its supervisor's task has not ended yet."""
         if sum(not member.gone for member in self.members) <= 1:
             self._fail_waiting(error)
+
+
+def measure_step(state: ReplicaState, outputs: StepOutputs, before: StepOutputs) -> None:
+    """Tell the router how long a step took. Drafts that it verified are tokens neither of prompts nor of rows."""
+    num_drafted = sum(outputs.drafted.values()) - sum(before.drafted.values())
+    num_tokens = outputs.computed_tokens - before.computed_tokens - num_drafted
+    num_rows = max(1, outputs.num_running, before.num_running)  # those that ended with the step are in `before`
+    if outputs.step_s is not None and num_tokens > 0:
+        state.measure(num_tokens, num_rows, outputs.step_s)
 
 
 def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, Mapping[str, str] | None]]:

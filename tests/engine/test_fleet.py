@@ -12,9 +12,11 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
+from quire.core.routing import ReplicaState
 from quire.core.structured import StructuredOutputs
 from quire.engine import fleet as fleets
-from quire.engine.fleet import Fleet, FleetCallbacks, divide
+from quire.engine.fleet import Fleet, FleetCallbacks, divide, measure_step
+from quire.engine.messages import StepOutputs
 from quire.engine.supervisor import Supervised
 from quire.errors import EngineClosed, EngineError, InvalidParams, ModelNotFound, PromptTooLong, QuireError
 
@@ -344,3 +346,49 @@ def test_a_replica_that_hangs_gets_no_new_requests(default_model, monkeypatch):
         return answers
 
     assert len(run(default_model, scenario)) == 6
+
+
+def test_a_replica_that_answers_nonsense_is_replaced(default_model, expected):
+    """Its requests continue on the other one, which is not blamed."""
+
+    async def main():
+        restarts, readers = [], []
+        callbacks = FleetCallbacks(on_restart=lambda reason, replica: restarts.append(replica))
+        client = Fleet(CONFIG, default_model, 2, callbacks=callbacks)
+        spawn = client.members[0]._spawn
+
+        async def spawn_and_keep():
+            readers.append(await spawn())
+            return readers[-1]
+
+        client.members[0]._spawn = spawn_and_keep
+        await client.start()
+        try:
+            working = asyncio.ensure_future(collect_all(client))
+            for attempt, nonsense in enumerate((b"\x05\0\0\0junk!", b"\xff" * 8)):
+                await wait_until(lambda: client.members[0].health())
+                await asyncio.sleep(0.1)
+                readers[-1].feed_data(nonsense)
+                await wait_until(lambda least=attempt: len(restarts) > least)
+            assert restarts == [0, 0]
+            return await working
+        finally:
+            await client.close()
+
+    assert asyncio.run(main()) == expected
+
+
+def test_which_steps_are_measured():
+    """Rows that end with a step are in it, and verified drafts are no prompts."""
+    state = ReplicaState(64, 100)
+    guess = state.token_s.value
+    first = StepOutputs(num_running=16, computed_tokens=500)
+    step = StepOutputs(step_s=0.03, num_running=0, computed_tokens=516)
+    measure_step(state, step, first)
+    assert state.decode_step_s(16) == 0.03
+    drafting = StepOutputs(step_s=0.04, num_running=16, computed_tokens=516 + 16 + 40, drafted={"suffix": 40})
+    measure_step(state, drafting, StepOutputs(num_running=16, computed_tokens=516))
+    assert state.token_s.value == guess
+    prompt = StepOutputs(step_s=0.13, num_running=16, computed_tokens=572 + 116, drafted={"suffix": 40})
+    measure_step(state, prompt, drafting)
+    assert state.token_s.value == pytest.approx(0.001, rel=0.05)
