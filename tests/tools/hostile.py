@@ -70,7 +70,7 @@ BREAKS_RULES: dict[str, Propose] = {
     "wrong order": lambda ahead, most, rng: Drafts([5, 6], [1, ROOT], [0.9, 0.9]),
     "out of range": lambda ahead, most, rng: chain([*ahead[:2], rng.choice([-1, VOCAB_SIZE, 1 << 40])]),
     "floats": lambda ahead, most, rng: chain([5.0]),  # type: ignore[list-item]
-    "no drafts at all": lambda ahead, most, rng: "drafts",  # type: ignore[arg-type, return-value]
+    "no drafts at all": lambda ahead, most, rng: "drafts",  # type: ignore[dict-item]
 }
 
 
