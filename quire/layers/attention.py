@@ -9,7 +9,7 @@ from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.linear import JoinedLinear, Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm, WholeNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 
@@ -21,7 +21,7 @@ class Attention:
     """Grouped-query attention under `name` in the checkpoint.
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
-    keys, is applied to each head before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
+    keys, is applied before rotation: to each head, or as a `WholeNorm`. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
     ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
     input is two tensors [tokens, hidden_size], whose projection is that of both side by side.
     """
@@ -43,7 +43,7 @@ class Attention:
         softcap: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
-        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        qk_norm: tuple[Norm | WholeNorm, Norm | WholeNorm] | None = None,
         qkv: Sequence[Part] | None = None,
         output: Part | None = None,
         joined: bool = False,

@@ -1,0 +1,93 @@
+"""The families of `models/transformer.py` against transformers, from files that transformers writes, on every CPU
+backend; and files that do not fit, which are refused with a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import BadModelFile, UnsupportedModel, WeightMismatch
+from quire.kernels import select_torch
+from quire.models.config import ModelConfig
+from quire.weights.config import read_config
+from quire.weights.loader import load_model
+from tests.tools.family_cases import CASES, LENGTH, VOCAB, expected_logits, save
+from tests.tools.native import NativePagedCache, RecordedOnTensors, kernels_of, ops_of
+from tests.tools.paged import PagedCache
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-3
+STEPS = [[(0, 13), (1, 1)], [(1, 17), (0, 1)], [(0, 1), (1, 1)], [(0, 21), (1, 3)]]
+TOKENS = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def run(model: Any, cache: PagedCache, steps: list[list[tuple[int, int]]]) -> dict[int, Tensor]:
+    """The logits of each sequence, computed in these steps."""
+    found: dict[int, list[Tensor]] = {}
+    for rows in steps:
+        starts = {sequence: cache.lengths.get(sequence, 0) for sequence, _ in rows}
+        paging = cache.step(rows)
+        tokens = torch.cat([TOKENS[sequence, starts[sequence] :][:count] for sequence, count in rows])
+        hidden = model(tokens, cache.positions(rows), paging, cache.layers)
+        for (sequence, count), part in zip(rows, hidden.clone().split([count for _, count in rows]), strict=True):
+            found.setdefault(sequence, []).append(part)
+    return {sequence: torch.cat(parts) for sequence, parts in found.items()}
+
+
+def layout(config: ModelConfig) -> dict[str, Any]:
+    windows = sorted(set(config.windows), key=lambda window: window or 0)
+    groups = [windows.index(window) for window in config.windows]
+    return {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "groups": groups, "windows": windows}
+
+
+def assert_agrees(name: str, found: dict[int, Tensor]) -> None:
+    for sequence, logits in found.items():
+        expected = expected_logits(name, TOKENS[sequence, : len(logits)])
+        assert expected.std() > 0.05
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    saved: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in saved:
+            saved[name] = save(name, tmp_path_factory.mktemp("model"))
+        return saved[name]
+
+    return directory
+
+
+def steps_of(name: str) -> list[list[tuple[int, int]]]:
+    """Sequences stay below the length up to which Phi-3 uses its short factors, or transformers its long ones."""
+    if name == "phi3-short":
+        return [[(0, 13), (1, 1)], [(1, 5), (0, 1)]]
+    return [[(0, 40), (1, 1)], [(1, 39), (0, 3)]] if name == "phi3-long" else STEPS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_agrees_with_transformers(directories: Any, name: str) -> None:
+    loaded = load_model(directories(name), dtype="float32", ops=select_torch("cpu"))
+    assert not loaded.unused
+    with torch.inference_mode():
+        found = run(loaded.model, PagedCache(**layout(loaded.config)), steps_of(name))
+        logits = {sequence: loaded.model.head(hidden) for sequence, hidden in found.items()}
+    assert_agrees(name, logits)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_own_kernels_agree_with_transformers(directories: Any, name: str) -> None:
+    ops = kernels_of()
+    loaded = load_model(directories(name), dtype="float32", ops=ops)
+    cache = NativePagedCache(ops_of(), "float32", **layout(loaded.config))
+    found = run(RecordedOnTensors(ops, loaded.model, cache, 64), cache, steps_of(name))
+    head = {sequence: torch.from_numpy(loaded.model.head(hidden.numpy())) for sequence, hidden in found.items()}
+    assert_agrees(name, head)
