@@ -57,15 +57,3 @@ class LayerNorm:
 
 
 Norm = RMSNorm | LayerNorm
-
-
-class WholeNorm:
-    """A norm of all heads of q or of k together."""
-
-    def __init__(self, norm: Norm, num_heads: int, head_dim: int) -> None:
-        self.norm = norm
-        self.shape = num_heads, head_dim
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, heads, head_dim] -> the same shape"""
-        return self.norm(x.flatten(1)).view(-1, *self.shape)

@@ -17,7 +17,7 @@ from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import MLP, GatedMLP
-from quire.layers.norm import LayerNorm, Norm, RMSNorm, WholeNorm
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 from quire.models.config import ModelConfig
@@ -134,12 +134,12 @@ def build_attention(
 ) -> Attention:
     """Layer `index`'s attention, under its usual name. `options` are more arguments of `Attention`."""
     name = f"model.layers.{index}.self_attn"
-    norms: tuple[Norm | WholeNorm, Norm | WholeNorm] | None = None
-    if config.structure.qk_norm == "whole":
-        norms = build_whole_norms(config, source, ops, name)
-    elif qk_norm or config.structure.qk_norm == "head":
-        norm = partial(build_norm, config, source, ops, size=config.head_dim)
-        norms = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
+    norms, is_wide = None, config.structure.qk_norm == "whole"
+    if qk_norm or config.structure.qk_norm is not None:
+        norm = partial(build_norm, config, source, ops)
+        widths = [heads if is_wide else 1 for heads in (config.num_heads, config.num_kv_heads)]
+        q, k = (norm(f"{name}.{each}_norm", width * config.head_dim) for each, width in zip("qk", widths, strict=True))
+        norms = q, k
     return Attention(
         source,
         ops,
@@ -155,18 +155,9 @@ def build_attention(
         bias=config.attention_bias,
         output_bias=config.output_bias,
         qk_norm=norms,
+        wide_norm=is_wide,
         **options,
     )
-
-
-def build_whole_norms(config: ModelConfig, source: Source, ops: Kernels, name: str) -> tuple[WholeNorm, WholeNorm]:
-    """The norms of all queries and of all keys of a layer's attention."""
-    dim, heads = config.head_dim, {"q": config.num_heads, "k": config.num_kv_heads}
-    q, k = (
-        WholeNorm(build_norm(config, source, ops, f"{name}.{letter}_norm", count * dim), count, dim)
-        for letter, count in heads.items()
-    )
-    return q, k
 
 
 def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP:

@@ -17,6 +17,7 @@ from quire.kernels import select_torch
 from quire.models.config import ModelConfig
 from quire.weights.config import read_config
 from quire.weights.loader import load_model
+from tests.tools import family_gguf
 from tests.tools.family_cases import CASES, LENGTH, VOCAB, expected_logits, save
 from tests.tools.native import NativePagedCache, RecordedOnTensors, kernels_of, ops_of
 from tests.tools.paged import PagedCache
@@ -77,6 +78,15 @@ def steps_of(name: str) -> list[list[tuple[int, int]]]:
 def test_torch_agrees_with_transformers(directories: Any, name: str) -> None:
     loaded = load_model(directories(name), dtype="float32", ops=select_torch("cpu"))
     assert not loaded.unused
+    with torch.inference_mode():
+        found = run(loaded.model, PagedCache(**layout(loaded.config)), steps_of(name))
+        logits = {sequence: loaded.model.head(hidden) for sequence, hidden in found.items()}
+    assert_agrees(name, logits)
+
+
+@pytest.mark.parametrize("name", family_gguf.ARCHITECTURES)
+def test_gguf_files_agree_with_transformers(tmp_path: Path, name: str) -> None:
+    loaded = load_model(family_gguf.write(name, tmp_path / "model.gguf"), dtype="float32", ops=select_torch("cpu"))
     with torch.inference_mode():
         found = run(loaded.model, PagedCache(**layout(loaded.config)), steps_of(name))
         logits = {sequence: loaded.model.head(hidden) for sequence, hidden in found.items()}
