@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.layers.linear import Linear
@@ -23,7 +23,7 @@ class GatedMLP:
         *,
         hidden_size: int,
         intermediate_size: int,
-        activation: Activation = "silu",
+        activation: str = "silu",
         bias: bool = False,
         fused: bool = False,
     ) -> None:

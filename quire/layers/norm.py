@@ -1,4 +1,4 @@
-"""RMSNorm scales a vector to unit mean square, LayerNorm to mean 0 and variance 1; then a weight scales each dimension."""
+"""RMSNorm scales a vector to unit mean square, LayerNorm to mean 0 and variance 1. A weight scales each dimension."""
 
 from __future__ import annotations
 

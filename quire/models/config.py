@@ -6,11 +6,10 @@ torch nor files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.models.structure import Structure
-
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -91,7 +90,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
-    structure: Structure = Structure()  # of families that `models/transformer.py` builds
+    structure: Structure = field(default_factory=Structure)  # of families that `models/transformer.py` builds
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = SamplingDefaults()

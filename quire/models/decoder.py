@@ -162,20 +162,22 @@ def build_attention(
 
 def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP:
     """Layer `index`'s MLP, under its usual name."""
-    name, structure = f"model.layers.{index}.mlp", config.structure
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    structure = config.structure
+    wiring: dict[str, Any] = {"fused": structure.fused_gate_up}
     if not structure.gated:
-        options = {"activation": config.activation, "bias": config.mlp_bias, "transposed": structure.transposed}
-        return MLP(source, ops, name, **sizes, **options)
-    return GatedMLP(
+        wiring = {"transposed": structure.transposed}
+    build: Any = GatedMLP if structure.gated else MLP
+    mlp: GatedMLP | MLP = build(
         source,
         ops,
-        name,
-        **sizes,
+        f"model.layers.{index}.mlp",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
         activation=config.activation,
         bias=config.mlp_bias,
-        fused=structure.fused_gate_up,
+        **wiring,
     )
+    return mlp
 
 
 def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> Norm:

@@ -32,7 +32,8 @@ def frequencies(rope: Rope, max_len: int = 0) -> Floats:
     plain = plain_frequencies(rope.dim, rope.theta)
     if rope.scaling is not None and rope.scaling.kind == "longrope":
         is_long = max_len > rope.scaling.original_max_len
-        return plain / np.array(rope.scaling.long_divisors if is_long else rope.scaling.short_divisors, np.float32)
+        divisors = rope.scaling.long_divisors if is_long else rope.scaling.short_divisors
+        return np.divide(plain, np.array(divisors, np.float32))
     if rope.divisors is not None:
         plain = np.divide(plain, np.array(rope.divisors, np.float32))
     return plain if rope.scaling is None else _stretch(plain, rope.theta, rope.scaling)

@@ -1,6 +1,7 @@
 """Structure: how a `Transformer` is wired, in one form for all families. The defaults are Llama's.
 
-Sizes are in `ModelConfig`. `weights/json_classics.py`, `json_modern.py` and `gguf_families.py` choose a family's values.
+Sizes are in `ModelConfig`. The readers in `weights/json_classics.py`, `json_modern.py` and `gguf_families.py` choose a
+family's values.
 """
 
 from __future__ import annotations

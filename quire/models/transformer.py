@@ -7,7 +7,7 @@ on, and many later ones.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.kernels import Kernels
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -56,7 +56,13 @@ class Block:
         return self._run(x, residual, positions, paging, cache, ends)
 
     def _sequential(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        paging: Paging,
+        cache: LayerCache,
+        ends: Ends | None,
     ) -> tuple[Tensor, Tensor]:
         """x = x + attention(norm(x)); x = x + mlp(norm(x)). Each of the norms may be missing, or follow instead."""
         x, residual = self._join(self.input_norm, x, residual)
@@ -70,7 +76,13 @@ class Block:
         return x if self.mlp_out_norm is None else self.mlp_out_norm(x), residual
 
     def _parallel(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        paging: Paging,
+        cache: LayerCache,
+        ends: Ends | None,
     ) -> tuple[Tensor, Tensor]:
         """x = x + attention(norm(x)) + mlp(norm(x)), with one norm or two."""
         x, residual = self._join(self.input_norm, x, residual)
@@ -135,7 +147,7 @@ def build_wired_attention(
 ) -> Attention:
     structure, dim = config.structure, config.head_dim
     name = f"model.layers.{index}.self_attn"
-    stored = {"transposed": structure.transposed, "unit": dim}
+    stored: dict[str, Any] = {"transposed": structure.transposed, "unit": dim}
     qkv = None
     if structure.qkv_groups:
         sizes = [heads * dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]

@@ -29,9 +29,7 @@ GPT2_LAYER = {
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }
-GPT2 = FamilyNames(
-    "transformer.", "h", {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}, GPT2_LAYER
-)
+GPT2 = FamilyNames("transformer.", "h", {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}, GPT2_LAYER)
 BLOOM_LAYER = {
     "self_attention.query_key_value": "self_attn.qkv_proj",
     "self_attention.dense": "self_attn.o_proj",
@@ -47,9 +45,7 @@ NORMS_AFTER = {
 }
 
 HUGGING_FACE: dict[str, FamilyNames] = {
-    "bloom": FamilyNames(
-        "transformer.", "h", {**FALCON_TOP, "word_embeddings_layernorm": "embed_norm"}, BLOOM_LAYER
-    ),
+    "bloom": FamilyNames("transformer.", "h", {**FALCON_TOP, "word_embeddings_layernorm": "embed_norm"}, BLOOM_LAYER),
     "falcon": FamilyNames("transformer.", "h", FALCON_TOP, BLOOM_LAYER),
     "falcon_40b": FamilyNames("transformer.", "h", FALCON_TOP, {**BLOOM_LAYER, **TWO_NORMS}),
     "glm4": FamilyNames(layer=NORMS_AFTER),

@@ -150,9 +150,7 @@ def read_granite(plain: Plain, fields: Fields, shapes: Shapes, divisors: Divisor
 def read_cohere(family: str, plain: Plain, fields: Fields, shapes: Shapes, divisors: Divisors) -> ModelConfig:
     if "blk.0.attn_q_norm.weight" in shapes:
         raise fields.unsupported("its queries and keys are normed, which quire does not support in this family.")
-    structure = Structure(
-        norm="layer", parallel=True, shared_norm=True, logit_scale=fields.number("logit_scale")
-    )
+    structure = Structure(norm="layer", parallel=True, shared_norm=True, logit_scale=fields.number("logit_scale"))
     config: ModelConfig = plain(fields, shapes, family, divisors, interleaved=True, eps_key=EPS)
     if family == "cohere":
         return replace(config, structure=structure)

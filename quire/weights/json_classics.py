@@ -1,4 +1,4 @@
-"""ModelConfig from `config.json`, for the families before Llama: GPT-2, GPT-NeoX, Falcon, BLOOM, StarCoder, OPT, MPT, Phi.
+"""ModelConfig from `config.json`, for GPT-2, GPT-NeoX, Falcon, BLOOM, StarCoder, OPT, MPT and Phi.
 
 They share LayerNorms and an MLP without a gate; few of their keys have the names of later families. `json_config.py`
 calls the readers in `CLASSICS`.
@@ -130,15 +130,15 @@ def read_starcoder2(fields: Fields) -> ModelConfig:
         num_kv_heads=fields.count("num_key_value_heads", 2),
     )
     windows = (fields.count("sliding_window") if window is not None else None,) * config.num_layers
-    return replace(
-        rotated(fields, config), windows=windows, attention_bias=bias, output_bias=bias, mlp_bias=bias
-    )
+    return replace(rotated(fields, config), windows=windows, attention_bias=bias, output_bias=bias, mlp_bias=bias)
 
 
 def read_opt(fields: Fields) -> ModelConfig:
     """Positions start at row 2 of their table."""
     if not fields.flag("do_layer_norm_before", True):
-        raise fields.unsupported("do_layer_norm_before is false, as in OPT-350m; quire has norms before attention only.")
+        raise fields.unsupported(
+            "do_layer_norm_before is false, as in OPT-350m; quire has norms before attention only."
+        )
     if fields.count("word_embed_proj_dim", fields.count("hidden_size")) != fields.count("hidden_size"):
         raise fields.unsupported("word_embed_proj_dim is not hidden_size, which quire does not support.")
     if not fields.flag("layer_norm_elementwise_affine", True):
@@ -184,9 +184,7 @@ def read_mpt(fields: Fields) -> ModelConfig:
 def read_phi(fields: Fields) -> ModelConfig:
     """Phi-1, Phi-1.5 and Phi-2."""
     refuse(fields, "qk_layernorm")
-    structure = Structure(
-        norm="layer", norm_bias=True, gated=False, parallel=True, shared_norm=True, head_bias=True
-    )
+    structure = Structure(norm="layer", norm_bias=True, gated=False, parallel=True, shared_norm=True, head_bias=True)
     fields = with_defaults(fields, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5})
     config = classic_config(
         fields,
@@ -212,9 +210,7 @@ CLASSICS: dict[str, Callable[[Fields], ModelConfig]] = {
 }
 
 
-def gpt2_config(
-    fields: Fields, family: str, structure: Structure, num_kv_heads: int | None = None
-) -> ModelConfig:
+def gpt2_config(fields: Fields, family: str, structure: Structure, num_kv_heads: int | None = None) -> ModelConfig:
     names = {
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",
@@ -223,9 +219,7 @@ def gpt2_config(
         "n_inner": "intermediate_size",
     }
     fields = with_defaults(renamed(fields, names), {"activation_function": "gelu_new"})
-    return classic_config(
-        fields, family, structure, activation_key="activation_function", num_kv_heads=num_kv_heads
-    )
+    return classic_config(fields, family, structure, activation_key="activation_function", num_kv_heads=num_kv_heads)
 
 
 def classic_config(
@@ -274,8 +268,8 @@ def rotated(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """2 ** (-max_bias * i / n) for n heads, i from 1. If n is no power of two: those of the next lower power, then every
-    other one of twice as many heads."""
+    """2 ** (-max_bias * i / n) for n heads, i from 1. If n is no power of two: the slopes of the next lower power, then
+    every other one of those of twice as many heads."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-max_bias * index / power) for index in range(1, power + 1)]
     slopes += [2.0 ** (-max_bias * index / (2 * power)) for index in range(1, 2 * (num_heads - power), 2)]

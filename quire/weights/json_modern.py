@@ -4,9 +4,8 @@ SmolLM3, Granite, Cohere, Ministral, Seed-OSS. `json_config.py` calls the reader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from quire.models.config import ModelConfig, Rope
 from quire.models.structure import Structure
@@ -174,7 +173,11 @@ def with_multipliers(config: ModelConfig, *, residual: float, embedding: float, 
 def read_cohere(fields: Fields) -> ModelConfig:
     """Command R."""
     refuse(fields, "use_qk_norm")
-    defaults = {"tie_word_embeddings": True, "rope_theta": 500_000.0, "rms_norm_eps": fields.number("layer_norm_eps", 1e-5)}
+    defaults = {
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+        "rms_norm_eps": fields.number("layer_norm_eps", 1e-5),
+    }
     fields = with_defaults(fields, defaults)
     bias = fields.flag("attention_bias", False)
     config = plain_config(fields, "cohere")

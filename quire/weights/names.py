@@ -48,7 +48,9 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 
-UNREAD_GGUF = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight")
+UNREAD_GGUF = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight"
+)
 UNREAD_SAFETENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias|"
     r"model\.mtp_layers\..*|.*\.(attn|attention|self_attention)\.(masked_)?bias"

@@ -114,6 +114,5 @@ class SafetensorsCheckpoint:
     def _stored_name(self, name: str) -> str:
         return self._stored_names.get(name) or file_name(name, self.family)
 
-
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         return None

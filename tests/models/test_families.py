@@ -37,7 +37,7 @@ def run(model: Any, cache: PagedCache, steps: list[list[tuple[int, int]]]) -> di
         paging = cache.step(rows)
         tokens = torch.cat([TOKENS[sequence, starts[sequence] :][:count] for sequence, count in rows])
         hidden = model(tokens, cache.positions(rows), paging, cache.layers)
-        for (sequence, count), part in zip(rows, hidden.clone().split([count for _, count in rows]), strict=True):
+        for (sequence, _), part in zip(rows, hidden.clone().split([count for _, count in rows]), strict=True):
             found.setdefault(sequence, []).append(part)
     return {sequence: torch.cat(parts) for sequence, parts in found.items()}
 

@@ -94,7 +94,13 @@ CASES: dict[str, Case] = {
     ),
     "gemma2-odd": Case(
         "Gemma2",
-        {**COMMON, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+        {
+            **COMMON,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+        },
     ),
     "glm": Case("Glm", {**GROUPED, "head_dim": 16}),
     "glm4": Case("Glm4", {**GROUPED, "head_dim": 16}),
@@ -115,7 +121,12 @@ CASES: dict[str, Case] = {
     "cohere2": Case("Cohere2", {**COMMON, "num_key_value_heads": 2, "sliding_window": 9, "num_hidden_layers": 4}),
     "ministral": Case(
         "Ministral",
-        {**GROUPED, "head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "ministral3": Case("Ministral3", {**GROUPED, "head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
     "seed_oss": Case("SeedOss", {**GROUPED, "head_dim": 32, "attention_out_bias": True}),
