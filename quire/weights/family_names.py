@@ -119,7 +119,7 @@ def canonical_name(name: str, family: str) -> str:
     if names is None:
         return name
     stem, _, kind = name.rpartition(".")
-    short = stem.removeprefix(names.prefix)
+    short = stem.removeprefix(names.prefix).removeprefix(names.prefix.partition(".")[2])
     first, _, rest = short.partition(".")
     if first == names.layers and rest:
         index, _, part = rest.partition(".")

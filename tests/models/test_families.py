@@ -3,19 +3,15 @@ backend; and files that do not fit, which are refused with a name."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.errors import BadModelFile, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
 from quire.models.config import ModelConfig
-from quire.weights.config import read_config
 from quire.weights.loader import load_model
 from tests.tools import family_gguf
 from tests.tools.family_cases import CASES, LENGTH, VOCAB, expected_logits, save

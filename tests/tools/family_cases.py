@@ -31,6 +31,7 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.75,
 }
+PHI3 = {**GROUPED, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32}
 OLMO3_ROPES = {
     "full_attention": {
         "rope_type": "yarn",
@@ -67,7 +68,10 @@ CASES: dict[str, Case] = {
     "gpt2-unscaled": Case("GPT2", {**GPT2, "scale_attn_weights": False}, "LMHeadModel"),
     "gpt_neox": Case("GPTNeoX", {**COMMON, "rotary_pct": 0.25}),
     "gpt_neox-sequential": Case("GPTNeoX", {**COMMON, "use_parallel_residual": False}),
-    "falcon-7b": Case("Falcon", {**COMMON, "hidden_size": 71 * 16, "num_attention_heads": 71, "num_hidden_layers": 1}),
+    "falcon-7b": Case(
+        "Falcon",
+        {**COMMON, "hidden_size": 71 * 16, "num_attention_heads": 71, "num_hidden_layers": 1, "ffn_hidden_size": 64},
+    ),
     "falcon-biases": Case("Falcon", {**COMMON, "bias": True, "ffn_hidden_size": 80}),
     "falcon-40b": Case("Falcon", {**COMMON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-11b": Case(
@@ -86,8 +90,8 @@ CASES: dict[str, Case] = {
     "mpt": Case("Mpt", {"vocab_size": VOCAB, "d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": LENGTH}),
     "phi": Case("Phi", {**COMMON, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "phi3": Case("Phi3", {**GROUPED, "sliding_window": 9}),
-    "phi3-short": Case("Phi3", {**GROUPED, "rope_parameters": LONGROPE, "max_position_embeddings": 32}),
-    "phi3-long": Case("Phi3", {**GROUPED, "rope_parameters": LONGROPE, "max_position_embeddings": 128}),
+    "phi3-short": Case("Phi3", {**PHI3, "max_position_embeddings": 32}),
+    "phi3-long": Case("Phi3", {**PHI3, "max_position_embeddings": 128}),
     "gemma2": Case(
         "Gemma2",
         {**COMMON, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},
@@ -131,8 +135,6 @@ CASES: dict[str, Case] = {
     "ministral3": Case("Ministral3", {**GROUPED, "head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
     "seed_oss": Case("SeedOss", {**GROUPED, "head_dim": 32, "attention_out_bias": True}),
 }
-# The first of each family.
-FIRST = [name for name in CASES if "-" not in name] + ["falcon-7b", "falcon-40b"]
 
 
 @cache
