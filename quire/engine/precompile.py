@@ -114,7 +114,7 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
         "windows": sorted(set(model.windows), key=str),
         "attention_softcap": model.attention_softcap,
         "logit_softcap": model.logit_softcap,
-        "rotates": model.structure.slopes is None and not model.structure.num_positions,
+        "rotates": model.structure.rotates,
         "has_slopes": model.structure.slopes is not None,
         "gated": model.structure.gated,
         "layer_norm": model.structure.norm == "layer",

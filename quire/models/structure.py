@@ -33,3 +33,14 @@ class Structure:
     embedding_scale: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False  # of the output matrix
+
+    @property
+    def positions(self) -> Literal["rope", "alibi", "learned"]:
+        """What tells a model where a token is."""
+        if self.slopes is not None:
+            return "alibi"
+        return "learned" if self.num_positions else "rope"
+
+    @property
+    def rotates(self) -> bool:
+        return self.positions == "rope"

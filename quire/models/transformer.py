@@ -123,7 +123,7 @@ class Transformer(Decoder):
 def build_rotaries(config: ModelConfig, ops: Kernels) -> list[RotaryTable | None]:
     """The rotation of each layer. Layers with a window may have their own."""
     structure = config.structure
-    if structure.slopes is not None or structure.num_positions:
+    if not structure.rotates:
         return [None] * config.num_layers
     table = rotary_table(config.rope, config.max_len, ops.arrays)
     local = rotary_table(config.local_rope, config.max_len, ops.arrays) if config.local_rope else table
