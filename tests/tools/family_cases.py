@@ -66,6 +66,7 @@ CASES: dict[str, Case] = {
     "gpt2": Case("GPT2", GPT2, "LMHeadModel"),
     "gpt2-relu": Case("GPT2", {**GPT2, "n_inner": 80, "activation_function": "relu", "n_head": 2}, "LMHeadModel"),
     "gpt2-unscaled": Case("GPT2", {**GPT2, "scale_attn_weights": False}, "LMHeadModel"),
+    "gpt2-narrow": Case("GPT2", {**GPT2, "n_embd": 72, "n_head": 3}, "LMHeadModel"),
     "gpt_neox": Case("GPTNeoX", {**COMMON, "rotary_pct": 0.25}),
     "gpt_neox-sequential": Case("GPTNeoX", {**COMMON, "use_parallel_residual": False}),
     "falcon-7b": Case(
@@ -89,6 +90,10 @@ CASES: dict[str, Case] = {
     "opt": Case("OPT", {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 64}),
     "mpt": Case("Mpt", {"vocab_size": VOCAB, "d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": LENGTH}),
     "phi": Case("Phi", {**COMMON, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi-narrow": Case(
+        "Phi",
+        {**COMMON, "hidden_size": 80, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}},
+    ),
     "phi3": Case("Phi3", {**GROUPED, "sliding_window": 9}),
     "phi3-short": Case("Phi3", {**PHI3, "max_position_embeddings": 32}),
     "phi3-long": Case("Phi3", {**PHI3, "max_position_embeddings": 128}),
