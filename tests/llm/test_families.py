@@ -38,18 +38,19 @@ def greedy(name: str, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(("kernels", "speculate"), [("native", "off"), ("native", "self:1"), ("torch", "off")])
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "phi", "granite"])
-def test_answers_are_those_of_transformers(tmp_path: Path, name: str, kernels: str) -> None:
+def test_answers_are_those_of_transformers(tmp_path: Path, name: str, kernels: str, speculate: str) -> None:
     save(name, tmp_path)
     tokenizer = write_tokenizer(tmp_path)
     expected = [greedy(name, tokenizer.encode(prompt).ids) for prompt in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    options = {"kernels": kernels, "kv_dtype": "float32", "max_len": 64, "num_blocks": 64, "threads": 2}
-    with LLM(str(tmp_path), **options) as llm:
+    options = {"kernels": kernels, "speculate": speculate, "kv_dtype": "float32", "max_len": 64, "num_blocks": 64}
+    with LLM(str(tmp_path), threads=2, **options) as llm:
         for _ in range(2):  # the second time out of the cache
             answers = llm.generate(PROMPTS, params, use_tqdm=False)
             assert [answer.outputs[0].token_ids for answer in answers] == expected
+        assert answers[0].num_cached_tokens
         sampled = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=6), use_tqdm=False)
         assert len(sampled[0].outputs) == 3
         grammar = SamplingParams(temperature=0.0, max_tokens=LENGTH, structured_outputs={"regex": "[01]{4}"})
