@@ -90,6 +90,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
+    embedding_multiplier: float = 1.0
     structure: Structure = field(default_factory=Structure)  # of families that `models/transformer.py` builds
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()

@@ -61,7 +61,12 @@ class Decoder:
     ) -> None:
         vocab, size = config.vocab_size, config.hidden_size
         self.embedding = Embedding(
-            source, "model.embed_tokens", vocab_size=vocab, hidden_size=size, scale=embedding_scale
+            source,
+            "model.embed_tokens",
+            vocab_size=vocab,
+            hidden_size=size,
+            scale=embedding_scale,
+            multiplier=config.embedding_multiplier,
         )
         self.layers = layers
         self.norm = build_norm(config, source, ops, "model.norm", size)

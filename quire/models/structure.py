@@ -30,7 +30,7 @@ class Structure:
     position_offset: int = 0  # rows of that table before position 0
 
     embedding_norm: bool = False
-    embedding_scale: float | None = None
+    embedding_scale: float | None = None  # rounded to the weights' type
     logit_scale: float | None = None
     head_bias: bool = False  # of the output matrix
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """One layer. What it computes is in `_sequential`, `_parallel` and `_normed_after`."""
+    """One layer. What it computes is in `_sequential` and `_parallel`."""
 
     def __init__(
         self, config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable | None

@@ -166,8 +166,12 @@ def read_granite(fields: Fields) -> ModelConfig:
 def with_multipliers(config: ModelConfig, *, residual: float, embedding: float, logits: float) -> ModelConfig:
     """Granite adds `residual` times the output of each attention and MLP. Here the whole state is divided by that
     factor instead, which costs nothing: norms do not depend on the scale of their input, apart from epsilon."""
-    structure = replace(config.structure, embedding_scale=embedding / residual, logit_scale=1 / logits)
-    return replace(config, norm_eps=config.norm_eps / residual**2, structure=structure)
+    return replace(
+        config,
+        norm_eps=config.norm_eps / residual**2,
+        embedding_multiplier=embedding / residual,
+        structure=replace(config.structure, logit_scale=1 / logits),
+    )
 
 
 def read_cohere(fields: Fields) -> ModelConfig:

@@ -3,6 +3,7 @@ backend; and files that do not fit, which are refused with a name."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from quire.kernels import Fused, select_torch
 from quire.models.config import ModelConfig
 from quire.weights.loader import load_model
 from tests.tools import family_gguf
-from tests.tools.family_cases import CASES, LENGTH, VOCAB, expected_logits, save
+from tests.tools.family_cases import CASES, LENGTH, VOCAB, expected_logits, reference, save
 from tests.tools.native import NativePagedCache, RecordedOnTensors, kernels_of, ops_of
 from tests.tools.paged import PagedCache
 
@@ -79,6 +80,18 @@ def test_torch_agrees_with_transformers(directories: Any, name: str) -> None:
         found = run(loaded.model, PagedCache(**layout(loaded.config)), steps_of(name))
         logits = {sequence: loaded.model.head(hidden) for sequence, hidden in found.items()}
     assert_agrees(name, logits)
+
+
+@pytest.mark.parametrize("name", ["bloom", "cohere2", "gemma2", "gpt2", "granite", "olmo2", "phi"])
+def test_bfloat16_is_as_good_as_that_of_transformers(directories: Any, name: str) -> None:
+    loaded = load_model(directories(name), dtype="bfloat16", ops=select_torch("cpu"))
+    with torch.inference_mode():
+        cache = PagedCache(**layout(loaded.config), dtype=torch.bfloat16)
+        ours = loaded.model.head(run(loaded.model, cache, [[(0, 40)]])[0])
+        theirs = deepcopy(reference(name)).to(torch.bfloat16)(TOKENS[:1, :40], use_cache=False).logits[0].float()
+    exact = expected_logits(name, TOKENS[0, :40])
+    error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
+    assert 0 < error < 1.25 * their_error
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])
