@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
@@ -16,11 +16,12 @@ from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
+from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 from quire.models.config import ModelConfig
+from quire.quant.affine import AffineWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,13 +61,26 @@ class Decoder:
     ) -> None:
         vocab, size = config.vocab_size, config.hidden_size
         self.embedding = Embedding(
-            source, "model.embed_tokens", vocab_size=vocab, hidden_size=size, scale=embedding_scale
+            source,
+            "model.embed_tokens",
+            vocab_size=vocab,
+            hidden_size=size,
+            scale=embedding_scale,
+            multiplier=config.embedding_multiplier,
         )
         self.layers = layers
         self.norm = build_norm(config, source, ops, "model.norm", size)
         tied = config.tie_embeddings
         head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
+        scale, has_bias = config.structure.logit_scale, config.structure.head_bias
+        if scale is not None or has_bias:
+            bias = source.vector([Part("lm_head.bias", vocab)]) if has_bias else None
+            head = AffineWeight(head, scale=scale, bias=bias)
         self.head = Head(head, ops, softcap=config.logit_softcap)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The input of the first layer, [n, hidden_size]. A family may add positions, or norm it."""
+        return self.embedding(tokens)
 
     def __call__(
         self,
@@ -83,7 +97,8 @@ class Decoder:
         `taps` keeps the hidden states after its layers.
         """
         assert len(kv) == len(self.layers)
-        x, residual = self.run_layers(range(len(kv)), self.embedding(tokens), positions, paging, kv, ends, taps)
+        x = self.embed(tokens, positions)
+        x, residual = self.run_layers(range(len(kv)), x, positions, paging, kv, ends, taps)
         return self.norm.add(x, residual)[0]
 
     def run_layers(
@@ -113,14 +128,23 @@ class Decoder:
 
 
 def build_attention(
-    config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool
+    config: ModelConfig,
+    source: Source,
+    ops: Kernels,
+    index: int,
+    rotary: RotaryTable | None,
+    *,
+    qk_norm: bool,
+    **options: Any,
 ) -> Attention:
-    """Layer `index`'s attention, under its usual name."""
+    """Layer `index`'s attention, under its usual name. `options` are more arguments of `Attention`."""
     name = f"model.layers.{index}.self_attn"
-    norms = None
-    if qk_norm:
-        norm = partial(build_norm, config, source, ops, size=config.head_dim)
-        norms = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
+    norms, is_wide = None, config.structure.qk_norm == "whole"
+    if qk_norm or config.structure.qk_norm is not None:
+        norm = partial(build_norm, config, source, ops)
+        widths = [heads if is_wide else 1 for heads in (config.num_heads, config.num_kv_heads)]
+        q, k = (norm(f"{name}.{each}_norm", width * config.head_dim) for each, width in zip("qk", widths, strict=True))
+        norms = q, k
     return Attention(
         source,
         ops,
@@ -136,12 +160,19 @@ def build_attention(
         bias=config.attention_bias,
         output_bias=config.output_bias,
         qk_norm=norms,
+        wide_norm=is_wide,
+        **options,
     )
 
 
-def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP:
+def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP:
     """Layer `index`'s MLP, under its usual name."""
-    return GatedMLP(
+    structure = config.structure
+    wiring: dict[str, Any] = {"fused": structure.fused_gate_up}
+    if not structure.gated:
+        wiring = {"transposed": structure.transposed}
+    build: Any = GatedMLP if structure.gated else MLP
+    mlp: GatedMLP | MLP = build(
         source,
         ops,
         f"model.layers.{index}.mlp",
@@ -149,8 +180,12 @@ def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> 
         intermediate_size=config.intermediate_size,
         activation=config.activation,
         bias=config.mlp_bias,
+        **wiring,
     )
+    return mlp
 
 
-def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> RMSNorm:
+def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> Norm:
+    if config.structure.norm == "layer":
+        return LayerNorm(source, ops, name, size=size, eps=config.norm_eps, has_bias=config.structure.norm_bias)
     return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset)

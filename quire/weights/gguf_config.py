@@ -9,10 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
+from quire.weights.gguf_families import GGUF_FAMILIES
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
 
@@ -81,14 +83,6 @@ def read_gemma3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None
     )
 
 
-ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], ModelConfig]] = {
-    "llama": read_llama,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-    "gemma3": read_gemma3,
-}
-
-
 def plain_config(
     fields: Fields,
     shapes: Shapes,
@@ -97,6 +91,7 @@ def plain_config(
     *,
     theta: float = 10_000.0,
     interleaved: bool = False,
+    eps_key: str = "attention.layer_norm_rms_epsilon",
 ) -> ModelConfig:
     """The values that all architectures share. `theta` is the default of rope.freq_base."""
     num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length")
@@ -118,12 +113,21 @@ def plain_config(
             fields, head_dim=head_dim, max_len=max_len, theta=theta, interleaved=interleaved, divisors=divisors
         ),
         windows=(None,) * num_layers,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number(eps_key),
         tie_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
         output_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
     )
+
+
+ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], ModelConfig]] = {
+    "llama": read_llama,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+    "gemma3": read_gemma3,
+    **{architecture: partial(read, plain_config) for architecture, read in GGUF_FAMILIES.items()},
+}
 
 
 def vocab_size(fields: Fields, shapes: Shapes) -> int:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from quire.models.config import ModelConfig, Rope
-from quire.weights.fields import Fields, check_heads, default_head_dim
-from quire.weights.rope import gemma_ropes_from_json, rope_from_json
+from quire.weights.fields import Fields
+from quire.weights.json_classics import CLASSICS
+from quire.weights.json_modern import MODERN
+from quire.weights.json_plain import MAX_LAYERS, Windows, plain_config, windows_by_type
+from quire.weights.rope import gemma_ropes_from_json
 from quire.weights.sampling import sampling_from_json
-
-MAX_LAYERS = 4096
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-Windows = tuple[int | None, ...]
 
 # Gemma 3's published configurations omit the defaults of its configuration class.
 GEMMA3_DEFAULTS = {
@@ -118,62 +116,13 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "gemma3_text": read_gemma3,
     "gemma3": read_gemma3,
     "mimo": read_mimo,
+    **CLASSICS,
+    **MODERN,
 }
 
 
 def gemma_global_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
     return gemma_ropes_from_json(fields, head_dim=head_dim, max_len=max_len)[0]
-
-
-def plain_config(
-    fields: Fields,
-    family: str,
-    *,
-    head_dim: int | None = None,
-    activation_key: str = "hidden_act",
-    read_rope: Callable[..., Rope] = rope_from_json,
-) -> ModelConfig:
-    """The values that all families share. `head_dim` is the family's default."""
-    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    num_layers, max_len = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.count("max_position_embeddings")
-    head_dim = fields.count("head_dim", head_dim or default_head_dim(hidden_size, num_heads))
-    return ModelConfig(
-        family=family,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=check_heads(fields, num_heads, fields.count("num_key_value_heads", num_heads)),
-        head_dim=head_dim,
-        max_len=max_len,
-        rope=read_rope(fields, head_dim=head_dim, max_len=max_len),
-        windows=(None,) * num_layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        activation=read_activation(fields, activation_key),
-    )
-
-
-def read_activation(fields: Fields, key: str) -> Literal["silu", "gelu_tanh"]:
-    name = fields.text(key, "silu")
-    if name not in ACTIVATIONS:
-        raise fields.unsupported(f"{key} {name!r} is not supported; quire has {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
-
-
-def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Windows | None:
-    """The window of each layer from `layer_types`, or None if the configuration has no such list."""
-    types = fields.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.bad(f"layer_types must be a list with an entry for each of {num_layers} layers")
-    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
-        raise fields.unsupported(f"layer type {unknown[0]!r} is not supported; quire has full and sliding_attention.")
-    if window is None and "sliding_attention" in types:
-        raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> Windows:

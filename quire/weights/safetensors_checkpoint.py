@@ -14,6 +14,7 @@ from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
+from quire.weights.family_names import file_name
 from quire.weights.names import text_name
 from quire.weights.safetensors import SafetensorsFiles
 
@@ -98,16 +99,20 @@ class DensePart:
 class SafetensorsCheckpoint:
     """The tensors of a Hugging Face directory."""
 
-    def __init__(self, files: SafetensorsFiles) -> None:
+    def __init__(self, files: SafetensorsFiles, family: str = "llama") -> None:
         self.files = files
-        self._stored_names = {text_name(name): name for name in files.tensors}
+        self.family = family
+        self._stored_names = {text_name(name, family): name for name in files.tensors}
 
     @property
     def shapes(self) -> dict[str, Shape]:
         return {name: stored.shape for name, stored in self.files.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
-        return DensePart(self.files, self._stored_names.get(part.name, part.name), part, cols)
+        return DensePart(self.files, self._stored_name(part.name), part, cols)
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name) or file_name(name, self.family)
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         return None
