@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Hypothesis, TokenLogprobs, Update
