@@ -46,7 +46,7 @@ class ParquetRows(Rows):
             for batch in self._batches(names):
                 for row in batch.to_pylist():
                     given = next((row[name] for name in names if row[name] is not None), len(digests))
-                    digests.append(int.from_bytes(row_digest(str(given)), "little"))
+                    digests.append(int.from_bytes(row_digest(str(as_json(given))), "little"))
         return Survey(self._file.metadata.num_rows, find_repeated(digests))
 
     def _batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
@@ -57,7 +57,7 @@ class ParquetRows(Rows):
 
 
 def decode_columns(columns: dict[str, Any]) -> Any:
-    row = without_nulls(columns)
+    row = as_json(columns)
     for name in JSON_COLUMNS:
         if isinstance(row.get(name), str):
             try:
@@ -67,11 +67,15 @@ def decode_columns(columns: dict[str, Any]) -> Any:
     return row
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of a table without its null fields: in a table every row has the fields of all others."""
+def as_json(value: Any) -> Any:
+    """A value of a table as JSON would have it: every row has the fields of all others, null, and a column of numbers
+    with a null in it may have become one of floats.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: as_json(each) for name, each in value.items() if each is not None}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return [as_json(each) for each in value] if isinstance(value, list) else value
 
 
 def write_table(path: Path, answers: Iterable[bytes]) -> None:

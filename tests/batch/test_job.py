@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from quire.batch.job import (
     JobFiles,
@@ -25,7 +27,7 @@ from quire.batch.job import (
 )
 from quire.batch.ledger import ENTRY, Ledger, identity, to_json, write_whole
 from quire.batch.output import write_output
-from quire.batch.parquet import decode_columns
+from quire.batch.parquet import ParquetRows, decode_columns
 from quire.batch.rows import RowDefaults, Rows, file_digest
 from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidParams
@@ -245,13 +247,16 @@ def test_a_job_that_was_killed_after_its_output_was_written(files):
     assert files.output.read_text() == "the answers"
 
 
-def test_null_fields_of_a_table_are_left_out():
+def test_values_of_a_table_become_those_of_json():
     body = {
         "messages": [{"role": "user", "content": "a", "name": None}],
         "stop": None,
         "logit_bias": {"5": 1, "6": None},
     }
     row = decode_columns({"custom_id": "a", "url": None, "body": body})
+    limits = decode_columns({"max_tokens": 4.0, "temperature": 0.5, "top_p": float("nan")})
+    assert repr(limits["max_tokens"]) == "4"  # and not 4.0, which is no number of tokens
+    assert limits["temperature"] == 0.5
     assert row == {"custom_id": "a", "body": {"messages": [{"role": "user", "content": "a"}], "logit_bias": {"5": 1}}}
 
 
@@ -265,3 +270,14 @@ def test_models_are_told_apart(tmp_path):
     same = model_digest(first)
     first.write_bytes(bytes(data))
     assert model_digest(first) != same
+
+
+def test_ids_of_a_table_that_repeat(tmp_path):
+    """A column of numbers with a null in it is one of floats; its ids are those of whole numbers."""
+    table = pyarrow.table({"id": [4.0, None, 1.0, 4.0], "prompt": ["a", "b", "c", "d"]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    rows = ParquetRows(tmp_path / "in.parquet")
+    survey = rows.survey()
+    assert (survey.num_rows, survey.repeated) == (4, {2, 3})  # the second row's id is its number
+    found = list(unfinished_rows(rows, survey.repeated, [1, 0, 0, 0], DEFAULTS))
+    assert [(row.index, row.id) for row in found] == [(1, "1"), (2, "1"), (3, "4")]
