@@ -29,6 +29,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gpt2": Transformer,  # learned positions, transposed matrices, LayerNorms, an MLP without a gate
     "gpt_bigcode": Transformer,  # StarCoder: as GPT-2 with one key head
     "gpt_neox": Transformer,  # and Pythia: attention and MLP in parallel, a quarter of a head rotates
+    "gptj": Transformer,  # attention and MLP in parallel, neighbours rotate, a bias on the output matrix
     "granite": Transformer,  # multipliers of embeddings, residuals, scores and logits
     "llama": Llama,
     "mistral": Llama,  # sliding windows: `ModelConfig.windows`
