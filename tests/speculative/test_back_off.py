@@ -9,6 +9,7 @@ import pytest
 from quire.speculative.asking import Asked, choose_depth
 from quire.speculative.back_off import MAX_WAIT, BackOff
 from quire.speculative.drafting import Drafting
+from quire.speculative.record import MAX_PAUSE, Record
 
 pytestmark = pytest.mark.core
 
@@ -43,3 +44,19 @@ def test_a_model_and_a_device_are_tried_as_often() -> None:
     by_device = [drafting.choose_depth([0.01], 1, NO_GAIN) for _ in range(500)]
     assert by_model == by_device
     assert [step for step, depth in enumerate(by_model) if depth] == [0, 16, 48, 112, 240, 496]
+
+
+def test_a_requests_shift_is_forgotten_while_nothing_is_verified() -> None:
+    """It is what keeps its drafts from being verified."""
+    record = Record(shifts={"suffix": -2.0})
+    for _ in range(400):
+        record.pauses(must_ask=False)
+    assert -0.5 < record.shifts["suffix"] < 0.0
+
+
+def test_a_request_of_which_nothing_is_verified_is_skipped_in_more_and_more_steps() -> None:
+    record = Record()
+    skipped = [record.pauses(must_ask=False) for _ in range(400)]
+    assert not any(skipped[:12])
+    assert sum(skipped[200:]) == 200 * MAX_PAUSE // (MAX_PAUSE + 1)
+    assert not Record(pause=3).pauses(must_ask=True)

@@ -174,6 +174,18 @@ def test_more_requests_than_tokens_of_a_step_of_drafts() -> None:
     assert all(request.drafts is None for request in requests)
 
 
+@pytest.mark.parametrize("why", ["one is admitted", "one computes its prompt", "none"])
+def test_nothing_is_asked_for_a_step_that_computes_prompts(why: str) -> None:
+    """Every token takes time in such a step."""
+    proposer = Scripted("right", {"a": [5] * 9, "b": [5] * 9}, GOOD["right"])
+    controller = Controller([], 64, 97, 12.0, plugins=[proposer])
+    requests = [Request(name, [1, 2, 3], max_tokens=9) for name in "ab"]
+    requests[0].num_planned, requests[1].num_planned = 2, 0 if why == "one computes its prompt" else 2
+    controller.times.learn(2, 0, 0.01)
+    controller.propose(requests, may_admit=why == "one is admitted")
+    assert proposer.num_calls == (why == "none")
+
+
 def test_plugins_cannot_change_what_they_see_or_gave(known: tuple[bool, Answers]) -> None:
     """The view of a request has no method that changes it, and an answer is copied before it is used."""
     sampled, answers = known
