@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams, StructuredOutputs
 from quire.core.request import Request
 from quire.engine.engine import Engine
@@ -132,3 +133,19 @@ def test_tokens_and_log_probabilities_are_the_same(batch: int, family: str, sett
         assert controller.proposers, "the proposer failed"
         if name != "suffix":
             assert controller.accepted.total() > 20, name
+
+
+def test_all_drafts_of_a_step_that_are_right_are_accepted() -> None:
+    def questions() -> list[Request]:
+        params = SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True)
+        return [Request(f"{number}", [7, number, 9], params, seed=number, max_tokens=25) for number in range(3)]
+
+    def make_right(ahead: list[int], rng: random.Random, vocab_size: int) -> Drafts:
+        return Drafts(ahead[:5], None, [0.9] * len(ahead[:5]))
+
+    expected = run(make_engine(CONFIGS["llama"], 32, {}), questions())
+    engine = make_engine(CONFIGS["llama"], 32, {})
+    engine.controller = controller = Controller([Oracle(expected, make_right, VOCAB_SIZE)], 96, VOCAB_SIZE, 12.0)
+    controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
+    assert run(engine, questions()) == expected
+    assert controller.accepted.total() == controller.drafted.total() >= 3 * 20

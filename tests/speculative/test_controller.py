@@ -285,6 +285,10 @@ def test_another_number_of_drafts_than_requests_is_refused() -> None:
         checked([None, None], [4], 97)
 
 
+def test_of_too_many_drafts_the_first_are_taken() -> None:
+    assert checked([chain([5] * 10_000)], [4], 97) == [chain([5] * 4)]
+
+
 def test_the_likeliest_path_of_a_tree_comes_first() -> None:
     tree = Drafts([1, 2, 3, 4, 5], [ROOT, ROOT, 0, 1, 1], [0.4, 0.6, 0.1, 0.9, 0.1])
     assert trunk_first(tree, [1, 3, 0, 2]) == Drafts([2, 4, 1, 3], [ROOT, 0, ROOT, 2], [0.6, 0.9, 0.4, 0.1])
