@@ -51,6 +51,7 @@ from quire.engine.self_speculation import build_split, load_exit
 from quire.engine.speculation import (
     build_controller,
     build_heads,
+    count_drafter_bytes,
     find_tap_layers,
     head_specs,
     load_draft_model,
@@ -112,11 +113,12 @@ def build_engine(
             precompilation.cancel()  # torch's ops need no Triton kernels
         else:
             precompilation.wait()
-    step_bytes = 0  # nothing is reserved on a CPU
+    step_bytes = kept_bytes = 0  # nothing is reserved on a CPU
     if libraries is not None:
         profile_run = ProfileRun(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
         step_bytes = profile_run.measure(libraries)
-    budget = find_memory_budget(device, step_bytes)
+        kept_bytes = count_drafter_bytes(heads, loaded.model, step_tokens, ITEM_BYTES[dtype])
+    budget = find_memory_budget(device, step_bytes, kept_bytes)
     size = size_cache(
         block_bytes=layout.block_bytes,
         block_size=config.block_size,

@@ -94,12 +94,13 @@ def check_tables(model: ModelConfig, device: str) -> None:
         )
 
 
-def find_memory_budget(device: str, step_bytes: int) -> MemoryBudget:
-    """Called when the weights are loaded. `step_bytes` is the peak memory of the largest step on a GPU."""
+def find_memory_budget(device: str, step_bytes: int, kept_bytes: int = 0) -> MemoryBudget:
+    """Called when the weights are loaded. `step_bytes` is the peak memory of the largest step on a GPU, and
+    `kept_bytes` what is allocated there after this call and kept."""
     free = free_bytes(device)
     if device != "cuda":
         return MemoryBudget(int(CPU_SHARE * free), free)
-    reserved = 2 * step_bytes + GRAPH_BYTES
+    reserved = 2 * step_bytes + GRAPH_BYTES + kept_bytes
     return MemoryBudget(max(0, int(CUDA_SHARE * free) - reserved), max(0, free - reserved), reserved, is_gpu=True)
 
 

@@ -145,6 +145,18 @@ def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
     return tuple(sorted({layer for config in configs for layer in config.tap_layers}))
 
 
+def count_drafter_bytes(heads: Mapping[str, LoadedHead], target: Decoder, max_tokens: int, item_bytes: int) -> int:
+    """What EAGLE heads keep on a GPU beside their weights: the target's states of a step, and the rows of its head that
+    are drafted, if a head has no output matrix (`gpu_drafter.py`)."""
+    num_items = 0
+    for loaded in heads.values():
+        if isinstance(loaded, LoadedEagle):
+            num_items += max_tokens * loaded.head.config.num_features
+            if loaded.output is None and loaded.draft_ids is not None:
+                num_items += len(loaded.draft_ids) * target.head.weight.shape[1]
+    return num_items * item_bytes
+
+
 def needs_features(heads: Mapping[str, LoadedHead]) -> bool:
     """Whether a head reads the states of each request's last token only."""
     return any(not isinstance(head, LoadedEagle) for head in heads.values())

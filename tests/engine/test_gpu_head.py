@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire.engine.speculation import check_gpu_head
+from quire.engine.speculation import check_gpu_head, count_drafter_bytes
 from quire.errors import UnsupportedModel
 from quire.models.eagle import EagleConfig
+from quire.weights.eagle import LoadedEagle
 from tests.tools.tiny import LLAMA
 
 pytestmark = pytest.mark.cpu
@@ -53,3 +55,13 @@ def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
 def test_a_model_with_windows_has_no_head() -> None:
     with pytest.raises(UnsupportedModel, match="sliding windows"):
         check(HEAD, (8, None, None))
+
+
+@pytest.mark.parametrize("shares_output", [False, True])
+def test_what_a_head_keeps_on_the_device_is_counted(shares_output: bool) -> None:
+    head: Any = SimpleNamespace(config=HEAD)
+    output: Any = None if shares_output else object()
+    loaded = LoadedEagle(head, np.arange(50), output)
+    target: Any = SimpleNamespace(head=SimpleNamespace(weight=SimpleNamespace(shape=(97, 32))))
+    expected = 64 * 2 * 32 * 2 + (50 * 32 * 2 if shares_output else 0)
+    assert count_drafter_bytes({"eagle": loaded}, target, max_tokens=64, item_bytes=2) == expected

@@ -138,6 +138,7 @@ def test_a_gpu_s_room_is_what_two_steps_and_the_graphs_leave(gpu) -> None:
     assert budget.max_bytes == 60 * GIB - 10 * GIB - GRAPH_BYTES
     assert budget.default_bytes == int(CUDA_SHARE * 60 * GIB) - 10 * GIB - GRAPH_BYTES
     assert budget.reserved_bytes == 10 * GIB + GRAPH_BYTES
+    assert find_memory_budget(CUDA, 5 * GIB, kept_bytes=GIB).max_bytes == budget.max_bytes - GIB
     assert find_memory_budget(CUDA, 40 * GIB) == MemoryBudget(0, 0, 80 * GIB + GRAPH_BYTES, is_gpu=True)
 
 
