@@ -48,4 +48,9 @@ inline uint16_t float_to_bfloat(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+// float8 e4m3. The bits are those of a float16 that is 2^8 times smaller.
+inline float float8_to_float(uint8_t value) {
+  return half_to_float(static_cast<uint16_t>((value & 0x80u) << 8 | (value & 0x7fu) << 7)) * 256.0f;
+}
+
 }  // namespace quire
