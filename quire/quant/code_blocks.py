@@ -1,6 +1,6 @@
 """CodeBlocks: a matrix as the codes of a quantized file, in torch, dequantized on use.
 
-Multiplication is slow, but memory use is small. `weights/safetensors_checkpoint.py` makes it where matrices stay packed.
+Multiplication is slow, but memory use is small. `weights/safetensors_checkpoint.py` makes it for packed models.
 """
 
 from __future__ import annotations

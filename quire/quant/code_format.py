@@ -49,7 +49,7 @@ class CodeFormat:
     zero: int | None = None  # of all codes, from 0 to the largest code; None with `has_zeros`
     has_zeros: bool = False  # each group has a zero of its own, in CodeRows.zeros
     table: tuple[float, ...] | None = None  # 16 float32 values; None with `row_tables`
-    row_tables: bool = False  # each row has a table of its own, in CodeRows.tables
+    row_tables: bool = False  # each row has a table of its own, in CodeRows.tables; `scale` is its type, scales are 1
 
     def __post_init__(self) -> None:
         assert self.bits in {"uint": (2, 3, 4, 8), "table": (4,), "e4m3": (8,)}[self.codes], self
@@ -100,6 +100,7 @@ class CodeRows:
         if self.tables is not None:
             assert self.tables.dtype == np.float32
             assert self.tables.shape == (rows, TABLE_SIZE), self.tables.shape
+            assert (self.scales == 1).all()
 
 
 def e4m3_values() -> Floats:
@@ -130,6 +131,8 @@ def _by_column(groups: NDArray[Any], format: CodeFormat, cols: int) -> NDArray[A
 
 def panel_format(format: CodeFormat, cols: int) -> str:
     """The panels of the C++ kernels that hold a matrix of `cols` columns without loss; float32 where no others do."""
+    if format.row_tables:
+        return format.scale
     kind, group = panel_kind(format), panel_group(format, cols)
     if kind is None or group is None or (cols % PANEL_BLOCK and format.codes != "e4m3"):
         return "f32"

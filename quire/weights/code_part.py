@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.code_format import CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL

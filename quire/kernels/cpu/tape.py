@@ -152,7 +152,7 @@ class Tape:
         return out, total
 
     def matmul(self, x: Value, weights: Sequence[Any], orders: Sequence[Order | None] = ()) -> Value:
-        """The products with several matrices, concatenated along the columns. Matrix i takes the inputs in orders[i]."""
+        """The products with several matrices, side by side. Matrix i takes the inputs in the order of orders[i]."""
         out = self.new((sum(weight.rows for weight in weights),))
         first, gathered, gathered_order = 0, x, None
         for weight, order in zip_longest(weights, orders):

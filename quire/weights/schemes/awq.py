@@ -1,6 +1,6 @@
 """AWQ, gemm layout: 4-bit codes and zeros packed along the outputs, eight in a word, in the order of a GPU's registers.
 
-    qweight [cols, rows / 8] int32, qzeros [groups, rows / 8] int32, scales [groups, rows]
+qweight [cols, rows / 8] int32, qzeros [groups, rows / 8] int32, scales [groups, rows]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """compressed-tensors: groups of modules, each with its own number format, and modules that stay plain.
 
     pack-quantized   weight_packed [rows, cols * bits / 32] int32, weight_scale [rows, groups], weight_shape [2],
-                     weight_zero_point [rows * bits / 32, groups] int32 if not symmetric, weight_g_idx [cols] if reordered
+                     weight_zero_point [rows * bits / 32, groups] int32 if not symmetric, weight_g_idx [cols]
     int-quantized    weight [rows, cols] int8, weight_scale, weight_zero_point int8 if not symmetric
     float-quantized  weight [rows, cols] float8 e4m3, weight_scale: for the tensor, a channel or a block
     mxfp4, nvfp4     weight_packed [rows, cols / 2], weight_scale [rows, groups], weight_global_scale [1] (nvfp4)
@@ -103,7 +103,9 @@ def read_group(group: Fields | None, top: Fields) -> WeightGroup:
     bits, kind = weights.count("num_bits"), weights.text("type", "int")
     strategy = weights.text("strategy", "group" if weights.has("group_size") else "tensor")
     if strategy not in STRATEGIES:
-        raise top.unsupported(f"strategy {strategy!r} of weights is not supported; quire reads {', '.join(STRATEGIES)}.")
+        raise top.unsupported(
+            f"strategy {strategy!r} of weights is not supported; quire reads {', '.join(STRATEGIES)}."
+        )
     layout = choose_layout(stored_as, kind)
     if bits not in {"pack": (2, 3, 4, 8), "int": (8,), "float": (8,)}.get(layout, (4,)):
         raise top.unsupported(f"{bits}-bit {kind} weights as {stored_as} are not supported.")

@@ -60,7 +60,9 @@ class ModelOpt:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:
-        if not module.has("weight_scale") and not (module.has("weight") and module.dtype("weight") in ("F8_E4M3", "U8")):
+        if not module.has("weight_scale") and not (
+            module.has("weight") and module.dtype("weight") in ("F8_E4M3", "U8")
+        ):
             return None
         if self.algorithm == "FP8":
             return float8(module, "weight_scale", None)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_bits
@@ -62,7 +63,7 @@ class GPTQ:
             raise module.bad(
                 f"{module.cols} inputs and {module.rows} outputs are no whole words of {self.bits}-bit codes"
             )
-        needed = {
+        needed: dict[str, tuple[Shape, tuple[str, ...]]] = {
             "qweight": ((module.cols * self.bits // 32, module.rows), INTEGERS),
             "qzeros": ((groups, module.rows * self.bits // 32), INTEGERS),
             "scales": ((groups, module.rows), FLOAT_SCALES),
@@ -91,7 +92,7 @@ class GPTQ:
         if self.stores_zeros_minus_one and self.bits != 3:
             words = words + np.uint32(0xFFFFFFFF // ((1 << self.bits) - 1))
         zeros = unpack_bits(words, self.bits)
-        return (zeros + 1) & 7 if self.stores_zeros_minus_one and self.bits == 3 else zeros
+        return (zeros + np.uint8(1)) & np.uint8(7) if self.stores_zeros_minus_one and self.bits == 3 else zeros
 
 
 def read_sizes(fields: Fields) -> tuple[int, int | None]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from quire.layers.source import Shape
 from quire.quant.code_format import E2M1, CodeFormat, CodeRows, e4m3_values
-from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_nibbles
+from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, ScaleType, unpack_nibbles
 
 Floats = NDArray[np.float32]
 
@@ -50,7 +50,10 @@ def float8(module: Module, scale: str, block: tuple[int, int] | None) -> CodeMat
     check_types(module, {"weight": ("F8_E4M3",), scale: FLOAT_SCALES})
     shape = scale_shape(module, scale, block)
     group = module.cols if block is None else min(block[1], module.cols)
-    format, read_scales = CodeFormat("e4m3", 8, group, module.scale_type(scale)), scales_of(module, scale, block or (1, 1))
+    format, read_scales = (
+        CodeFormat("e4m3", 8, group, module.scale_type(scale)),
+        scales_of(module, scale, block or (1, 1)),
+    )
 
     def read(rows: Rows) -> CodeRows:
         return CodeRows(np.ascontiguousarray(module.read("weight")[rows]), read_scales(rows))
@@ -59,7 +62,9 @@ def float8(module: Module, scale: str, block: tuple[int, int] | None) -> CodeMat
     return CodeMatrix(tensors, format, read)
 
 
-def int8(module: Module, scale: str, group: int | None, zero: str | None, factor: np.float32 | None = None) -> CodeMatrix:
+def int8(
+    module: Module, scale: str, group: int | None, zero: str | None, factor: np.float32 | None = None
+) -> CodeMatrix:
     """weight [rows, cols] int8, less its zero, times its scale."""
     check_types(module, {"weight": ("I8",), scale: FLOAT_SCALES})
     block = None if group is None else (1, group)
@@ -72,11 +77,11 @@ def int8(module: Module, scale: str, group: int | None, zero: str | None, factor
     read_scales = scales_of(module, scale, (1, 1))
     read_zeros = None if zero is None else scales_of(module, zero, (1, 1))
     has_zeros = zero is not None
-    kind = module.scale_type(scale) if factor is None else "f32"
+    kind: ScaleType = module.scale_type(scale) if factor is None else "f32"
     format = CodeFormat("uint", 8, cols, kind, zero=None if has_zeros else 128, has_zeros=has_zeros)
 
     def read(rows: Rows) -> CodeRows:
-        codes = np.ascontiguousarray(module.read("weight")[rows]).view(np.uint8) ^ 128
+        codes = np.ascontiguousarray(module.read("weight")[rows]).view(np.uint8) ^ np.uint8(128)
         scales = read_scales(rows) if factor is None else read_scales(rows) * factor
         return CodeRows(codes, scales, None if read_zeros is None else (read_zeros(rows) + 128).astype(np.uint8))
 
@@ -104,7 +109,7 @@ def nvfp4(module: Module, codes: str, scale: str, total: str, *, divide: bool) -
 def mxfp4(module: Module, codes: str, scale: str) -> CodeMatrix:
     """4-bit floats, low nibble first; a power of two for 32 inputs."""
     check_types(module, {codes: ("U8",), scale: ("U8", "F8_E8M0")})
-    tensors = {
+    tensors: dict[str, Shape] = {
         module.stored_name(codes): (module.rows, module.cols // 2),
         module.stored_name(scale): (module.rows, module.num_groups(32)),
     }
@@ -117,6 +122,6 @@ def mxfp4(module: Module, codes: str, scale: str) -> CodeMatrix:
 
 def e8m0_values() -> Floats:
     """The value of each byte as a power of two. 255 is NaN; 0 is 2^-127."""
-    values: Floats = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
+    values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
-    return values
+    return values.astype(np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.safetensors import SafetensorsFiles
 
 FLOAT_SCALES = ("F16", "BF16", "F32")
-SCALE_TYPES: dict[str, Any] = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
+ScaleType = Literal["f16", "bf16", "f32"]
+SCALE_TYPES: dict[str, ScaleType] = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
 
+Codes = NDArray[np.uint8]
 Rows = slice | NDArray[np.int64]  # of the stored matrix
 
 
@@ -83,7 +85,7 @@ class Module:
             raise self.bad(f"groups of {group} do not divide the {self.cols} inputs")
         return self.cols // group
 
-    def scale_type(self, kind: str) -> Any:
+    def scale_type(self, kind: str) -> ScaleType:
         """The type of the scales; float32 where the file has none, which `survey.check` reports."""
         return SCALE_TYPES.get(self.dtype(kind), "f32") if self.has(kind) else "f32"
 
@@ -105,20 +107,23 @@ def widen(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def unpack_bits(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+def unpack_bits(words: NDArray[np.uint32], bits: int) -> Codes:
     """Codes of `bits` bits, the lowest first: [n, words] -> [n, 32 * words / bits]. 3-bit codes cross words."""
     raw = np.ascontiguousarray(words, "<u4").view(np.uint8)
     if bits == 8:
         return raw
     if bits == 3:
-        octets = np.unpackbits(raw, axis=1, bitorder="little").reshape(len(raw), -1, 3)
-        return octets[..., 0] | octets[..., 1] << 1 | octets[..., 2] << 2
+        bits_of_rows = np.unpackbits(raw, axis=1, bitorder="little")[:, : raw.shape[1] * 8 // 3 * 3]
+        octets = bits_of_rows.reshape(len(raw), -1, 3)
+        threes: Codes = octets[..., 0] | octets[..., 1] << np.uint8(1) | octets[..., 2] << np.uint8(2)
+        return threes
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes: NDArray[np.uint8] = ((raw[:, :, None] >> shifts) & ((1 << bits) - 1)).reshape(len(raw), -1)
+    codes: Codes = ((raw[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(raw), -1)
     return codes
 
 
-def unpack_nibbles(raw: NDArray[np.uint8], *, high_first: bool = False) -> NDArray[np.uint8]:
+def unpack_nibbles(raw: Codes, *, high_first: bool = False) -> Codes:
     """Two codes a byte: [n, bytes] -> [n, 2 * bytes]."""
-    pair = (raw >> 4, raw & 15) if high_first else (raw & 15, raw >> 4)
+    low, high = raw & np.uint8(15), raw >> np.uint8(4)
+    pair = (high, low) if high_first else (low, high)
     return np.stack(pair, axis=-1).reshape(len(raw), -1)

@@ -1,6 +1,6 @@
 """SqueezeLLM: 4-bit codes into a table of 16 values for each output. Files with a sparse part are refused.
 
-    qweight [cols / 8, rows] int32, lookup_table [rows, 16]
+qweight [cols / 8, rows] int32, lookup_table [rows, 16]
 """
 
 from __future__ import annotations

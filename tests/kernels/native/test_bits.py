@@ -188,7 +188,10 @@ def model_step(name: str, family: str) -> Iterable[Tensor]:
 
 Case = Callable[[str], Iterable[Tensor]]
 CASES: dict[str, Case] = {
-    **{f"matmul {format}": lambda name, format=format: matmul(name, format) for format in (*QUANTIZED, *GROUPED, *DENSE)},
+    **{
+        f"matmul {format}": lambda name, format=format: matmul(name, format)
+        for format in (*QUANTIZED, *GROUPED, *DENSE)
+    },
     "elementwise": elementwise,
     "rope": rope,
     **{
