@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import DENSE_FORMATS
 from quire.kernels.cpu.tape import address
 
 Floats = NDArray[np.float32]
@@ -182,7 +181,7 @@ def pack_codes(panels: Any, first: int, format: CodeFormat, rows: CodeRows) -> N
     a scale that is not a finite number, and for a code or a zero that the format does not have.
     """
     rows.check(format)
-    if panels.format not in DENSE_FORMATS:
+    if "-" in panels.format:  # one with groups
         assert panels.format.partition("-")[0] == panel_format(format, panels.cols).partition("-")[0], panels.format
         format, rows = in_panel_groups(format, rows, panels.cols)
     assert rows.codes.shape[1] == panels.cols, (rows.codes.shape, panels.cols)

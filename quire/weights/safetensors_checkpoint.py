@@ -126,7 +126,7 @@ class SafetensorsCheckpoint:
         return None if matrix is None else CodePart.of(module, matrix, part)
 
     def may_stay_unread(self, name: str) -> bool:
-        return self.scheme is not None and self.scheme.may_stay_unread(name)
+        return self.scheme is not None and self.scheme.may_stay_unread(name, self.files)
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         if len(parts) != 1:

@@ -176,6 +176,15 @@ def test_plain_panels_hold_rounded_values() -> None:
 
 
 @built
+def test_plain_values_are_rounded_as_other_weights_are() -> None:
+    """Groups that no panels have become float32, or what `quantize` makes of plain weights."""
+    given, rounded_panels = random_rows(FORMATS["int4 of 48"], 20, 192), MODULE.Panels("q8_0", 20, 192)
+    values = dequantize(FORMATS["int4 of 48"], given)
+    rounded_panels.pack_dense("f32", address(values), 192, 0, 20)
+    assert np.array_equal(unpack(pack(FORMATS["int4 of 48"], given, "q8_0")), unpack(rounded_panels))
+
+
+@built
 @pytest.mark.parametrize("format", [format for format in FORMATS.values() if not format.row_tables])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_numbers_are_refused(format: CodeFormat, bad: float) -> None:

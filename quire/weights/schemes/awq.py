@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows
 
 INTEGERS = ("I32", "U32")
@@ -37,7 +38,7 @@ class AWQ:
             raise fields.bad("group_size is 0, and must be -1 or above 0")
         return cls(None if group == -1 else group)
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return False
 
     def matrix(self, module: Module) -> CodeMatrix | None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.layouts import check_types, int8
 from quire.weights.schemes.scheme import CodeMatrix, Module, Rows, unpack_nibbles
 
@@ -47,7 +48,7 @@ class BitsAndBytes:
             raise fields.unsupported("bnb_4bit_quant_storage other than uint8 is not supported.")
         return cls(kind)
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return name.endswith(".weight_format")
 
     def matrix(self, module: Module) -> CodeMatrix | None:

@@ -19,6 +19,7 @@ import numpy as np
 from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.gptq import compile_pattern, read_order
 from quire.weights.schemes.layouts import float8, int8, mxfp4, nvfp4, shape_in_file
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_bits
@@ -67,7 +68,7 @@ class CompressedTensors:
         groups = [read_group(Fields(section.values, section.where).section(name), fields) for name in section.values]
         return cls(tuple(groups), read_targets(fields, "ignore"))
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:

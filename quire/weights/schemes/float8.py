@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.compressed import read_targets
 from quire.weights.schemes.layouts import float8, nvfp4
 from quire.weights.schemes.scheme import CodeMatrix, Module
@@ -30,7 +31,7 @@ class Float8:
             raise fields.bad(f"weight_block_size is {block!r}, and must be two numbers above 0")
         return cls((block[0], block[1]))
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:
@@ -56,7 +57,7 @@ class ModelOpt:
         read_targets(inner, "ignore")
         return cls(algorithm)
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:

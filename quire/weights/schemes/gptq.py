@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_bits
 
 BITS = (2, 3, 4, 8)
@@ -53,8 +54,9 @@ class GPTQ:
                 return replace(self, bits=bits, group=group)
         return self
 
-    def may_stay_unread(self, name: str) -> bool:
-        return False
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
+        """AutoGPTQ writes biases of zeros for layers that have none."""
+        return name.endswith("_proj.bias") and not files.read_floats(name).any()
 
     def stored(self, module: Module) -> CodeMatrix:
         group, words = self.group or module.cols, 32 // np.gcd(32, self.bits)

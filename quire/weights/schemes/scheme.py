@@ -95,7 +95,7 @@ class Scheme(Protocol):
         """How the files store a linear layer's weight, or None if it is a plain tensor."""
         ...
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         """Whether files may have this tensor although quire does not use it."""
         ...
 

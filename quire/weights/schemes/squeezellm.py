@@ -12,6 +12,7 @@ import numpy as np
 from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
+from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_bits
 
 SPARSE = ("rows", "cols", "vals", "full_rows", "full_row_indices")
@@ -26,7 +27,7 @@ class SqueezeLLM:
             raise fields.unsupported(f"{bits}-bit SqueezeLLM is not supported; quire reads 4 bits.")
         return cls()
 
-    def may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str, files: SafetensorsFiles) -> bool:
         return False
 
     def matrix(self, module: Module) -> CodeMatrix | None:

@@ -169,6 +169,13 @@ def test_float8_that_is_no_number(tmp_path: Path) -> None:
         load_model(path, dtype="float32", ops=select_native(native_of()))
 
 
+def test_biases_of_zeros_stay_unread_and_others_are_refused(tmp_path: Path) -> None:
+    path = damaged(tmp_path, "gptq 4 sym", lambda tensors: tensors.update({f"{UP}.bias": torch.zeros(96)}))
+    assert load_model(path, dtype="float32", ops=cpu_ops()).unused == (f"{UP}.bias",)
+    path = damaged(tmp_path, "gptq 4 sym", lambda tensors: tensors.update({f"{UP}.bias": torch.ones(96)}))
+    refused(path, WeightMismatch, "1 unexpected")
+
+
 def test_a_sparse_part_is_refused(tmp_path: Path) -> None:
     path = damaged(tmp_path, "squeezellm", lambda tensors: tensors.update({f"{UP}.vals": torch.ones(3)}))
     refused(path, UnsupportedModel, r"sparse part \(vals\)")
