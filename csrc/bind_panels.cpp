@@ -30,6 +30,7 @@ constexpr GroupKind kGroupKinds[] = {
     {"int4", Codes::U4, Scales::GROUP, 8, nullptr},    {"int8", Codes::U8, Scales::GROUP, 128, nullptr},
     {"int2z", Codes::U2, Scales::GROUP_Z, 0, nullptr}, {"int3z", Codes::U3, Scales::GROUP_Z, 0, nullptr},
     {"int4z", Codes::U4, Scales::GROUP_Z, 0, nullptr}, {"int8z", Codes::U8, Scales::GROUP_Z, 0, nullptr},
+    {"mxfp4x2", Codes::T4, Scales::GROUP, 0, &kDoubledE2M1},
     {"mxfp4", Codes::T4, Scales::GROUP, 0, &kE2M1},    {"iq4", Codes::T4, Scales::GROUP, 0, &kIQ4},
     {"nf4", Codes::T4, Scales::GROUP, 0, &kNF4},       {"fp4", Codes::T4, Scales::GROUP, 0, &kFP4},
     {"nvfp4", Codes::T4, Scales::HALVES, 0, &kE2M1},   {"fp8", Codes::F8, Scales::GROUP, 0, nullptr},
