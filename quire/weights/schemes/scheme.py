@@ -48,7 +48,8 @@ class Module:
     cols: int
 
     def stored_name(self, kind: str) -> str:
-        return self.name_in_files(f"{self.name}.{kind}")
+        first, dot, rest = kind.partition(".")  # "weight.absmax" is named as the weight is
+        return self.name_in_files(f"{self.name}.{first}") + dot + rest
 
     def has(self, kind: str) -> bool:
         return self.stored_name(kind) in self.files.tensors
