@@ -115,8 +115,9 @@ def test_rows_are_unpacked_in_the_order_asked_for(kind: GGMLType) -> None:
 @by_kind
 def test_packed_matrices_are_as_large_as_their_bits(kind: GGMLType) -> None:
     panels = new_panels(kind, 64, 1024)
-    # The K types' 6-bit scales take a byte each; nothing else grows.
-    growth = {GGMLType.Q4_K: 148 / 144, GGMLType.Q5_K: 180 / 176}.get(kind, 1)
+    # The K types' 6-bit scales take a byte each, and scales of tables are float32; nothing else grows.
+    tables = {GGMLType.IQ4_NL: 20 / 18, GGMLType.IQ4_XS: 160 / 136, GGMLType.MXFP4: 20 / 17}
+    growth = {GGMLType.Q4_K: 148 / 144, GGMLType.Q5_K: 180 / 176, **tables}.get(kind, 1)
     assert panels.nbytes == round(64 * kind.row_bytes(1024) * growth)
     assert panels.nbytes == 4 * panels.stride
 

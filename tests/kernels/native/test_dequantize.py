@@ -64,7 +64,7 @@ def test_no_rows_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("number", "rows", "cols", "message"),
     [
-        (20, 1, 32, "GGUF type 20 cannot be dequantized"),
+        (9, 1, 32, "GGUF type 9 cannot be dequantized"),
         (99, 1, 32, "GGUF type 99 cannot be dequantized"),
         (12, 1, 255, "blocks of 256"),
         (2, -1, 32, "-1 rows"),

@@ -53,7 +53,7 @@ def opened(path: Path, folder: Path) -> tuple[SafetensorsCheckpoint, Part, int, 
         about = file.metadata()
     rows, cols = json.loads(about["shape"])
     scheme = read_scheme({"quantization_config": json.loads(about["quantization_config"])})
-    return SafetensorsCheckpoint(SafetensorsFiles(folder), scheme), Part(NAME, rows), cols, about
+    return SafetensorsCheckpoint(SafetensorsFiles(folder), scheme=scheme), Part(NAME, rows), cols, about
 
 
 @each_fixture

@@ -214,7 +214,7 @@ def test_states_of_bitsandbytes_that_lie(tmp_path: Path, state: bytes, words: st
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"model.layers.0.mlp.up_proj.{STATE}"] = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = type(checkpoint)(type(checkpoint.files)(tmp_path), checkpoint.scheme)
+    checkpoint = type(checkpoint)(type(checkpoint.files)(tmp_path), scheme=checkpoint.scheme)
     with pytest.raises(BadModelFile, match=words):
         checkpoint.find(part, cols)
 
