@@ -9,12 +9,32 @@
 #include "dequantize.h"
 #include "pack.h"
 #include "panel_store.h"
+#include "tables.h"
 #include "tune.h"
 
 namespace nb = nanobind;
 
 namespace quire {
 namespace {
+
+// Names of formats with groups: a kind, then "-g" and the columns of a group, or "-row" for one scale a row.
+struct GroupKind {
+  const char* name;
+  Codes codes;
+  Scales scales;
+  int offset;
+  const CodeTable* table;
+};
+
+constexpr GroupKind kGroupKinds[] = {
+    {"int4", Codes::U4, Scales::GROUP, 8, nullptr},    {"int8", Codes::U8, Scales::GROUP, 128, nullptr},
+    {"int2z", Codes::U2, Scales::GROUP_Z, 0, nullptr}, {"int3z", Codes::U3, Scales::GROUP_Z, 0, nullptr},
+    {"int4z", Codes::U4, Scales::GROUP_Z, 0, nullptr}, {"int8z", Codes::U8, Scales::GROUP_Z, 0, nullptr},
+    {"mxfp4x2", Codes::T4, Scales::GROUP, 0, &kDoubledE2M1},
+    {"mxfp4", Codes::T4, Scales::GROUP, 0, &kE2M1},    {"iq4", Codes::T4, Scales::GROUP, 0, &kIQ4},
+    {"nf4", Codes::T4, Scales::GROUP, 0, &kNF4},       {"fp4", Codes::T4, Scales::GROUP, 0, &kFP4},
+    {"nvfp4", Codes::T4, Scales::HALVES, 0, &kE2M1},   {"fp8", Codes::F8, Scales::GROUP, 0, nullptr},
+};
 
 struct NamedFormat {
   const char* name;
@@ -40,19 +60,49 @@ constexpr int64_t kMaxSize = int64_t{1} << 30;
 std::string join_names() {
   std::string names;
   for (const NamedFormat& entry : kFormats) names += (names.empty() ? "" : ", ") + std::string(entry.name);
+  for (const GroupKind& kind : kGroupKinds) names += ", " + std::string(kind.name) + "-g32";
   return names;
+}
+
+// The shift of "-g<columns>" or "-row", or -1.
+int parse_group(const std::string& suffix) {
+  if (suffix == "-row") return kWholeRow;
+  for (int shift = 0; shift < 16; ++shift) {
+    if (suffix == "-g" + std::to_string(kBlock << shift)) return shift;
+  }
+  return -1;
+}
+
+bool parse_grouped(const std::string& name, Format* format) {
+  const size_t dash = name.find('-');
+  if (dash == std::string::npos) return false;
+  for (const GroupKind& kind : kGroupKinds) {
+    if (name.substr(0, dash) != kind.name) continue;
+    const bool halves = kind.scales == Scales::HALVES;
+    const int shift = halves ? (name.substr(dash) == "-g16" ? 0 : -1) : parse_group(name.substr(dash));
+    *format = {kind.codes, kind.scales, kind.offset, kind.table, shift};
+    return shift >= 0;
+  }
+  return false;
 }
 
 Format parse_format(const std::string& name) {
   for (const NamedFormat& entry : kFormats) {
     if (name == entry.name) return entry.format;
   }
+  Format format;
+  if (parse_grouped(name, &format)) return format;
   refuse_value("there is no panel format '" + name + "'; it is one of " + join_names() + ".");
 }
 
-const char* name_of(const Format& format) {
+std::string name_of(const Format& format) {
   for (const NamedFormat& entry : kFormats) {
     if (format == entry.format) return entry.name;
+  }
+  for (const GroupKind& kind : kGroupKinds) {
+    if (!(format == Format{kind.codes, kind.scales, kind.offset, kind.table, format.shift})) continue;
+    if (format.shift == kWholeRow) return std::string(kind.name) + "-row";
+    return kind.name + ("-g" + std::to_string(kind.scales == Scales::HALVES ? kBlock / 2 : kBlock << format.shift));
   }
   return "";
 }
@@ -117,7 +167,7 @@ void pack_dense_rows(PanelStore& self, const std::string& type, uintptr_t addres
                      int64_t count) {
   Codes codes = parse_dense(type);
   if (!dense_packable(self.view.format)) {
-    refuse_value(std::string("plain rows cannot be quantized to ") + name_of(self.view.format) +
+    refuse_value("plain rows cannot be quantized to " + name_of(self.view.format) +
                  "; q8_0 and q4_1 can be made from them.");
   }
   check_rows(self.view, first, count);
@@ -139,6 +189,13 @@ void pack_code_rows(PanelStore& self, int64_t first, int64_t count, Address code
   const CodeRows rows = {reinterpret_cast<const uint8_t*>(codes), self.view.cols, code_limit, group,
                          reinterpret_cast<const float*>(scales), reinterpret_cast<const uint8_t*>(zeros),
                          reinterpret_cast<const float*>(levels), reinterpret_cast<const float*>(tables)};
+  const int64_t panel_group = self.view.format.scales == Scales::HALVES ? kBlock / 2
+                              : self.view.format.shift == kWholeRow     ? self.view.cols
+                                                                        : int64_t{kBlock} << self.view.format.shift;
+  const bool fits = rows.groups() == self.view.groups() && (group == panel_group || rows.groups() == 1);
+  if (self.view.format.grouped() && (!fits || (self.view.format.scales == Scales::GROUP_Z && zeros == 0))) {
+    refuse_value("groups of " + std::to_string(group) + " cannot be packed as " + name_of(self.view.format) + ".");
+  }
   pack_codes(self.view, rows, first, count);
 }
 

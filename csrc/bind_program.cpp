@@ -116,6 +116,13 @@ void add_sum(Program& program, View a, View b, View y, int64_t size) {
   program.add(std::move(op));
 }
 
+void add_gather(Program& program, View x, View y, int64_t size, Address order) {
+  auto op = std::make_unique<GatherOp>();
+  op->x = floats(x), op->x_stride = x.second, op->y = floats(y), op->y_stride = y.second, op->size = size;
+  op->order = reinterpret_cast<const int64_t*>(order);
+  program.add(std::move(op));
+}
+
 void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
                View values, int group, View k, View v) {
   auto op = std::make_unique<StoreOp>();
@@ -303,6 +310,7 @@ void bind_program(nb::module_& module) {
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
+      .def("gather", add_gather, nb::kw_only(), "x"_a, "y"_a, "size"_a, "order"_a)
       .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
            "values"_a, "group"_a, "k"_a, "v"_a)
       .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "half.h"
+#include "tables.h"
 
 namespace quire {
 namespace {
@@ -202,6 +203,32 @@ struct Q6_K {
   }
 };
 
+// The 32 values of 16 bytes, by a table.
+void look_up_run(const CodeTable& table, const uint8_t* packed, float scale, float* out) {
+  uint8_t q[kSmall];
+  read_nibbles(packed, 16, 16, q);
+  for (int i = 0; i < kSmall; i++) out[i] = scale * table.values[q[i]];
+}
+
+struct IQ4_NL {
+  static constexpr int64_t values = kSmall, bytes = 18;
+  static void unpack(const uint8_t* block, float* out) { look_up_run(kIQ4, block + 2, half_at(block), out); }
+};
+
+struct IQ4_XS {
+  static constexpr int64_t values = kLarge, bytes = 136;
+  static void unpack(const uint8_t* block, float* out) {
+    for (int k = 0; k < 8; k++) look_up_run(kIQ4, block + 8 + 16 * k, iq4_scale(block, k), out + 32 * k);
+  }
+};
+
+struct MXFP4 {
+  static constexpr int64_t values = kSmall, bytes = 17;
+  static void unpack(const uint8_t* block, float* out) {
+    look_up_run(kDoubledE2M1, block + 1, exponent_to_half_scale(block[0]), out);
+  }
+};
+
 // Calls f with the struct of a type. Returns false if there is none.
 template <class F>
 bool with_type(int ggml_type, F f) {
@@ -218,7 +245,10 @@ bool with_type(int ggml_type, F f) {
     case 12: return f(Q4_K{}), true;
     case 13: return f(Q5_K{}), true;
     case 14: return f(Q6_K{}), true;
+    case 20: return f(IQ4_NL{}), true;
+    case 23: return f(IQ4_XS{}), true;
     case 30: return f(BF16{}), true;
+    case 39: return f(MXFP4{}), true;
     default: return false;
   }
 }

@@ -48,4 +48,23 @@ inline uint16_t float_to_bfloat(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+// 2^(exponent - 128), the half of a scale of MXFP4 in GGUF files.
+inline float exponent_to_half_scale(uint8_t exponent) {
+  return bits_float(exponent < 2 ? 0x00200000u << exponent : static_cast<uint32_t>(exponent - 1) << 23);
+}
+
+// The scale of 32 values `k` of an IQ4_XS block: 6 bits in two fields.
+inline float iq4_scale(const uint8_t* block, int k) {
+  uint16_t d, high;
+  std::memcpy(&d, block, 2);
+  std::memcpy(&high, block + 2, 2);
+  const int low = block[4 + k / 2] >> k % 2 * 4 & 15;
+  return half_to_float(d) * static_cast<float>((low | (high >> 2 * k & 3) << 4) - 32);
+}
+
+// float8 e4m3. The bits are those of a float16 that is 2^8 times smaller.
+inline float float8_to_float(uint8_t value) {
+  return half_to_float(static_cast<uint16_t>((value & 0x80u) << 8 | (value & 0x7fu) << 7)) * 256.0f;
+}
+
 }  // namespace quire

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "scratch.h"
 #include "simd.h"
+#include "tables.h"
 
 namespace quire {
 namespace QUIRE_ISA {
@@ -51,6 +52,12 @@ template <Codes codes, int j>
 QUIRE_INLINE i32 quad(const uint8_t* block) {
   if constexpr (codes == Codes::U8) {
     return load_bytes(block + 64 * j);
+  } else if constexpr (codes == Codes::U2) {
+    return take_two_bits<j % 4>(load_bytes(block + 64 * (j / 4)));
+  } else if constexpr (codes == Codes::U3) {
+    uint64_t bits;
+    std::memcpy(&bits, block + 128 + 8 * j, 8);
+    return add_fifth_bits<4>(quad<Codes::U2, j>(block), bits);
   } else {
     i32 packed = load_bytes(block + 64 * (j % 4));
     i32 nibbles = j < 4 ? low_nibbles(packed) : high_nibbles(packed);
@@ -67,9 +74,13 @@ QUIRE_INLINE i32 quad(const uint8_t* block) {
 }
 
 template <Scales kind>
-constexpr bool kHasMinimum = kind == Scales::DM || kind == Scales::SUPER_DM;
+constexpr bool kHasMinimum = kind == Scales::DM || kind == Scales::SUPER_DM || kind == Scales::GROUP_Z;
 template <Scales kind>
-constexpr int kParts = kind == Scales::SUPER_D16 ? 2 : 1;  // scales in a block
+constexpr int kParts = kind == Scales::SUPER_D16 || kind == Scales::HALVES ? 2 : 1;  // scales in a block
+template <Scales kind>
+constexpr bool kGrouped = kind == Scales::GROUP || kind == Scales::GROUP_Z || kind == Scales::HALVES;
+template <Codes codes>
+constexpr bool kWide = codes == Codes::U8 || codes == Codes::T4;  // codes of 8 bits, as they are multiplied
 
 template <Scales kind>
 QUIRE_INLINE f32 read_scale(const uint8_t* scales, int64_t block, int part) {
@@ -95,10 +106,10 @@ QUIRE_INLINE f32 read_minimum(const uint8_t* scales, int64_t block) {
 
 // Whether a sum of codes begins with the correction for the offset, `shifts` in activations.h.
 template <Codes codes, Scales scales>
-constexpr bool kCorrected = !kHasMinimum<scales> && !(codes == Codes::U8 && kSignedBytes);
+constexpr bool kCorrected = (!kHasMinimum<scales> || kWide<codes>) && !(kWide<codes> && kSignedBytes);
 
 template <Codes codes>
-constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
+constexpr int kShift = kWide<codes> ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
 
 // The panel that a thread reads after the current one. It is prefetched meanwhile.
 struct Ahead {
@@ -107,6 +118,14 @@ struct Ahead {
   static Ahead at(const Panels& weight, int64_t panel) { return {weight.codes(panel), weight.scales(panel)}; }
 };
 
+}  // namespace QUIRE_ISA
+}  // namespace quire
+
+#include "matmul_groups.inl"
+
+namespace quire {
+namespace QUIRE_ISA {
+
 // A panel as it is stored. Codes are unpacked in registers.
 template <Codes codes, Scales scales>
 struct PackedPanel {
@@ -114,6 +133,7 @@ struct PackedPanel {
   const uint8_t* scales_at;
   int64_t blocks;
   int64_t codes_to_next, scales_to_next;  // bytes from the end of this panel to the thread's next one
+  GroupScales<codes, scales> groups;
   static constexpr int64_t step = block_bytes(codes);
   static constexpr int64_t scale_step = scale_bytes_of(scales, kSuper) / kSuper;  // a block, on average
   static constexpr bool packed = true;
@@ -122,21 +142,33 @@ struct PackedPanel {
     const uint8_t *codes_at = weight.codes(panel), *scales_at = weight.scales(panel);
     const int64_t blocks = weight.blocks();
     return {codes_at, scales_at, blocks, ahead.codes - codes_at - blocks * step,
-            ahead.scales - scales_at - blocks * scale_step};
+            ahead.scales - scales_at - blocks * scale_step, GroupScales<codes, scales>::of(weight)};
   }
   template <int j>
   i32 quad_of(int64_t at) const {
+    if constexpr (codes == Codes::T4) return look_up(quad<Codes::U4, j>(codes_at + at), groups.table->levels);
     return quad<codes, j>(codes_at + at);
   }
-  f32 scale(int64_t block, int part) const { return read_scale<scales>(scales_at, block, part); }
-  f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
+  f32 scale(int64_t block, int part) const {
+    if constexpr (kGrouped<scales>) return groups.scale(scales_at, block, part);
+    return read_scale<scales>(scales_at, block, part);
+  }
+  f32 minimum(int64_t block) const {
+    if constexpr (kGrouped<scales>) return groups.minimum(scales_at, block);
+    return read_minimum<scales>(scales_at, block);
+  }
   template <int num_panels>
   void prefetch(int64_t block) const {
     const int64_t distance = kPrefetchBytes / (num_panels * (step + scale_step));
     const int64_t wanted = block + (distance < blocks ? distance : blocks);
     const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : codes_to_next);
     unroll<step / 64>([&](auto line) { prefetch_into_second(ahead + 64 * line.v); });
-    prefetch_into_second(scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next));
+    if constexpr (kGrouped<scales>) {
+      const uint8_t* at = wanted < blocks ? scales_at : scales_at + scales_to_next + blocks * scale_step;
+      groups.prefetch(at, wanted < blocks ? wanted : wanted - blocks);
+    } else {
+      prefetch_into_second(scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next));
+    }
   }
 };
 
@@ -145,7 +177,7 @@ struct PackedPanel {
 template <Codes codes, Scales scales>
 QUIRE_INLINE i32 kept(i32 quad) {
 #if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
-  if constexpr (!kHasMinimum<scales>) return subtract_bytes(quad, 128 >> kShift<codes>);
+  if constexpr (!kHasMinimum<scales> || kWide<codes>) return subtract_bytes(quad, 128 >> kShift<codes>);
 #endif
   return quad;
 }
@@ -235,7 +267,7 @@ static void multiply(const Panel* given, int64_t blocks, const uint8_t* x, float
         unroll<R>([&](auto r) {
           i32 own = broadcast_quad(x + 4 * (j * R + r.v));
           unroll<P>([&](auto p) {
-            sum[r.v][p.v] = codes == Codes::U8 ? dot_wide(sum[r.v][p.v], w[p.v], own) : dot(sum[r.v][p.v], w[p.v], own);
+            sum[r.v][p.v] = kWide<codes> ? dot_wide(sum[r.v][p.v], w[p.v], own) : dot(sum[r.v][p.v], w[p.v], own);
           });
         });
       });
@@ -404,7 +436,17 @@ struct DenseMultiplier {
   static Multiplier make() { return {packed, nullptr, nullptr}; }
 };
 
+}  // namespace QUIRE_ISA
+}  // namespace quire
+
+#include "matmul_float8.inl"
+
+namespace quire {
+namespace QUIRE_ISA {
+
 static Multiplier find_multiplier(const Format& format) {
+  if (format.codes == Codes::F8) return Float8Multiplier::make();
+  if (format.grouped()) return find_grouped(format);
   switch (format.scales) {
     case Scales::NONE:
       if (format.codes == Codes::F32) return DenseMultiplier<Codes::F32>::make();
@@ -420,7 +462,7 @@ static Multiplier find_multiplier(const Format& format) {
     case Scales::SUPER_DM:
       if (format.codes == Codes::U4) return QuantizedMultiplier<Codes::U4, Scales::SUPER_DM>::make();
       return QuantizedMultiplier<Codes::U5, Scales::SUPER_DM>::make();
-    case Scales::SUPER_D16: break;
+    default: break;
   }
   return QuantizedMultiplier<Codes::U6, Scales::SUPER_D16>::make();
 }

@@ -6,6 +6,9 @@
 #include <cassert>
 #include <cstring>
 
+#include "half.h"
+#include "tables.h"
+
 namespace quire {
 namespace {
 
@@ -169,6 +172,39 @@ struct Q6_K {
   }
 };
 
+void store_float(uint8_t* scales, int lane, float value) { std::memcpy(scales + 4 * lane, &value, 4); }
+
+struct IQ4_NL {
+  static constexpr Format format{Codes::T4, Scales::GROUP, 0, &kIQ4};
+  static constexpr int64_t values = 32, bytes = 18, scale_bytes = 64;
+  static void pack(uint8_t* codes, uint8_t* scales, int lane, const uint8_t* block) {
+    uint16_t d;
+    std::memcpy(&d, block, 2);
+    store_float(scales, lane, half_to_float(d));
+    copy_nibbles(codes, lane, block + 2);
+  }
+};
+
+struct IQ4_XS {
+  static constexpr Format format{Codes::T4, Scales::GROUP, 0, &kIQ4};
+  static constexpr int64_t values = 256, bytes = 136, scale_bytes = 512;
+  static void pack(uint8_t* codes, uint8_t* scales, int lane, const uint8_t* block) {
+    for (int k = 0; k < kSuper; ++k) {
+      store_float(scales + 64 * k, lane, iq4_scale(block, k));
+      copy_nibbles(codes + k * block_bytes(Codes::T4), lane, block + 8 + 16 * k);
+    }
+  }
+};
+
+struct MXFP4 {
+  static constexpr Format format{Codes::T4, Scales::GROUP, 0, &kDoubledE2M1};
+  static constexpr int64_t values = 32, bytes = 17, scale_bytes = 64;
+  static void pack(uint8_t* codes, uint8_t* scales, int lane, const uint8_t* block) {
+    store_float(scales, lane, exponent_to_half_scale(block[0]));
+    copy_nibbles(codes, lane, block + 1);
+  }
+};
+
 template <class Type>
 void pack_panel(const Panels& panels, int64_t panel, const uint8_t* source, int64_t row_bytes, int live) {
   uint8_t* codes = panels.codes(panel);
@@ -215,7 +251,8 @@ constexpr Entry kEntries[] = {
     values_of<Codes::F32>(0), values_of<Codes::F16>(1), values_of<Codes::BF16>(30),
     blocks_of<Q4_0>(2),       blocks_of<Q4_1>(3),       blocks_of<Q5_0>(6),
     blocks_of<Q5_1>(7),       blocks_of<Q8_0>(8),       blocks_of<Q4_K>(12),
-    blocks_of<Q5_K>(13),      blocks_of<Q6_K>(14),
+    blocks_of<Q5_K>(13),      blocks_of<Q6_K>(14),      blocks_of<IQ4_NL>(20),
+    blocks_of<IQ4_XS>(23),    blocks_of<MXFP4>(39),
 };
 
 const Entry* find_entry(int ggml_type) {

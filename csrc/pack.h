@@ -8,7 +8,8 @@
 namespace quire {
 
 inline bool operator==(const Format& a, const Format& b) {
-  return a.codes == b.codes && a.scales == b.scales && a.offset == b.offset;
+  return a.codes == b.codes && a.scales == b.scales && a.offset == b.offset && a.table == b.table &&
+         a.shift == b.shift;
 }
 
 // Packs rows [first, first + count) from the blocks of a GGUF file, which are at `source`, row after row. `ggml_type`

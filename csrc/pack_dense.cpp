@@ -152,7 +152,7 @@ void pack_dense(const Panels& panels, Codes type, const void* source, int64_t so
 }
 
 bool dense_packable(const Format& format) {
-  return !format.quantized() || format == kOwnInt8 || format == kOwnInt4;
+  return (!format.quantized() && !format.grouped()) || format == kOwnInt8 || format == kOwnInt4;
 }
 
 }  // namespace quire

@@ -151,6 +151,15 @@ void AddOp::run(const KernelTable& kernels, const Step& step, Worker& worker, in
   kernels.add(now, worker);
 }
 
+void GatherOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  const Span rows = share_rows(worker, step.num_tokens, kernels.row_grain);
+  for (int64_t row = rows.first; row < rows.last; row++) {
+    const float* from = x + row * x_stride;
+    float* to = y + row * y_stride;
+    for (int64_t i = 0; i < size; i++) to[i] = from[order[i]];
+  }
+}
+
 void StoreOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
   const int64_t* slots = step.groups[static_cast<size_t>(group)].slots;
   kernels.store_kv(cache, slots, step.num_tokens, k, k_stride, v, v_stride, worker);

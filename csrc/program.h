@@ -155,6 +155,18 @@ struct AddOp : Op {
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
+// y[i] = x[order[i]]: the order of inputs that a quantized matrix has.
+struct GatherOp : Op {
+  const float* x;
+  int64_t x_stride;
+  float* y;
+  int64_t y_stride, size;
+  const int64_t* order;
+
+  const char* kind() const override { return "gather"; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
 struct StoreOp : Op {
   Cache cache;
   int group;

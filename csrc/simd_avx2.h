@@ -141,17 +141,34 @@ QUIRE_INLINE i32 low_nibbles(i32 x) {
   return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)};
 }
 QUIRE_INLINE i32 high_nibbles(i32 x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+template <int value>
 QUIRE_INLINE __m256i fifth_bits(uint32_t bits) {
   __m256i bytes = _mm256_shuffle_epi8(
       _mm256_set1_epi32(static_cast<int>(bits)),
       _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
   __m256i place = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
   __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, place), place);
-  return _mm256_and_si256(set, _mm256_set1_epi8(16));
+  return _mm256_and_si256(set, _mm256_set1_epi8(value));
 }
+template <int value = 16>
 QUIRE_INLINE i32 add_fifth_bits(i32 x, uint64_t bits) {
-  return {_mm256_or_si256(x.a, fifth_bits(static_cast<uint32_t>(bits))),
-          _mm256_or_si256(x.b, fifth_bits(static_cast<uint32_t>(bits >> 32)))};
+  return {_mm256_or_si256(x.a, fifth_bits<value>(static_cast<uint32_t>(bits))),
+          _mm256_or_si256(x.b, fifth_bits<value>(static_cast<uint32_t>(bits >> 32)))};
+}
+template <int t>
+QUIRE_INLINE i32 take_two_bits(i32 x) {
+  __m256i low = _mm256_set1_epi8(3);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 2 * t), low), _mm256_and_si256(_mm256_srli_epi16(x.b, 2 * t), low)};
+}
+QUIRE_INLINE i32 look_up(i32 nibbles, const uint8_t* table) {
+  __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(table));
+  return {_mm256_shuffle_epi8(entries, nibbles.a), _mm256_shuffle_epi8(entries, nibbles.b)};
+}
+QUIRE_INLINE f32 load_f8(const uint8_t* p) {
+  __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
 }
 template <int t>
 QUIRE_INLINE __m256i two_bits(__m256i high) {

@@ -85,9 +85,26 @@ QUIRE_INLINE i32 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; 
 QUIRE_INLINE void store_bytes(uint8_t* p, i32 x) { _mm512_storeu_si512(p, x.v); }
 QUIRE_INLINE i32 low_nibbles(i32 x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 QUIRE_INLINE i32 high_nibbles(i32 x) { return low_nibbles({_mm512_srli_epi16(x.v, 4)}); }
-// Adds 16 to the bytes whose bit is set.
+// Adds `value` to the bytes whose bit is set. Bytes are below it.
+template <int value = 16>
 QUIRE_INLINE i32 add_fifth_bits(i32 x, uint64_t bits) {
-  return {_mm512_mask_add_epi8(x.v, bits, x.v, _mm512_set1_epi8(16))};
+  return {_mm512_mask_add_epi8(x.v, bits, x.v, _mm512_set1_epi8(value))};
+}
+// Bits 2t and 2t + 1 of each byte.
+template <int t>
+QUIRE_INLINE i32 take_two_bits(i32 x) {
+  return {_mm512_and_si512(_mm512_srli_epi16(x.v, 2 * t), _mm512_set1_epi8(3))};
+}
+// The entries of a table of 16 bytes, which `table` has four times.
+QUIRE_INLINE i32 look_up(i32 nibbles, const uint8_t* table) {
+  return {_mm512_shuffle_epi8(_mm512_load_si512(table), nibbles.v)};
+}
+// 16 float8 e4m3 times 2^-8: the bits of float16, moved. Exact.
+QUIRE_INLINE f32 load_f8(const uint8_t* p) {
+  __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  __m256i rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+  return {_mm512_cvtph_ps(_mm256_or_si256(sign, rest))};
 }
 // Bits 2t and 2t + 1 of each byte, moved to bits 4 and 5 and combined with x.
 template <int t>

@@ -180,17 +180,45 @@ QUIRE_INLINE i32 high_nibbles(i32 x) {
   return from_bytes(vshrq_n_u8(bytes(x.a), 4), vshrq_n_u8(bytes(x.b), 4), vshrq_n_u8(bytes(x.c), 4),
                     vshrq_n_u8(bytes(x.d), 4));
 }
-// 16 in the bytes whose bit is set, of the 16 bits in bytes 2 * index and 2 * index + 1 of `bits`.
+// `value` in the bytes whose bit is set, of the 16 bits in bytes 2 * index and 2 * index + 1 of `bits`.
+template <int value>
 QUIRE_INLINE uint8x16_t fifth_bits(uint8x16_t bits, int index) {
   const auto first = static_cast<uint8_t>(2 * index), second = static_cast<uint8_t>(2 * index + 1);
   uint8x16_t from = vcombine_u8(vdup_n_u8(first), vdup_n_u8(second));
   uint8x16_t place = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
-  return vandq_u8(vtstq_u8(vqtbl1q_u8(bits, from), place), vdupq_n_u8(16));
+  return vandq_u8(vtstq_u8(vqtbl1q_u8(bits, from), place), vdupq_n_u8(value));
 }
+template <int value = 16>
 QUIRE_INLINE i32 add_fifth_bits(i32 x, uint64_t bits) {
   uint8x16_t all = vreinterpretq_u8_u64(vdupq_n_u64(bits));
-  return from_bytes(vorrq_u8(bytes(x.a), fifth_bits(all, 0)), vorrq_u8(bytes(x.b), fifth_bits(all, 1)),
-                    vorrq_u8(bytes(x.c), fifth_bits(all, 2)), vorrq_u8(bytes(x.d), fifth_bits(all, 3)));
+  return from_bytes(vorrq_u8(bytes(x.a), fifth_bits<value>(all, 0)), vorrq_u8(bytes(x.b), fifth_bits<value>(all, 1)),
+                    vorrq_u8(bytes(x.c), fifth_bits<value>(all, 2)), vorrq_u8(bytes(x.d), fifth_bits<value>(all, 3)));
+}
+template <int t>
+QUIRE_INLINE uint8x16_t take_two_bits(int32x4_t x) {
+  uint8x16_t bits = bytes(x);
+  if constexpr (t > 0) bits = vshrq_n_u8(bits, 2 * t);
+  return vandq_u8(bits, vdupq_n_u8(3));
+}
+template <int t>
+QUIRE_INLINE i32 take_two_bits(i32 x) {
+  return from_bytes(take_two_bits<t>(x.a), take_two_bits<t>(x.b), take_two_bits<t>(x.c), take_two_bits<t>(x.d));
+}
+QUIRE_INLINE i32 look_up(i32 nibbles, const uint8_t* table) {
+  uint8x16_t entries = vld1q_u8(table);
+  return from_bytes(vqtbl1q_u8(entries, bytes(nibbles.a)), vqtbl1q_u8(entries, bytes(nibbles.b)),
+                    vqtbl1q_u8(entries, bytes(nibbles.c)), vqtbl1q_u8(entries, bytes(nibbles.d)));
+}
+QUIRE_INLINE float16x8_t widen_f8(uint8x8_t x) {
+  uint16x8_t wide = vmovl_u8(x);
+  uint16x8_t sign = vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(0x80)), 8);
+  return vreinterpretq_f16_u16(vorrq_u16(sign, vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(0x7f)), 7)));
+}
+QUIRE_INLINE f32 load_f8(const uint8_t* p) {
+  uint8x16_t x = vld1q_u8(p);
+  float16x8_t low = widen_f8(vget_low_u8(x)), high = widen_f8(vget_high_u8(x));
+  return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+          vcvt_high_f32_f16(high)};
 }
 template <int t>
 QUIRE_INLINE uint8x16_t add_two_bits(int32x4_t x, int32x4_t high) {

@@ -4,6 +4,7 @@
 
 #include "half.h"
 #include "pack.h"
+#include "tables.h"
 
 namespace quire {
 namespace {
@@ -42,7 +43,24 @@ void read_bytes(const uint8_t* vectors, int lane, uint8_t* q) {
   for (int i = 0; i < kBlock; ++i) q[i] = vectors[i / 4 * 64 + 4 * lane + i % 4];
 }
 
+// The values of U2 panels.
+void read_pairs(const uint8_t* vectors, int lane, uint8_t* q) {
+  for (int i = 0; i < kBlock; ++i) q[i] = vectors[i / 16 * 64 + 4 * lane + i % 4] >> i / 4 % 4 * 2 & 3;
+}
+
+void read_third_bits(const uint8_t* masks, int lane, uint8_t* q) {
+  for (int i = 0; i < kBlock; ++i) {
+    int bit = 4 * lane + i % 4;
+    q[i] |= static_cast<uint8_t>((masks[i / 4 * 8 + bit / 8] >> bit % 8 & 1) << 2);
+  }
+}
+
 void read_codes(Codes codes, const uint8_t* block, int lane, uint8_t* q) {
+  if (codes == Codes::U2 || codes == Codes::U3) {
+    read_pairs(block, lane, q);
+    if (codes == Codes::U3) read_third_bits(block + 128, lane, q);
+    return;
+  }
   if (codes == Codes::U8) return read_bytes(block, lane, q);
   read_nibbles(block, lane, q);
   if (codes == Codes::U5) read_masks(block + 256, lane, q);
@@ -70,9 +88,8 @@ Step read_step(Scales kind, const uint8_t* scales, int64_t block, int half, int 
       int8_t small = static_cast<int8_t>(base[32 + (place * 2 + half) * kLanes + lane]);
       return {half_at(base, lane) * small, 0};
     }
-    case Scales::NONE: break;
+    default: return {0, 0};
   }
-  return {0, 0};
 }
 
 void unpack_quantized(const Panels& panels, int64_t panel, int lane, float* out) {
@@ -88,6 +105,36 @@ void unpack_quantized(const Panels& panels, int64_t panel, int lane, float* out)
         *out = minimum ? scaled + step.m : scaled;
       }
     }
+  }
+}
+
+float group_scale(const Panels& panels, int64_t panel, int64_t group, int lane) {
+  float d;
+  std::memcpy(&d, panels.scales(panel) + group * 64 + 4 * lane, 4);
+  return d;
+}
+
+// Each value is one product, rounded to float32: as `dequantize` of quire/quant/code_format.py.
+void unpack_grouped(const Panels& panels, int64_t panel, int lane, float* out) {
+  const Format format = panels.format;
+  const uint8_t* zeros = panels.scales(panel) + panels.groups() * 64;
+  uint8_t q[kBlock];
+  for (int64_t block = 0; block < panels.blocks(); ++block) {
+    read_codes(format.codes, panels.codes(panel) + block * block_bytes(format.codes), lane, q);
+    for (int i = 0; i < kBlock; ++i, ++out) {
+      const int64_t group = format.scales == Scales::HALVES ? 2 * block + i / 16 : block >> format.shift;
+      const int zero = format.scales == Scales::GROUP_Z ? zeros[group * kLanes + lane] : format.offset;
+      const float level = format.codes == Codes::T4 ? format.table->values[q[i]] : static_cast<float>(q[i] - zero);
+      *out = group_scale(panels, panel, group, lane) * level;
+    }
+  }
+}
+
+void unpack_float8(const Panels& panels, int64_t panel, int lane, float* out) {
+  const uint8_t* codes = panels.codes(panel);
+  for (int64_t k = 0; k < panels.cols; ++k) {
+    const float level = float8_to_float(codes[k * kLanes + lane]);
+    out[k] = group_scale(panels, panel, k / kBlock >> panels.format.shift, lane) * level;
   }
 }
 
@@ -108,7 +155,11 @@ void unpack_dense(const Panels& panels, int64_t panel, int lane, float* out) {
 void unpack_row(const Panels& panels, int64_t row, float* out) {
   int64_t panel = row / kLanes;
   int lane = static_cast<int>(row % kLanes);
-  if (panels.format.quantized()) {
+  if (panels.format.codes == Codes::F8) {
+    unpack_float8(panels, panel, lane, out);
+  } else if (panels.format.grouped()) {
+    unpack_grouped(panels, panel, lane, out);
+  } else if (panels.format.quantized()) {
     unpack_quantized(panels, panel, lane, out);
   } else {
     unpack_dense(panels, panel, lane, out);

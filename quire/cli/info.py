@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.cli.options import add_json, add_model
 from quire.config import DEFAULT_MODEL
-from quire.errors import ModelNotFound
+from quire.errors import ModelNotFound, UnsupportedModel
 from quire.kernels import isa
 from quire.kernels.cpu import native
 from quire.store import resolve
@@ -19,18 +19,39 @@ from quire.store import resolve
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_json(parser)
+    parser.add_argument("--matrices", action="store_true", help="list what each matrix becomes on quire's own kernels")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Describe this machine and a model, without loading it."""
     document = {"machine": machine(), "model": describe_model(arguments.model)}
+    matrices = list_matrices(arguments.model) if arguments.matrices else None
     if arguments.json:
-        print(json.dumps(document))
+        print(json.dumps(document if matrices is None else document | {"matrices": matrices}))
         return
     for title, facts in document.items():
         print(title)
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):<20} {readable(value)}")
+    for row in matrices or ():
+        print(describe_matrix(row))
+
+
+def list_matrices(name: str) -> list[dict[str, Any]]:
+    found = native.find(isa.prepare())
+    if isinstance(found, native.Missing):
+        raise UnsupportedModel(f"--matrices describes quire's own kernels: {found.reason}. Leave it out.")
+    from quire.weights.matrices import describe_matrices
+
+    return describe_matrices(resolve(name, pull=False).path, found)
+
+
+def describe_matrix(row: dict[str, Any]) -> str:
+    rows, cols = row["shape"]
+    return (
+        f"{row['name']:<48} {rows:>7} x {cols:<6} {row['panels']:<12} {row['bytes']:>13,} bytes"
+        f" ({row['file_bytes']:,} in the file), times {row['activations']}"
+    )
 
 
 def machine() -> dict[str, Any]:

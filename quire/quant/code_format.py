@@ -6,19 +6,19 @@ names the panels of the C++ kernels that hold the matrix without loss, and `pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import DENSE_FORMATS
 from quire.kernels.cpu.tape import address
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 TABLE_SIZE = 16
+PANEL_BLOCK, HALF_BLOCK, MAX_GROUP = 32, 16, 32 << 15  # columns
 
 # The values of 4-bit codes. Elements of MXFP4 and NVFP4; the normal float and the float of bitsandbytes.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -33,6 +33,9 @@ FP4 = tuple(
     for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 )
 
+IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+TABLES = {"mxfp4": E2M1, "nf4": NF4, "fp4": FP4, "iq4": IQ4}  # those of csrc/tables.h
+
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
@@ -45,7 +48,7 @@ class CodeFormat:
     zero: int | None = None  # of all codes, from 0 to the largest code; None with `has_zeros`
     has_zeros: bool = False  # each group has a zero of its own, in CodeRows.zeros
     table: tuple[float, ...] | None = None  # 16 float32 values; None with `row_tables`
-    row_tables: bool = False  # each row has a table of its own, in CodeRows.tables
+    row_tables: bool = False  # each row has a table of its own, in CodeRows.tables; `scale` is its type, scales are 1
 
     def __post_init__(self) -> None:
         assert self.bits in {"uint": (2, 3, 4, 8), "table": (4,), "e4m3": (8,)}[self.codes], self
@@ -96,6 +99,7 @@ class CodeRows:
         if self.tables is not None:
             assert self.tables.dtype == np.float32
             assert self.tables.shape == (rows, TABLE_SIZE), self.tables.shape
+            assert (self.scales == 1).all()
 
 
 def e4m3_values() -> Floats:
@@ -125,8 +129,49 @@ def _by_column(groups: NDArray[Any], format: CodeFormat, cols: int) -> NDArray[A
 
 
 def panel_format(format: CodeFormat, cols: int) -> str:
-    """The panels of the C++ kernels that hold a matrix of `cols` columns without loss."""
-    return "f32"
+    """The panels of the C++ kernels that hold a matrix of `cols` columns without loss; float32 where no others do."""
+    if format.row_tables:
+        return format.scale
+    kind, group = panel_kind(format), panel_group(format, cols)
+    if kind is None or group is None or (cols % PANEL_BLOCK and format.codes != "e4m3"):
+        return "f32"
+    if group == HALF_BLOCK:
+        return "nvfp4-g16" if kind == "mxfp4" else "f32"
+    return f"{kind}-row" if group >= cols else f"{kind}-g{group}"
+
+
+def panel_kind(format: CodeFormat) -> str | None:
+    if format.codes == "e4m3":
+        return "fp8"
+    if format.codes == "table":
+        return next((name for name, table in TABLES.items() if format.table == table), None)
+    if format.bits in (4, 8) and format.zero == 1 << (format.bits - 1):
+        return f"int{format.bits}"
+    return f"int{format.bits}z"
+
+
+def panel_group(format: CodeFormat, cols: int) -> int | None:
+    """Columns that share a scale in panels: a power of two that divides the format's, or None if that is too small."""
+    if format.group >= cols:
+        return cols
+    group = min(format.group & -format.group, MAX_GROUP)
+    return group if group >= PANEL_BLOCK or format.group == HALF_BLOCK else None
+
+
+def in_panel_groups(format: CodeFormat, rows: CodeRows, cols: int) -> tuple[CodeFormat, CodeRows]:
+    """The same values, with the groups of the panels and with zeros where the panels have them."""
+    group = panel_group(format, cols)
+    assert group is not None, format
+    times = format.group // group if format.group < cols else 1
+    zeros = rows.zeros
+    if format.codes == "uint" and panel_kind(format) == f"int{format.bits}z" and zeros is None:
+        zeros, format = np.full(rows.scales.shape, format.zero, np.uint8), replace(format, zero=None, has_zeros=True)
+    if times == 1:
+        return format, replace(rows, zeros=zeros)
+    num_groups = -(-cols // group)
+    scales = rows.scales.repeat(times, axis=1)[:, :num_groups]
+    zeros = None if zeros is None else zeros.repeat(times, axis=1)[:, :num_groups]
+    return replace(format, group=group), replace(rows, scales=scales, zeros=zeros)
 
 
 def pack_codes(panels: Any, first: int, format: CodeFormat, rows: CodeRows) -> None:
@@ -136,7 +181,9 @@ def pack_codes(panels: Any, first: int, format: CodeFormat, rows: CodeRows) -> N
     a scale that is not a finite number, and for a code or a zero that the format does not have.
     """
     rows.check(format)
-    assert panels.format in (panel_format(format, panels.cols), *DENSE_FORMATS), (panels.format, format)
+    if "-" in panels.format:  # one with groups
+        assert panels.format.partition("-")[0] == panel_format(format, panels.cols).partition("-")[0], panels.format
+        format, rows = in_panel_groups(format, rows, panels.cols)
     assert rows.codes.shape[1] == panels.cols, (rows.codes.shape, panels.cols)
     codes, scales, levels = np.ascontiguousarray(rows.codes), np.ascontiguousarray(rows.scales), format.levels()
     zeros = None if rows.zeros is None else np.ascontiguousarray(rows.zeros)

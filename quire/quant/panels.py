@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from quire.kernels.cpu.tape import Value, address
 from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
 
 Floats = NDArray[np.float32]
+Order = NDArray[np.int64]
+Kind = TypeVar("Kind")
 
 ROWS_IN_PANEL = 16
 PANEL_BLOCK = 32  # values that share a scale: columns of quantized panels are a multiple of it
@@ -51,8 +53,10 @@ class PanelWeight:
 
     data = None
 
-    def __init__(self, panels: Sequence[Any], native: Native) -> None:
+    def __init__(self, panels: Sequence[Any], native: Native, orders: Sequence[Order | None] = ()) -> None:
+        """`orders[i]`: column j of panels i belongs to input orders[i][j]. None: in order."""
         self.panels = list(panels)
+        self.orders = list(orders) or [None] * len(self.panels)
         self.native = native
         for each in panels:
             native.few_rows(each.format)  # measured now, not in a step
@@ -68,7 +72,7 @@ class PanelWeight:
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
-            return x.tape.matmul(x, self.panels)
+            return x.tape.matmul(x, self.panels, self.orders)
         out = np.empty((len(x), padded(self.shape[0])), np.float32)[:, : self.shape[0]]
         self.multiply(x, out)
         return out
@@ -76,24 +80,25 @@ class PanelWeight:
     def multiply(self, x: Floats, out: Floats) -> None:
         """Write the products with x [n, in] to `out` [n, out or more]."""
         first = 0
-        for panels in self.panels:
-            self._multiply(panels, x, range(len(x)), out[:, first:])
+        for panels, order in zip(self.panels, self.orders, strict=True):
+            self._multiply(panels, order, x, range(len(x)), out[:, first:])
             first += panels.rows
 
     def argmax(self, x: Floats, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         if len(self.panels) == 1:
-            return self._multiply(self.panels[0], x, rows, None)
+            return self._multiply(self.panels[0], self.orders[0], x, rows, None)
         products = self.matmul(x[list(rows)])
         index = np.where(np.isnan(products), np.inf, products).argmax(-1)
         return index.tolist(), products[np.arange(len(products)), index].tolist()
 
     def _multiply(
-        self, panels: Any, x: Floats, rows: Sequence[int], out: Floats | None
+        self, panels: Any, order: Order | None, x: Floats, rows: Sequence[int], out: Floats | None
     ) -> tuple[list[int], list[float]]:
         """Write the products of the given rows of x to `out`. Without `out`, return the argmax and max of each row."""
         if not rows:
             return [], []
         assert x.dtype == np.float32
+        x = x if order is None else x[:, order]
         x = x if x.strides[1] == 4 else np.ascontiguousarray(x)
         module = self.native.module
         if self._scratch is None or self._scratch.num_rows < len(rows):
@@ -114,14 +119,17 @@ class PanelWeight:
     def rows(self, index: Any) -> Any:
         if isinstance(index, StepTokens):
             (panels,) = self.panels
+            assert self.orders == [None]
             return index.tape.embed(panels, by_position=index.are_positions)
         out = np.empty((len(index), self.shape[1]), np.float32)
         first = 0
-        for panels in self.panels:
+        for panels, order in zip(self.panels, self.orders, strict=True):
             out_rows = np.flatnonzero((index >= first) & (index < first + panels.rows))
             local_rows = np.ascontiguousarray(index[out_rows] - first, np.int64)
             unpacked = np.empty((len(local_rows), self.shape[1]), np.float32)
             panels.unpack_rows(address(local_rows), len(local_rows), address(unpacked))
+            if order is not None:
+                unpacked[:, order] = unpacked.copy()
             out[out_rows] = unpacked
             first += panels.rows
         return out
@@ -131,9 +139,9 @@ class PanelWeight:
         return dense
 
 
-def join(rows: Sequence[int], formats: Sequence[str]) -> list[tuple[str, list[int]]]:
+def join(rows: Sequence[int], formats: Sequence[Kind]) -> list[tuple[Kind, list[int]]]:
     """Group parts that share panels: neighbours of one format, where all but the last fill whole panels."""
-    groups: list[tuple[str, list[int]]] = []
+    groups: list[tuple[Kind, list[int]]] = []
     for index, kind in enumerate(formats):
         if groups and groups[-1][0] == kind and rows[index - 1] % ROWS_IN_PANEL == 0:
             groups[-1][1].append(index)

@@ -12,7 +12,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quire.quant.code_format import IQ4
 from quire.quant.ggml_types import GGMLType
+
+DOUBLED_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 Unpacker = Callable[[Tensor, Tensor], None]
 
@@ -147,6 +150,30 @@ def unpack_q6_k(blocks: Tensor, out: Tensor) -> None:
     scale_into(out, values, half(blocks, 208) * blocks[:, 192:208].view(torch.int8))
 
 
+def look_up(codes: Tensor, table: tuple[float, ...]) -> Tensor:
+    return torch.tensor(table, device=codes.device)[codes.long()]
+
+
+def unpack_iq4_nl(blocks: Tensor, out: Tensor) -> None:
+    scale_into(out, look_up(nibbles(blocks[:, 2:18], 16), IQ4), half(blocks, 0))
+
+
+def unpack_iq4_xs(blocks: Tensor, out: Tensor) -> None:
+    """Scales are 6 bits, in two fields: 4 of them in nibbles, 2 in a word."""
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
+    scales = low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
+    scale_into(out, look_up(nibbles(blocks[:, 8:136], 16), IQ4), half(blocks, 0) * scales)
+
+
+def unpack_mxfp4(blocks: Tensor, out: Tensor) -> None:
+    """The scale is a power of two. Its half is stored in the table: whole numbers."""
+    exponents = blocks[:, :1].int()
+    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
+    scale_into(out, look_up(nibbles(blocks[:, 1:17], 16), DOUBLED_E2M1), bits.view(torch.float32))
+
+
 UNPACKERS: dict[GGMLType, Unpacker] = {
     GGMLType.F32: unpack_f32,
     GGMLType.F16: unpack_f16,
@@ -161,4 +188,7 @@ UNPACKERS: dict[GGMLType, Unpacker] = {
     GGMLType.Q4_K: unpack_q4_k,
     GGMLType.Q5_K: unpack_q5_k,
     GGMLType.Q6_K: unpack_q6_k,
+    GGMLType.IQ4_NL: unpack_iq4_nl,
+    GGMLType.IQ4_XS: unpack_iq4_xs,
+    GGMLType.MXFP4: unpack_mxfp4,
 }

@@ -58,6 +58,11 @@ class StoredPart(Protocol):
         """The panel format that holds the part without loss."""
         ...
 
+    @property
+    def order(self) -> NDArray[np.int64] | None:
+        """Column i of the panels belongs to input order[i]. None: in order."""
+        ...
+
     def fill(self, out: Tensor) -> list[Work]:
         """Tasks that write the part, dense, into `out` [rows, cols] or [rows], on its device."""
         ...
@@ -81,6 +86,10 @@ class Checkpoint(Protocol):
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
         """How the files store a part of a matrix with `cols` columns, or of a vector if `cols` is None."""
+        ...
+
+    def may_stay_unread(self, name: str) -> bool:
+        """Whether the files may have this tensor although the model does not use it."""
         ...
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:

@@ -1,12 +1,11 @@
 """CodePart: a part of a matrix that a quantization scheme stores as codes with scales.
 
-A scheme (`weights/schemes/`) says how its files store a matrix: a `CodeFormat`, and a `read` function. The rest is the
-same for every scheme: dense values for torch, panels for the C++ kernels.
+A scheme (`weights/schemes/`) says how its files store a matrix: a `CodeMatrix`. The rest is the same for every scheme:
+dense values or codes for torch, panels for the C++ kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.code_format import CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL
-from quire.weights.checkpoint import Work
+from quire.weights.checkpoint import Work, part_bytes
+from quire.weights.schemes.scheme import CodeMatrix, Module, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,20 +28,43 @@ SLICE_VALUES = 1 << 20  # codes that one thread reads at a time
 
 @dataclass(frozen=True, slots=True)
 class CodePart:
-    """Rows of a matrix as codes. It is a `StoredPart`.
+    """Rows of a matrix as codes. It is a `StoredPart`."""
 
-    `order` is for schemes that sort the inputs (GPTQ's desc_act): column i of the codes belongs to input `order[i]`.
-    `read(start, stop)` returns rows of the part, in ascending order and from any thread.
-    """
-
+    module: Module
+    matrix: CodeMatrix
     part: Part
-    cols: int
-    tensors: dict[str, Shape]
-    nbytes: int
-    format: CodeFormat
-    read: Callable[[int, int], CodeRows]
-    order: NDArray[np.int64] | None = None
     quantized = True
+
+    @classmethod
+    def of(cls, module: Module, matrix: CodeMatrix, part: Part) -> CodePart:
+        if part.columns is not None and (matrix.order is not None or not whole_groups(part.columns, matrix.format)):
+            raise module.unsupported(
+                f"columns {part.columns.start} to {part.columns.stop} cannot be split off a matrix in groups of "
+                f"{matrix.format.group}{' that are not in order' if matrix.order is not None else ''}"
+            )
+        return cls(module, matrix, part)
+
+    @property
+    def cols(self) -> int:
+        return self.module.cols
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        return self.matrix.tensors
+
+    @property
+    def format(self) -> CodeFormat:
+        return self.matrix.format
+
+    @property
+    def order(self) -> NDArray[np.int64] | None:
+        """Column i of the panels belongs to input order[i]. None: in order."""
+        return self.matrix.order
+
+    @property
+    def nbytes(self) -> int:
+        stored = sum(self.module.files.tensors[name].nbytes for name in self.tensors)
+        return part_bytes(stored, self.part, self.cols)
 
     @property
     def width(self) -> int:
@@ -50,17 +72,28 @@ class CodePart:
 
     @property
     def panel_format(self) -> str:
-        """Panels keep the columns in the order of the inputs, so sorted ones are stored as float32."""
-        return "f32" if self.order is not None else panel_format(self.format, self.width)
+        return panel_format(self.format, self.width)
 
     def slices(self) -> list[tuple[int, int]]:
         """The rows as (start, stop) slices. All but the last are multiples of a panel's rows."""
-        step = max(1, SLICE_VALUES // self.width // ROWS_IN_PANEL) * ROWS_IN_PANEL
+        step = max(1, SLICE_VALUES // self.cols // ROWS_IN_PANEL) * ROWS_IN_PANEL
         return [(start, min(start + step, self.part.rows)) for start in range(0, self.part.rows, step)]
+
+    def codes(self, start: int, stop: int) -> CodeRows:
+        """Rows of the part, checked."""
+        rows = self.matrix.read(stored_rows(self.part, start, stop))
+        rows = rows if self.part.columns is None else select_columns(rows, self.part.columns, self.format)
+        if not np.isfinite(rows.scales).all():
+            raise self.module.bad("a scale is not a finite number")
+        if self.format.codes == "e4m3" and ((rows.codes & 127) == 127).any():
+            raise self.module.bad("a float8 value is not a number")
+        if rows.tables is not None and not np.isfinite(rows.tables).all():
+            raise self.module.bad("a table has a value that is not a finite number")
+        return rows
 
     def values(self, start: int, stop: int) -> NDArray[np.float32]:
         """The dequantized rows, [rows, width], in the order of the inputs."""
-        values = dequantize(self.format, self.read(start, stop))
+        values = dequantize(self.format, self.codes(start, stop))
         if self.order is None:
             return values
         in_order = np.empty_like(values)
@@ -79,11 +112,29 @@ class CodePart:
         return [partial(self._pack, panels, first, *rows) for rows in self.slices()]
 
     def _pack(self, panels: Any, first: int, start: int, stop: int) -> None:
-        if self.order is None:
-            pack_codes(panels, first + start, self.format, self.read(start, stop))
-        else:
-            values = self.values(start, stop)
-            panels.pack_dense("f32", address(values), panels.cols, first + start, stop - start)
+        pack_codes(panels, first + start, self.format, self.codes(start, stop))
 
     def unpack(self, native: Native) -> NDArray[np.float32]:
         raise AssertionError("a vector is not stored as codes")
+
+
+def whole_groups(columns: range, format: CodeFormat) -> bool:
+    return columns.start % format.group == 0 and columns.stop % format.group == 0
+
+
+def stored_rows(part: Part, start: int, stop: int) -> Rows:
+    """The rows of the stored matrix: a slice if they are next to each other."""
+    runs = part.stored_runs(start, stop)
+    if len(runs) == 1 and runs[0].step == 1:
+        return slice(runs[0].start, runs[0].stop)
+    return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
+
+
+def select_columns(rows: CodeRows, columns: range, format: CodeFormat) -> CodeRows:
+    groups = slice(columns.start // format.group, columns.stop // format.group)
+    return CodeRows(
+        np.ascontiguousarray(rows.codes[:, columns.start : columns.stop]),
+        np.ascontiguousarray(rows.scales[:, groups]),
+        None if rows.zeros is None else np.ascontiguousarray(rows.zeros[:, groups]),
+        rows.tables,
+    )

@@ -38,6 +38,7 @@ class GGUFPart:
     name: str
     part: Part
     cols: int | None
+    order = None
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -156,6 +157,9 @@ class GGUFCheckpoint:
 
     def find(self, part: Part, cols: int | None) -> GGUFPart:
         return GGUFPart(self.file, gguf_name(part.name, self.family), part.in_plain_order(), cols)
+
+    def may_stay_unread(self, name: str) -> bool:
+        return False
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         import torch

@@ -41,10 +41,6 @@ def config_from_json(
     read = FAMILIES.get(model_type)
     if read is None:
         raise top.unsupported(f"model type {model_type!r} is not supported; quire has {', '.join(FAMILIES)}.")
-    if top.has("quantization_config"):
-        raise top.unsupported(
-            "its weights are quantized (quantization_config); quire reads quantized weights from GGUF files only."
-        )
     text = top if model_type != "gemma3" else top.section("text_config")
     if text is None:
         raise top.bad("text_config is missing")

@@ -20,11 +20,13 @@ from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.checkpoint import Checkpoint, StoredPart
 from quire.weights.config import read_directory_config, read_gguf_config
+from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import may_stay_unread
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from quire.weights.schemes.read import read_scheme
 from quire.weights.survey import Survey, check
 
 if TYPE_CHECKING:
@@ -146,7 +148,8 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
 def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
     if path.is_dir():
         config = read_directory_config(path)
-        yield config, SafetensorsCheckpoint(SafetensorsFiles(path), config.family)
+        scheme = read_scheme(read_json(path / "config.json"), str(path / "config.json"))
+        yield config, SafetensorsCheckpoint(SafetensorsFiles(path), config.family, scheme)
         return
     with GGUFFile(path) as file:
         config = read_gguf_config(file)
@@ -157,7 +160,11 @@ def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[St
     """How the checkpoint stores each part that the model declares. All their tensors exist, in the right shape."""
     found = [checkpoint.find(part, cols) for part, cols in declared_parts(config, ops)]
     available = checkpoint.shapes
-    ignored = {name for name in available if may_stay_unread(name, tied=config.tie_embeddings)}
+    ignored = {
+        name
+        for name in available
+        if may_stay_unread(name, tied=config.tie_embeddings) or checkpoint.may_stay_unread(name)
+    }
     expected: dict[str, Shape] = {}
     for stored in found:
         expected.update(stored.tensors)

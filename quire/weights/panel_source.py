@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.kernels.cpu.native import Native
 from quire.layers.source import Part
-from quire.quant.panels import PanelWeight, join, rounded_format
+from quire.quant.panels import Order, PanelWeight, join, rounded_format
 from quire.weights.checkpoint import Checkpoint, CheckpointSource
 
 
@@ -34,15 +34,17 @@ class PanelSource(CheckpointSource):
             rounded_format(stored.panel_format, part.name, width, self._quantize)
             for part, stored in zip(parts, found, strict=True)
         ]
-        joined = join([part.rows for part in parts], formats)
+        orders = [stored.order for stored in found]
+        same = [next(i for i, other in enumerate(orders) if same_order(other, order)) for order in orders]
+        joined = join([part.rows for part in parts], list(zip(formats, same, strict=True)))
         make_panels = self._native.module.Panels
-        panels = [make_panels(kind, sum(parts[i].rows for i in indices), width) for kind, indices in joined]
+        panels = [make_panels(kind, sum(parts[i].rows for i in indices), width) for (kind, _), indices in joined]
         for (_, indices), target in zip(joined, panels, strict=True):
             first = 0
             for i in indices:
                 self._submit(found[i], found[i].pack(target, first, self._native))
                 first += parts[i].rows
-        weight = PanelWeight(panels, self._native)
+        weight = PanelWeight(panels, self._native, [orders[which] for (_, which), _ in joined])
         self.nbytes += weight.nbytes
         return weight
 
@@ -56,3 +58,7 @@ class PanelSource(CheckpointSource):
 
     def scalar(self, value: float) -> float:
         return float(np.float32(value))
+
+
+def same_order(order: Order | None, other: Order | None) -> bool:
+    return order is other or (order is not None and other is not None and np.array_equal(order, other))

@@ -14,9 +14,11 @@ from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
+from quire.weights.code_part import CodePart
 from quire.weights.family_names import file_name
 from quire.weights.names import text_name
 from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.schemes.scheme import Module, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ class DensePart:
     part: Part
     cols: int | None
     quantized = False
+    order = None
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -97,11 +100,12 @@ class DensePart:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a Hugging Face directory."""
+    """The tensors of a Hugging Face directory. `scheme` says how quantized matrices are stored, if there are any."""
 
-    def __init__(self, files: SafetensorsFiles, family: str = "llama") -> None:
+    def __init__(self, files: SafetensorsFiles, family: str = "llama", scheme: Scheme | None = None) -> None:
         self.files = files
         self.family = family
+        self.scheme = scheme
         self._stored_names = {text_name(name, family): name for name in files.tensors}
 
     @property
@@ -109,10 +113,31 @@ class SafetensorsCheckpoint:
         return {name: stored.shape for name, stored in self.files.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
-        return DensePart(self.files, self._stored_name(part.name), part, cols)
+        return self._find_codes(part, cols) or DensePart(self.files, self._stored_name(part.name), part, cols)
 
     def _stored_name(self, name: str) -> str:
         return self._stored_names.get(name) or file_name(name, self.family)
 
+    def _find_codes(self, part: Part, cols: int | None) -> CodePart | None:
+        if self.scheme is None or cols is None or part.transposed or not part.name.endswith(".weight"):
+            return None
+        module = Module(self.files, self._stored_name, part.name.removesuffix(".weight"), part.stored_rows, cols)
+        matrix = self.scheme.matrix(module)
+        return None if matrix is None else CodePart.of(module, matrix, part)
+
+    def may_stay_unread(self, name: str) -> bool:
+        return self.scheme is not None and self.scheme.may_stay_unread(name, self.files)
+
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
-        return None
+        if len(parts) != 1:
+            return None
+        found = self._find_codes(parts[0], cols)
+        if found is None:
+            return None
+        from quire.quant.code_blocks import CodeBlocks
+
+        weight = CodeBlocks(found.format, found.order, found.width, device, dtype)
+        for start, stop in found.slices():
+            weight.append(found.codes(start, stop))
+        weight.finish()
+        return weight

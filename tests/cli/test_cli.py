@@ -92,6 +92,10 @@ def test_info(default_model) -> None:
     assert document["machine"]["kernels"]
     if document["machine"]["kernels"].startswith("own"):
         assert 0.9 < document["model"]["packed_bytes"] / document["model"]["file_bytes"] < 1.1
+        matrices = json.loads(quire("info", "--json", "--matrices").stdout)["matrices"]
+        assert {row["panels"] for row in matrices} == {"q4_1", "q8_0"}
+        assert sum(row["bytes"] for row in matrices) < document["model"]["packed_bytes"]
+        assert "q4_1" in quire("info", "--matrices").stdout
     text = quire("info").stdout
     assert "amx" in text
     assert "instructions" in text

@@ -14,6 +14,7 @@ from quire.kernels.cpu.tape import address
 from quire.quant.code_format import (
     E2M1,
     FP4,
+    IQ4,
     NF4,
     CodeFormat,
     CodeRows,
@@ -51,6 +52,7 @@ FORMATS = {
     "int4 of 16": uint(4, 16, zero=8),
     "int4 of 48": uint(4, 48, zero=8),
     "int4 of 40": uint(4, 40, zero=8),
+    "int4 of 96": uint(4, 96, zero=8),
     "int8": uint(8, 192, "f32", zero=128),
     "int8 bf16": uint(8, 64, "bf16", zero=128),
     "int8 f16": uint(8, 128, "f16", zero=128),
@@ -59,6 +61,7 @@ FORMATS = {
     "nvfp4": CodeFormat("table", 4, 16, "f32", table=E2M1),
     "nf4": CodeFormat("table", 4, 64, "f32", table=NF4),
     "fp4": CodeFormat("table", 4, 64, "f32", table=FP4),
+    "iq4": CodeFormat("table", 4, 32, "f32", table=IQ4),
     "another table": CodeFormat("table", 4, 64, "f32", table=tuple(i * 0.3 for i in range(16))),
     "tables a row": CodeFormat("table", 4, 192, "f16", row_tables=True),
     "e4m3": CodeFormat("e4m3", 8, 192, "f32"),
@@ -80,7 +83,9 @@ def random_rows(format: CodeFormat, rows: int, cols: int, seed: int = 0) -> Code
         codes[(codes & 127) == 127] = 5
     scales = rounded(rng.uniform(-0.01, 0.02, (rows, groups)).astype(np.float32), format.scale)
     zeros = rng.integers(0, 1 + (1 << format.bits), (rows, groups)).clip(0, 255).astype(np.uint8)
-    tables = rng.standard_normal((rows, 16), np.float32)
+    tables = rounded(rng.standard_normal((rows, 16), np.float32), format.scale)
+    if format.row_tables:
+        scales[:] = 1
     return CodeRows(codes, scales, zeros if format.has_zeros else None, tables if format.row_tables else None)
 
 
@@ -121,6 +126,20 @@ def test_bytes_are_float8() -> None:
     assert (np.diff(values[:127]) > 0).all()
 
 
+KINDS = {
+    "gptq 2": "int2z-g64", "gptq 3": "int3z-g128", "gptq 4": "int4z-g128", "gptq 4, one group a row": "int4z-row",
+    "gptq 8": "int8z-g32", "int4": "int4-g32", "int4, another zero": "int4z-g32", "int4 of 16": "f32",
+    "int4 of 48": "f32", "int4 of 96": "int4-g32", "int8": "int8-row", "int8, another zero": "int8z-row",
+    "mxfp4": "mxfp4-g32", "nvfp4": "nvfp4-g16", "nf4": "nf4-g64", "fp4": "fp4-g64", "iq4": "iq4-g32",
+    "another table": "f32", "tables a row": "f16", "e4m3": "fp8-row", "e4m3 of 128": "fp8-g128",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_formats_have_panels_of_their_own(name: str) -> None:
+    assert panel_format(FORMATS[name], 192) == KINDS[name]
+
+
 @built
 @each_format
 @pytest.mark.parametrize("rows", [1, 16, 37])
@@ -157,7 +176,16 @@ def test_plain_panels_hold_rounded_values() -> None:
 
 
 @built
-@each_format
+def test_plain_values_are_rounded_as_other_weights_are() -> None:
+    """Groups that no panels have become float32, or what `quantize` makes of plain weights."""
+    given, rounded_panels = random_rows(FORMATS["int4 of 48"], 20, 192), MODULE.Panels("q8_0", 20, 192)
+    values = dequantize(FORMATS["int4 of 48"], given)
+    rounded_panels.pack_dense("f32", address(values), 192, 0, 20)
+    assert np.array_equal(unpack(pack(FORMATS["int4 of 48"], given, "q8_0")), unpack(rounded_panels))
+
+
+@built
+@pytest.mark.parametrize("format", [format for format in FORMATS.values() if not format.row_tables])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_numbers_are_refused(format: CodeFormat, bad: float) -> None:
     given = random_rows(format, 20, 192)

@@ -97,9 +97,9 @@ def test_dense_into_fills_a_slice_and_nothing_else(dtype: torch.dtype, monkeypat
 
 
 def test_types_without_an_unpacker_are_named() -> None:
-    data = torch.zeros(1, GGMLType.IQ4_NL.row_bytes(32), dtype=torch.uint8)
-    with pytest.raises(UnsupportedModel, match=r"IQ4_NL.*Q4_K"):
-        GGUFBlocks(GGMLType.IQ4_NL, data, 32)
+    data = torch.zeros(1, GGMLType.Q8_1.row_bytes(32), dtype=torch.uint8)
+    with pytest.raises(UnsupportedModel, match=r"Q8_1.*Q4_K"):
+        GGUFBlocks(GGMLType.Q8_1, data, 32)
 
 
 def test_the_type_table_is_the_reference_s() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.quant.ggml_types import GGMLType
+from quire.quant.ggml_types import PANEL_FORMATS, GGMLType
 from quire.quant.unpack import UNPACKERS
 from tests.tools.native import DENSE, SCALES_AT
 
@@ -18,7 +18,9 @@ native = pytest.importorskip("quire.kernels.cpu._native", reason="the C++ kernel
 
 pytestmark = pytest.mark.cpu
 
-KINDS = list(SCALES_AT)
+TABLES = {GGMLType.IQ4_NL: (0,), GGMLType.IQ4_XS: (0,), GGMLType.MXFP4: ()}
+HALVES_AT = SCALES_AT | TABLES  # float16 scales
+KINDS = list(HALVES_AT)
 ROWS = (1, 15, 16, 17, 48, 100)
 
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
@@ -30,7 +32,7 @@ def random_blocks(kind: GGMLType, rows: int, cols: int, seed: int = 0) -> Tensor
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows, kind.row_bytes(cols)), dtype=torch.uint8, generator=generator)
     blocks = data.view(-1, kind.type_size)
-    for at in SCALES_AT[kind]:
+    for at in HALVES_AT[kind]:
         blocks[:, at + 1] &= 0xBF
     return data
 
@@ -42,7 +44,7 @@ def expected_values(kind: GGMLType, data: Tensor, cols: int) -> Tensor:
 
 
 def new_panels(kind: GGMLType, rows: int, cols: int) -> native.Panels:
-    return native.Panels(kind.name.lower(), rows, cols)
+    return native.Panels(PANEL_FORMATS[kind], rows, cols)
 
 
 def pack_slice(panels: native.Panels, kind: GGMLType, data: Tensor, first: int, count: int) -> None:
@@ -113,8 +115,9 @@ def test_rows_are_unpacked_in_the_order_asked_for(kind: GGMLType) -> None:
 @by_kind
 def test_packed_matrices_are_as_large_as_their_bits(kind: GGMLType) -> None:
     panels = new_panels(kind, 64, 1024)
-    # The K types' 6-bit scales take a byte each; nothing else grows.
-    growth = {GGMLType.Q4_K: 148 / 144, GGMLType.Q5_K: 180 / 176}.get(kind, 1)
+    # The K types' 6-bit scales take a byte each, and scales of tables are float32; nothing else grows.
+    tables = {GGMLType.IQ4_NL: 20 / 18, GGMLType.IQ4_XS: 160 / 136, GGMLType.MXFP4: 20 / 17}
+    growth = {GGMLType.Q4_K: 148 / 144, GGMLType.Q5_K: 180 / 176, **tables}.get(kind, 1)
     assert panels.nbytes == round(64 * kind.row_bytes(1024) * growth)
     assert panels.nbytes == 4 * panels.stride
 

@@ -24,6 +24,7 @@ from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.models.structure import Structure
+from quire.quant.code_format import E2M1, IQ4, NF4, CodeFormat, CodeRows, pack_codes
 from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
 from quire.quant.panels import PanelWeight, join
@@ -51,7 +52,7 @@ each_cache_type = pytest.mark.parametrize("kind", CACHE_TYPES)
 
 
 def native_of(name: str = ISAS[0], threads: int = 2, few_rows: int = 32) -> Native:
-    return Native(MODULE, name, threads, dict.fromkeys(QUANTIZED, few_rows))
+    return Native(MODULE, name, threads, dict.fromkeys((*QUANTIZED, *GROUPED), few_rows))
 
 
 def as_arrays(x: Any) -> Any:
@@ -197,6 +198,20 @@ SCALES_AT = {
     GGMLType.Q6_K: (208,),
 }
 QUANTIZED = [kind.name.lower() for kind in SCALES_AT]
+# What quantization packages write, in panels.
+GROUPED = {
+    "int4-g32": CodeFormat("uint", 4, 32, "f16", zero=8),
+    "int4z-g64": CodeFormat("uint", 4, 64, "f16", has_zeros=True),
+    "int2z-g32": CodeFormat("uint", 2, 32, "f16", has_zeros=True),
+    "int3z-g64": CodeFormat("uint", 3, 64, "f16", has_zeros=True),
+    "int8z-g128": CodeFormat("uint", 8, 128, "f16", has_zeros=True),
+    "int8-row": CodeFormat("uint", 8, 1 << 20, "f32", zero=128),
+    "mxfp4-g32": CodeFormat("table", 4, 32, "bf16", table=E2M1),
+    "nvfp4-g16": CodeFormat("table", 4, 16, "f32", table=E2M1),
+    "nf4-g64": CodeFormat("table", 4, 64, "f32", table=NF4),
+    "iq4-g32": CodeFormat("table", 4, 32, "f32", table=IQ4),
+    "fp8-g128": CodeFormat("e4m3", 8, 128, "f32"),
+}
 DENSE = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -207,6 +222,9 @@ def random_panels(format: str, rows: int, cols: int, seed: int = 0, codes: int |
     if format in DENSE:
         values = (0.1 * torch.randn(rows, cols, generator=generator)).to(DENSE[format])
         panels.pack_dense(format, values.data_ptr(), cols, 0, rows)
+        return panels
+    if format in GROUPED:
+        pack_codes(panels, 0, *random_codes(format, rows, cols, seed, codes))
         return panels
     kind = GGMLType[format.upper()]
     data = torch.randint(
@@ -219,6 +237,23 @@ def random_panels(format: str, rows: int, cols: int, seed: int = 0, codes: int |
         data[:, at : at + 2] = scales.half().view(torch.uint8)
     panels.pack_gguf(kind.number, data.data_ptr(), 0, rows)
     return panels
+
+
+def random_codes(
+    name: str, rows: int, cols: int, seed: int = 0, code: int | None = None
+) -> tuple[CodeFormat, CodeRows]:
+    """Codes, all alike if `code` is given, with zeros and with scales that are multiples of 2^-14 up to 2^-4."""
+    format, rng = GROUPED[name], np.random.default_rng(seed)
+    format = replace(format, group=min(format.group, cols))
+    shape, limit = (rows, format.num_groups(cols)), 1 << format.bits
+    codes = rng.integers(0, limit, (rows, cols), dtype=np.uint8)
+    if format.codes == "e4m3":
+        codes[(codes & 127) == 127] = 5
+    if code is not None:
+        codes.fill(code % limit)
+    scales = rng.integers(1, 1 << 10, shape).astype(np.float32) * np.float32(2**-14)
+    zeros = rng.integers(0, limit, shape, dtype=np.uint8) if format.has_zeros else None
+    return format, CodeRows(codes, scales, zeros)
 
 
 Formats = Callable[[str], str]

@@ -376,7 +376,6 @@ def test_unknown_families_are_named_with_what_there_is():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "relu"}, "relu"),
         ({"model_type": "mistral", "layer_types": ["linear_attention"] * 30}, "linear_attention"),
         ({"model_type": "mistral", "layer_types": [["x"]] * 30}, "layer type"),
@@ -461,7 +460,7 @@ ARRAYS = [array("f"), array("i", [1, 2]), [True, False], ["a", "b"], [array("q",
 
 @pytest.mark.parametrize("original", [LLAMA_3_1_8B, MISTRAL_7B_V01, QWEN2_5_05B, QWEN3_06B, GEMMA_3_1B])
 def test_weird_json_is_read_or_refused(original):
-    extra = ("rope_parameters", "layer_types", "partial_rotary_factor", "quantization_config", "sliding_window_pattern")
+    extra = ("rope_parameters", "layer_types", "partial_rotary_factor", "sliding_window_pattern")
     for key in [*original, *extra]:
         for weird in WEIRD:
             read_or_refuse(config_from_json, original | {key: weird})

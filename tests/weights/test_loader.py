@@ -239,12 +239,10 @@ def test_rope_divisors_slow_the_rotation(tmp_path):
 def test_unsupported_tensor_type_is_named(tmp_path):
     tensors = gguf_tensors()
     shape = tensors["blk.0.attn_q.weight"].shape
-    tensors["blk.0.attn_q.weight"] = Tensor(
-        GGMLType.IQ4_NL, shape, bytes(shape[0] * GGMLType.IQ4_NL.row_bytes(shape[1]))
-    )
+    tensors["blk.0.attn_q.weight"] = Tensor(GGMLType.Q8_1, shape, bytes(shape[0] * GGMLType.Q8_1.row_bytes(shape[1])))
     path = write_gguf(tmp_path / "model.gguf", gguf_metadata("llama"), tensors)
     for packed in (False, True):
-        with pytest.raises(UnsupportedModel, match="IQ4_NL"):
+        with pytest.raises(UnsupportedModel, match="Q8_1"):
             load(path, packed=packed)
 
 

@@ -315,6 +315,7 @@ class Int8Part:
     cols: int
     quantized = True
     panel_format = "f32"
+    order = None
 
     @property
     def stem(self) -> str:

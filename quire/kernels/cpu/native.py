@@ -49,12 +49,17 @@ class Native:
 
         Measured when the first matrix of a format is loaded.
         """
-        if format in DENSE_FORMATS or self.isa in TILES:
+        if multiplies_floats(format) or self.isa in TILES:
             return 0
         if format not in self._few_rows:
             self._few_rows[format] = choose_few_rows(partial(self.module.time_product, self.isa, format))
             log.debug("%s: codes are unpacked in registers for up to %d rows", format, self._few_rows[format])
         return self._few_rows[format]
+
+
+def multiplies_floats(format: str) -> bool:
+    """Whether products with panels of a format read activations as floats. Others read them in int8."""
+    return format in DENSE_FORMATS or format.startswith("fp8")
 
 
 def choose_few_rows(time_product: Callable[[int, bool], int]) -> int:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import DENSE_FORMATS, Native
+from quire.kernels.cpu.native import Native, multiplies_floats
 from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
 from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Norm, Op, Recorded
 from quire.kernels.paging import Paging
 
 Ids = NDArray[np.int64]
+Order = NDArray[np.int64]
 
 
 class Buffer:
@@ -150,22 +151,31 @@ class Tape:
         self.put(op)
         return out, total
 
-    def matmul(self, x: Value, weights: Sequence[Any]) -> Value:
-        """The products with several matrices, concatenated along the columns."""
+    def matmul(self, x: Value, weights: Sequence[Any], orders: Sequence[Order | None] = ()) -> Value:
+        """The products with several matrices, side by side. Matrix i takes the inputs in the order of orders[i]."""
         out = self.new((sum(weight.rows for weight in weights),))
-        first = 0
-        for weight in weights:
-            op = self._product(x, weight, out, first)
+        first, gathered, gathered_order = 0, x, None
+        for weight, order in zip_longest(weights, orders):
+            if order is not None and order is not gathered_order:
+                gathered, gathered_order = self.gather(x, order), order
+            source = x if order is None else gathered
+            op = self._product(source, weight, out, first)
             self.put(op)
             first += weight.rows
         if len(weights) == 1:
             out.buffer.producer = op
-            self._matmul_input = x.buffer
+            self._matmul_input = source.buffer
+        return out
+
+    def gather(self, x: Value, order: Order) -> Value:
+        """Column i of the result is column order[i] of x."""
+        out = self.new(x.tail)
+        self.put(Recorded("gather", {"x": x.read(), "y": out.read(), "size": out.width, "order": order}))
         return out
 
     def _product(self, x: Value, weight: Any, out: Value, first: int) -> Matmul:
         quantize = False
-        if weight.format in DENSE_FORMATS:
+        if multiplies_floats(weight.format):
             x.buffer.values.needed = True
         else:
             quantize = self._round(x)

@@ -23,6 +23,7 @@ from torch import Tensor
 from quire.kernels.sampling import IN_PROMPT
 from quire.layers.source import Part
 from quire.models.registry import MODELS
+from quire.quant.code_format import pack_codes
 from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
 from quire.quant.weight import Weight
@@ -30,6 +31,7 @@ from tests.tools.native import (
     CACHE_TYPES,
     DENSE,
     FITTING,
+    GROUPED,
     MODULE,
     QUANTIZED,
     SCALES_AT,
@@ -41,6 +43,7 @@ from tests.tools.native import (
     mixed,
     native_of,
     ops_of,
+    random_codes,
     weight_of,
 )
 
@@ -69,6 +72,9 @@ def make_panels(format: str, rows: int, cols: int) -> Any:
     if format in DENSE:
         values = draw(rows, cols, seed=format).to(DENSE[format])
         panels.pack_dense(format, values.data_ptr(), cols, 0, rows)
+        return panels
+    if format in GROUPED:
+        pack_codes(panels, 0, *random_codes(format, rows, cols))
         return panels
     kind, rng = GGMLType[format.upper()], np.random.default_rng(len(format))
     data = rng.integers(0, 256, (rows * cols // kind.block_size, kind.type_size), dtype=np.uint8)
@@ -182,7 +188,10 @@ def model_step(name: str, family: str) -> Iterable[Tensor]:
 
 Case = Callable[[str], Iterable[Tensor]]
 CASES: dict[str, Case] = {
-    **{f"matmul {format}": lambda name, format=format: matmul(name, format) for format in (*QUANTIZED, *DENSE)},
+    **{
+        f"matmul {format}": lambda name, format=format: matmul(name, format)
+        for format in (*QUANTIZED, *GROUPED, *DENSE)
+    },
     "elementwise": elementwise,
     "rope": rope,
     **{

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.cpu
 TYPES = [
     GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1,
     GGMLType.Q8_0, GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K,
+    GGMLType.IQ4_NL, GGMLType.IQ4_XS, GGMLType.MXFP4,
 ]  # fmt: skip
 each_type = pytest.mark.parametrize("kind", TYPES, ids=[kind.name for kind in TYPES])
 
@@ -63,7 +64,7 @@ def test_no_rows_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("number", "rows", "cols", "message"),
     [
-        (20, 1, 32, "GGUF type 20 cannot be dequantized"),
+        (9, 1, 32, "GGUF type 9 cannot be dequantized"),
         (99, 1, 32, "GGUF type 99 cannot be dequantized"),
         (12, 1, 255, "blocks of 256"),
         (2, -1, 32, "-1 rows"),
