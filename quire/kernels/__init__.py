@@ -46,6 +46,8 @@ class Kernels:
     activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
+    route: Callable[..., Any]  # (ids, weights), or on a tape a value that only `experts` takes
+    experts: Callable[..., Any]
     logits: Callable[[Array, float | None], Array]
     apply_token_bitmask: Callable[[Array, Array, Array], None]
     count_tokens: Callable[[Array, Array, Array], None]

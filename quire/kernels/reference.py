@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from quire.kernels.cache_spec import cache_shapes
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.reference_experts import experts, route
 from quire.kernels.reference_sampling import beam_candidates, logprobs, sample
 from quire.kernels.sampling import IN_PROMPT
 from quire.kernels.taps import TappedModel
@@ -30,6 +31,7 @@ __all__ = [
     "beam_candidates",
     "cache_shapes",
     "count_tokens",
+    "experts",
     "gelu_mul",
     "layer_norm",
     "linear",
@@ -40,6 +42,7 @@ __all__ = [
     "record",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "silu_mul",
     "store_kv",

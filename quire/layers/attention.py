@@ -21,7 +21,7 @@ class Attention:
     """Grouped-query attention under `name` in the checkpoint.
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
-    keys, is applied to each head before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
+    keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
     ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
     input is two tensors [tokens, hidden_size], whose projection is that of both side by side.
     """
@@ -44,6 +44,7 @@ class Attention:
         bias: bool = False,
         output_bias: bool = False,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        wide_norm: bool = False,
         qkv: Sequence[Part] | None = None,
         output: Part | None = None,
         joined: bool = False,
@@ -67,6 +68,7 @@ class Attention:
         self.window = window
         self.softcap = softcap
         self.qk_norm = qk_norm
+        self.wide_norm = wide_norm
         self.ops = ops
 
     @property
@@ -80,7 +82,7 @@ class Attention:
         qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.qk_norm is not None:
-            q, k = self.qk_norm[0](q), self.qk_norm[1](k)
+            q, k = self._norm(q, 0), self._norm(k, 1)
         options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if ends is None and self.ops.fused is not None and self.rotary is not None and self.slopes is None:
             table, interleaved = self.rotary.table, self.rotary.interleaved
@@ -91,6 +93,12 @@ class Attention:
             q, paging = q[ends.tokens], ends.paging
         out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes)
         return self.output(out.flatten(1))
+
+    def _norm(self, x: Any, index: int) -> Any:
+        """Queries (index 0) or keys (1), [tokens, heads, head_dim]."""
+        assert self.qk_norm is not None
+        norm = self.qk_norm[index]
+        return norm(x.flatten(1)).view(-1, self.heads[index], self.head_dim) if self.wide_norm else norm(x)
 
     def _rope_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cache: LayerCache

@@ -16,14 +16,21 @@ if TYPE_CHECKING:
 
 
 class Embedding:
-    """A row of the matrix for each token, times `scale` if there is one."""
+    """A row of the matrix for each token, times `scale` if there is one, or times `multiplier`."""
 
     def __init__(
-        self, source: Source, name: str, *, vocab_size: int, hidden_size: int, scale: float | None = None
+        self,
+        source: Source,
+        name: str,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float | None = None,
+        multiplier: float = 1.0,
     ) -> None:
         self.weight = source.matrix([Part(f"{name}.weight", vocab_size)], hidden_size)
-        # The factor is rounded to the weights' type: models with a scale were trained that way.
-        self.scale = None if scale is None else source.scalar(scale)
+        # A scale is rounded to the weights' type: models with a scale were trained that way. A multiplier is not.
+        self.scale = source.scalar(scale) if scale is not None else multiplier if multiplier != 1.0 else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [n] int64 -> [n, hidden_size]"""

@@ -12,10 +12,22 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """With `offset` the checkpoint holds weight - 1, as Gemma's do."""
+    """With `offset` the checkpoint holds weight - 1, as Gemma's do. The weight is multiplied by `factor`."""
 
-    def __init__(self, source: Source, ops: Kernels, name: str, *, size: int, eps: float, offset: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        ops: Kernels,
+        name: str,
+        *,
+        size: int,
+        eps: float,
+        offset: bool = False,
+        factor: float = 1.0,
+    ) -> None:
         self.weight = source.vector([Part(f"{name}.weight", size)], plus_one=offset)
+        if factor != 1.0 and self.weight is not None:  # a Survey has no values
+            self.weight = self.weight * ops.arrays.put([factor], "float32")  # in float32, whatever the weights' type
         self.eps = eps
         self.ops = ops
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.kernels.routing import ExpertActivation, Routing
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -59,6 +61,23 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP, in some of the layers."""
+
+    routing: Routing
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...]  # one a layer; the others have a plain MLP
+    shared_size: int = 0  # intermediate size of the expert that all tokens have; 0: there is none
+    shared_name: str = "shared_expert"
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a product
+    router_bias: bool = False
+    has_correction: bool = False  # a vector that is added to the scores for the choice
+    bias: bool = False  # on the experts' matrices
+    activation: ExpertActivation = "silu"
+    limit: float = 0.0  # of "clamped_silu"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only transformer."""
 
@@ -84,6 +103,10 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
+    experts: ExpertsConfig | None = None
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    wide_qk_norm: bool = False  # the norm of queries and keys is over all heads together
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = SamplingDefaults()

@@ -7,7 +7,6 @@ from the configuration. The engine runs a Decoder and holds the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quire.kernels import Kernels
@@ -17,6 +16,7 @@ from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import Experts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
@@ -60,10 +60,15 @@ class Decoder:
     ) -> None:
         vocab, size = config.vocab_size, config.hidden_size
         self.embedding = Embedding(
-            source, "model.embed_tokens", vocab_size=vocab, hidden_size=size, scale=embedding_scale
+            source,
+            "model.embed_tokens",
+            vocab_size=vocab,
+            hidden_size=size,
+            scale=embedding_scale,
+            multiplier=config.embedding_multiplier,
         )
         self.layers = layers
-        self.norm = build_norm(config, source, ops, "model.norm", size)
+        self.norm = build_norm(config, source, ops, "model.norm", size, factor=config.logit_multiplier)
         tied = config.tie_embeddings
         head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
         self.head = Head(head, ops, softcap=config.logit_softcap)
@@ -119,8 +124,12 @@ def build_attention(
     name = f"model.layers.{index}.self_attn"
     norms = None
     if qk_norm:
-        norm = partial(build_norm, config, source, ops, size=config.head_dim)
-        norms = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
+        heads = (config.num_heads, config.num_kv_heads) if config.wide_qk_norm else (1, 1)
+        query_norm, key_norm = (
+            build_norm(config, source, ops, f"{name}.{letter}_norm", count * config.head_dim)
+            for letter, count in zip("qk", heads, strict=True)
+        )
+        norms = query_norm, key_norm
     return Attention(
         source,
         ops,
@@ -136,11 +145,15 @@ def build_attention(
         bias=config.attention_bias,
         output_bias=config.output_bias,
         qk_norm=norms,
+        wide_norm=config.wide_qk_norm,
     )
 
 
-def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP:
-    """Layer `index`'s MLP, under its usual name."""
+def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | Experts:
+    """Layer `index`'s MLP or mixture of experts, under its usual name."""
+    if config.experts is not None and config.experts.layers[index]:
+        name = f"model.layers.{index}.mlp"
+        return Experts(source, ops, name, hidden_size=config.hidden_size, config=config.experts)
     return GatedMLP(
         source,
         ops,
@@ -152,5 +165,7 @@ def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> 
     )
 
 
-def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> RMSNorm:
-    return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset)
+def build_norm(
+    config: ModelConfig, source: Source, ops: Kernels, name: str, size: int, *, factor: float = 1.0
+) -> RMSNorm:
+    return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset, factor=factor)

@@ -17,9 +17,14 @@ from quire.models.llama import Llama
 
 MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gemma3": Gemma3,
+    "granitemoe": Llama,  # experts and multipliers: `ModelConfig.experts`, `embedding_multiplier`
     "llama": Llama,
     "mistral": Llama,  # sliding windows: `ModelConfig.windows`
     "mimo": Llama,  # a Qwen2 with layers for multi-token prediction: `ModelConfig.num_mtp_layers`
+    "mixtral": Llama,  # experts
+    "olmoe": partial(Llama, qk_norm=True),  # experts, `ModelConfig.wide_qk_norm`
     "qwen2": Llama,  # Qwen2 and Qwen2.5. Biases on q, k and v: `ModelConfig.attention_bias`
+    "qwen2_moe": Llama,  # experts, one of which all tokens have
+    "qwen3_moe": partial(Llama, qk_norm=True),  # experts
     "qwen3": partial(Llama, qk_norm=True),  # each head of q and k is normed before rotation
 }

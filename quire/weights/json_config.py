@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
+from quire.weights.json_experts import read_granitemoe, read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from quire.weights.rope import gemma_ropes_from_json, rope_from_json
 from quire.weights.sampling import sampling_from_json
 
@@ -118,6 +119,11 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "gemma3_text": read_gemma3,
     "gemma3": read_gemma3,
     "mimo": read_mimo,
+    "mixtral": lambda fields: read_mixtral(fields, plain_config(fields, "mixtral")),
+    "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
+    "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
+    "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
+    "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
 }
 
 
@@ -174,6 +180,11 @@ def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Wind
     if window is None and "sliding_attention" in types:
         raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def plain_qwen(fields: Fields, family: str) -> ModelConfig:
+    config = plain_config(fields, family)
+    return replace(config, windows=qwen_windows(fields, config.num_layers))
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> Windows:

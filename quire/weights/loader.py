@@ -145,7 +145,8 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
     if path.is_dir():
-        yield read_directory_config(path), SafetensorsCheckpoint(SafetensorsFiles(path))
+        config = read_directory_config(path)
+        yield config, SafetensorsCheckpoint(SafetensorsFiles(path), config.family)
         return
     with GGUFFile(path) as file:
         config = read_gguf_config(file)

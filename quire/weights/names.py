@@ -26,6 +26,11 @@ GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
 # Gemma 3 has a norm after attention, so its norm before the MLP has another canonical name.
@@ -34,6 +39,12 @@ GGUF_LAYER_GEMMA3 = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+# Parts of canonical names that some families' safetensors spell in another way.
+SAFETENSORS_SPELLING = {
+    "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
+    "granitemoe": {".mlp.gate.": ".block_sparse_moe.router.layer."},
 }
 
 # Multimodal checkpoints store the text model under one of these prefixes. The first that matches is replaced.
@@ -60,6 +71,12 @@ def gguf_name(name: str, family: str) -> str:
     match = LAYER.fullmatch(stem)
     if match and match[2] in table:
         return f"blk.{match[1]}.{table[match[2]]}.{suffix}"
+    return name
+
+
+def safetensors_name(name: str, family: str) -> str:
+    for canonical, spelling in SAFETENSORS_SPELLING.get(family, {}).items():
+        name = name.replace(canonical, spelling)
     return name
 
 

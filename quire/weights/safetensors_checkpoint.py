@@ -14,7 +14,8 @@ from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
-from quire.weights.names import text_name
+from quire.weights.experts import safetensors_part
+from quire.weights.names import safetensors_name, text_name
 from quire.weights.safetensors import SafetensorsFiles
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class DensePart:
     def _runs(self) -> list[NDArray[Any]]:
         """The part's rows as views of the memory-mapped file."""
         stored = self.files.read_floats(self.name)
+        if self.part.stacked and self.part.expert is not None:
+            stored = stored[self.part.expert[0]]
         if self.part.transposed and self.cols is not None:
             stored = stored.T
         if self.part.columns is not None:
@@ -96,10 +99,11 @@ class DensePart:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a Hugging Face directory."""
+    """The tensors of a Hugging Face directory. Without a family, all tensors have canonical names."""
 
-    def __init__(self, files: SafetensorsFiles) -> None:
+    def __init__(self, files: SafetensorsFiles, family: str = "") -> None:
         self.files = files
+        self.family = family
         self._stored_names = {text_name(name): name for name in files.tensors}
 
     @property
@@ -107,7 +111,9 @@ class SafetensorsCheckpoint:
         return {name: stored.shape for name, stored in self.files.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
-        return DensePart(self.files, self._stored_names.get(part.name, part.name), part, cols)
+        part = safetensors_part(part, self.family)
+        name = safetensors_name(part.name, self.family)
+        return DensePart(self.files, self._stored_names.get(name, name), part, cols)
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         return None

@@ -1,0 +1,97 @@
+"""The families with experts from `config.json`. `json_config.py` has the dense families and calls these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.kernels.routing import Routing
+from quire.models.config import ExpertsConfig, ModelConfig
+from quire.weights.fields import Fields
+
+MAX_EXPERTS = 4096
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_routing(fields: Fields, *, normalize: bool = True) -> Routing:
+    key = next((key for key in EXPERT_KEYS if fields.has(key)), EXPERT_KEYS[0])
+    num_experts = fields.count(key, most=MAX_EXPERTS)
+    return Routing(num_experts, fields.count("num_experts_per_tok", most=num_experts), normalize=normalize)
+
+
+def read_mixtral(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    window = fields.count("sliding_window") if fields.has("sliding_window") else None
+    experts = all_layers(fields, plain, read_routing(fields))
+    return replace(plain, windows=(window,) * plain.num_layers, experts=experts)
+
+
+def read_qwen2_moe(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    experts = replace(
+        sparse_layers(fields, plain),
+        shared_size=fields.count("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return replace(plain, attention_bias=fields.flag("qkv_bias", True), experts=experts)
+
+
+def read_qwen3_moe(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    return replace(plain, attention_bias=bias, output_bias=bias, experts=sparse_layers(fields, plain))
+
+
+def read_olmoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    if fields.has("clip_qkv"):
+        raise fields.unsupported(f"clip_qkv is {fields.get('clip_qkv')}, which quire does not support.")
+    bias = fields.flag("attention_bias", False)
+    routing = read_routing(fields, normalize=fields.flag("norm_topk_prob", False))
+    experts = all_layers(fields, plain, routing)
+    return replace(plain, wide_qk_norm=True, attention_bias=bias, output_bias=bias, experts=experts)
+
+
+def read_granitemoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    experts = all_layers(fields, plain, read_routing(fields))
+    config = replace(plain, attention_bias=bias, output_bias=bias, experts=experts)
+    return with_multipliers(
+        config,
+        embedding=fields.number("embedding_multiplier", 1.0),
+        residual=fields.number("residual_multiplier", 1.0),
+        attention=fields.number("attention_multiplier", 1.0),
+        logits=1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def with_multipliers(
+    config: ModelConfig, *, embedding: float, residual: float, attention: float, logits: float
+) -> ModelConfig:
+    """Granite's multipliers. All outputs of layers are multiplied by `residual`, and so is what a norm reads. A norm of
+    x * residual is one of x with a smaller epsilon, so the embedding is divided by it instead."""
+    return replace(
+        config,
+        embedding_multiplier=embedding / residual,
+        norm_eps=config.norm_eps / residual**2,
+        attention_scale=attention,
+        logit_multiplier=logits,
+    )
+
+
+def all_layers(fields: Fields, plain: ModelConfig, routing: Routing) -> ExpertsConfig:
+    check_activation(fields, plain)
+    return ExpertsConfig(routing, plain.intermediate_size, (True,) * plain.num_layers)
+
+
+def sparse_layers(fields: Fields, plain: ModelConfig) -> ExpertsConfig:
+    """Qwen's: every `decoder_sparse_step`-th layer has experts, those in `mlp_only_layers` have not."""
+    check_activation(fields, plain)
+    step = fields.count("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise fields.bad(f"mlp_only_layers is {dense!r}, and must be a list of layers")
+    layers = tuple((index + 1) % step == 0 and index not in dense for index in range(plain.num_layers))
+    routing = read_routing(fields, normalize=fields.flag("norm_topk_prob", False))
+    return ExpertsConfig(routing, fields.count("moe_intermediate_size"), layers)
+
+
+def check_activation(fields: Fields, plain: ModelConfig) -> None:
+    if plain.activation != "silu":
+        raise fields.unsupported(f"experts with activation {plain.activation!r} are not supported; quire has silu.")
+
