@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_experts.h"
 #include "bindings.h"
 #include "kv_move.h"
 #include "panel_store.h"
@@ -25,23 +26,9 @@ using nb::literals::operator""_a;
 namespace quire {
 namespace {
 
-using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 using GroupMoves = std::tuple<Address, Address, int64_t>;  // sources, targets, their number
 using Layer = std::tuple<std::string, int, int, int, View, View, int>;  // arguments of make_cache, and the group
-
-Activations rows_of(const Quantized& rows, bool by_rows = true) {
-  return {reinterpret_cast<uint8_t*>(rows.first), rows.second, by_rows};
-}
-
-Activation parse_activation(const std::string& name) {
-  if (name == "silu") return Activation::SILU;
-  if (name == "gelu") return Activation::GELU;
-  if (name == "gelu_tanh") return Activation::GELU_TANH;
-  if (name == "relu") return Activation::RELU;
-  if (name.empty()) return Activation::NONE;
-  throw nb::value_error(("there is no activation '" + name + "'.").c_str());
-}
 
 CacheType parse_cache_type(const std::string& name) {
   if (name == "float32") return CacheType::F32;
@@ -74,7 +61,7 @@ void add_norm(Program& program, View x, View residual, View sum, Address weight,
   auto op = std::make_unique<NormOp>();
   op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
               reinterpret_cast<const float*>(weight), reinterpret_cast<const float*>(bias), centered, eps, 0, groups,
-              size, floats(y), y.second, rows_of(quantized)};
+              size, floats(y), y.second, activations_of(quantized)};
   program.add(std::move(op));
 }
 
@@ -82,16 +69,17 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
                 Address bias, const std::string& activation, Quantized gated, int64_t few_rows) {
   auto op = std::make_unique<MatmulOp>();
   op->call = {weight.view,
-              {floats(x), x.second, rows_of(quantized)},
+              {floats(x), x.second, activations_of(quantized)},
               0,
               floats(y),
               y.second,
               reinterpret_cast<const float*>(bias),
               parse_activation(activation),
-              rows_of(gated),
+              activations_of(gated),
               nullptr,
               nullptr,
-              few_rows};
+              few_rows,
+              0.0f};
   op->quantize = quantize;
   program.add_product(std::move(op));
 }
@@ -235,7 +223,7 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
   std::vector<Best> best(y.first ? 0 : static_cast<size_t>(threads) * rows.size());
   Product product{kernels_named(isa),
                   {weight.view,
-                   {floats(gathered), gathered.second, rows_of(quantized, false)},
+                   {floats(gathered), gathered.second, activations_of(quantized, false)},
                    static_cast<int64_t>(rows.size()),
                    floats(y),
                    y.second,
@@ -244,7 +232,8 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
                    {nullptr, 0, false},
                    y.first ? nullptr : best.data(),
                    nullptr,
-                   few_rows},
+                   few_rows,
+                   0.0f},
                   floats(x),
                   x.second,
                   rows.data()};
@@ -284,6 +273,16 @@ std::vector<std::string> built() {
 
 }  // namespace
 
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::SILU;
+  if (name == "gelu") return Activation::GELU;
+  if (name == "gelu_tanh") return Activation::GELU_TANH;
+  if (name == "relu") return Activation::RELU;
+  if (name == "clamped_silu") return Activation::CLAMPED_SILU;
+  if (name.empty()) return Activation::NONE;
+  throw nb::value_error(("there is no activation '" + name + "'.").c_str());
+}
+
 const KernelTable& kernels_named(const std::string& isa) {
   const KernelTable* table = find_kernels(isa.c_str());
   if (!table) throw nb::value_error(("kernels for '" + isa + "' were not built.").c_str());
@@ -291,7 +290,9 @@ const KernelTable& kernels_named(const std::string& isa) {
 }
 
 void bind_program(nb::module_& module) {
-  nb::class_<Program>(module, "Program")
+  nb::class_<Program> program(module, "Program");
+  bind_experts(program);
+  program
       .def("__init__",
            [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
       .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,

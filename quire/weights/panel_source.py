@@ -34,6 +34,8 @@ class PanelSource(CheckpointSource):
             rounded_format(stored.panel_format, part.name, width, self._quantize)
             for part, stored in zip(parts, found, strict=True)
         ]
+        if parts[0].expert is not None and len(set(formats)) > 1:
+            formats = ["f32"] * len(formats)  # experts are in panels of one format
         joined = join([part.rows for part in parts], formats)
         make_panels = self._native.module.Panels
         panels = [make_panels(kind, sum(parts[i].rows for i in indices), width) for kind, indices in joined]

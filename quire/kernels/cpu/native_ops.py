@@ -19,8 +19,10 @@ from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value, address
+from quire.kernels.cpu.tape_experts import record_experts, record_route
 from quire.kernels.cpu.tape_ops import Blocks, Floats, Recorded
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.routing import ExpertWeights, Routing
 from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
 LANES = 16  # tokens in a vector of keys
@@ -134,6 +136,25 @@ class NativeOps:
             out = self._at_once(lambda value: self._gate(value, activation), (flat,))[0]
             return out.reshape(*gate_up.shape[:-1], out.shape[-1])
         return gate_up.tape.gate(gate_up, activation)
+
+    def route(self, logits: Any, bias: Floats | None, routing: Routing) -> Any:
+        """On a tape one value, which `experts` takes."""
+        bias = None if bias is None else floats(bias)
+        if isinstance(logits, Value):
+            return record_route(logits, bias, routing)
+        (routes,) = self._at_once(lambda value: record_route(value, bias, routing), (logits,))
+        weights, ids = np.split(routes, 2, axis=1)
+        return ids.astype(np.int64), weights
+
+    def experts(
+        self, x: Any, routes: Any, weights: ExpertWeights, shared: Any = None, shared_gate: Any = None
+    ) -> Any:
+        if isinstance(x, Value):
+            return record_experts(x, routes, weights, shared, shared_gate)
+        ids, factors = routes
+        inputs = [x, np.concatenate((factors, ids.astype(np.float32)), axis=1)]
+        inputs += [each for each in (shared, shared_gate) if each is not None]
+        return self._at_once(lambda x, routes, *more: record_experts(x, routes, weights, *pad(more)), inputs)[0]
 
     def cache_shapes(self, spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
         """The shape of a block. A latent has the shape of the reference, because no C++ kernel reads latents."""
@@ -262,6 +283,12 @@ class NativeOps:
         if num_tokens:
             tape.run(None, positions, paging, num_tokens)
         return tuple(tape.result(result, num_tokens).reshape(num_tokens, *result.tail) for result in results)
+
+
+def pad(values: Sequence[Any]) -> tuple[Any, Any]:
+    """Up to two values, filled up with None."""
+    first, second = (*values, None, None)[:2]
+    return first, second
 
 
 def floats(values: Floats) -> Floats:

@@ -1,0 +1,115 @@
+#include "experts_op.h"
+
+#include <algorithm>
+
+namespace quire {
+namespace {
+
+constexpr int64_t kUnitOutputs = 32;
+constexpr int64_t kUnpackingRows = 4;  // reading and unpacking a panel takes as long as multiplying it with these rows
+
+int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+
+// The rows of one of `count` matrices that lie one after the other in panels.
+Panels slice(const Panels& all, int64_t index, int64_t count) {
+  const int64_t rows = all.rows / count;
+  return {all.format, rows, all.cols, all.data + index * (rows / kLanes) * all.stride()};
+}
+
+// How a phase's work is divided: units of all buckets in order, each as expensive as its bucket has rows.
+struct Share {
+  int64_t first, last;  // of the total cost
+
+  // The units of a bucket whose work begins in this share. `begin` is the cost of all buckets before.
+  Span units(int64_t begin, int64_t unit_cost, int64_t num_units) const {
+    const auto at = [&](int64_t cost) {
+      return std::min(num_units, ceil_div(std::max<int64_t>(cost - begin, 0), unit_cost));
+    };
+    return {at(first), at(last)};
+  }
+};
+
+}  // namespace
+
+void RouteOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  RouteCall now = call;
+  now.rows = step.num_tokens;
+  kernels.route(now, worker);
+}
+
+void ExpertsOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const {
+  ExpertsCall now = call;
+  now.rows = step.num_tokens;
+  switch (phase) {
+    case 0:
+      if (worker.index == 0) sort_pairs(step.num_tokens);
+      return;
+    case 1: return kernels.gather(now, buckets(), worker);
+    case 2: return multiply(kernels, inner, worker);
+    case 3: return multiply(kernels, outer, worker);
+    default: return kernels.join_experts(now, buckets(), worker);
+  }
+}
+
+Buckets ExpertsOp::buckets() const {
+  return {list_.data(), static_cast<int64_t>(list_.size()), tokens_.data(), positions_.data()};
+}
+
+// A counting sort. Pairs of one expert stay in the order of tokens.
+void ExpertsOp::sort_pairs(int64_t num_tokens) const {
+  const int64_t num_pairs = num_tokens * call.top_k;
+  const auto expert_of = [&](int64_t pair) {
+    const float* routes = call.routes + pair / call.top_k * call.routes_stride;
+    return static_cast<size_t>(routes[call.top_k + pair % call.top_k]);
+  };
+  std::vector<int64_t> next(static_cast<size_t>(num_experts) + 1, 0);
+  for (int64_t pair = 0; pair < num_pairs; pair++) next[expert_of(pair) + 1]++;
+  list_.clear();
+  for (size_t expert = 0; expert < static_cast<size_t>(num_experts); expert++) {
+    if (next[expert + 1]) list_.push_back({static_cast<int>(expert), next[expert], next[expert + 1]});
+    next[expert + 1] += next[expert];
+  }
+  tokens_.resize(static_cast<size_t>(num_pairs));
+  positions_.resize(static_cast<size_t>(num_pairs));
+  for (int64_t pair = 0; pair < num_pairs; pair++) {
+    const int64_t position = next[expert_of(pair)]++;
+    tokens_[static_cast<size_t>(position)] = static_cast<int32_t>(pair / call.top_k);
+    positions_[static_cast<size_t>(pair)] = static_cast<int32_t>(position);
+  }
+}
+
+MatmulCall ExpertsOp::product(const MatmulCall& all, const Bucket& bucket) const {
+  MatmulCall one = all;
+  one.weight = slice(all.weight, bucket.expert, num_experts);
+  one.x.values += bucket.first * all.x.stride;
+  one.x.quantized = bucket_rows(all.x.quantized, bucket);
+  one.rows = bucket.count;
+  if (all.y) one.y += bucket.first * all.y_stride;
+  if (all.bias) one.bias += bucket.expert * one.weight.rows;
+  one.gated = bucket_rows(all.gated, bucket);
+  return one;
+}
+
+void ExpertsOp::multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const {
+  const int64_t outputs = all.weight.rows / num_experts / (all.activation == Activation::NONE ? 1 : 2);
+  const int64_t num_units = ceil_div(outputs, kUnitOutputs);
+  int64_t total = 0;
+  for (const Bucket& bucket : list_) total += (bucket.count + kUnpackingRows) * num_units;
+  const Share own{total * worker.index / worker.count(), total * (worker.index + 1) / worker.count()};
+  MatmulPart last, part;
+  bool any = false;
+  int64_t begin = 0;
+  for (const Bucket& bucket : list_) {
+    const int64_t unit_cost = bucket.count + kUnpackingRows;
+    part.units = own.units(begin, unit_cost, num_units);
+    begin += unit_cost * num_units;
+    if (part.units.first >= part.units.last) continue;
+    part.call = product(all, bucket);
+    if (any) kernels.matmul_part(last, &part, worker);
+    last = part;
+    any = true;
+  }
+  if (any) kernels.matmul_part(last, nullptr, worker);
+}
+
+}  // namespace quire

@@ -1,0 +1,42 @@
+// The op of a program that computes a mixture of experts. `kernels/reference_experts.py` defines the result.
+//
+// Its phases: tokens are sorted by expert; their rows are copied side by side; the gated products and the products back
+// are computed, expert after expert; each token's outputs are added.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program.h"
+
+namespace quire {
+
+struct RouteOp : Op {
+  RouteCall call;
+
+  const char* kind() const override { return "route"; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
+struct ExpertsOp : Op {
+  ExpertsCall call;
+  int num_experts;
+  MatmulCall inner, outer;  // with the panels, the biases and the outputs of all experts
+
+  const char* kind() const override { return "experts"; }
+  int phases() const override { return 5; }
+  bool by_rows() const override { return false; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+
+ private:
+  void sort_pairs(int64_t num_tokens) const;
+  Buckets buckets() const;
+  MatmulCall product(const MatmulCall& all, const Bucket& bucket) const;
+  void multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const;
+
+  // Set in the first phase of a run.
+  mutable std::vector<Bucket> list_;
+  mutable std::vector<int32_t> tokens_, positions_;
+};
+
+}  // namespace quire
