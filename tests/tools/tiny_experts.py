@@ -1,4 +1,4 @@
-"""Tiny random models with experts, made by transformers and saved as it saves them: a Hugging Face directory."""
+"""Tiny random models with experts, made by transformers: saved as it saves them, or as a GGUF file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from torch import Tensor
+
+from quire.quant.ggml_types import GGMLType
+from tests.tools.gguf_writer import tensor, write_gguf
+from tests.tools.tiny_models import interleave
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -26,6 +32,11 @@ QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 EXPERT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        QWEN | {"shared_expert_intermediate_size": 64},
+    ),
+    "dense layers": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
         QWEN | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
@@ -77,3 +88,95 @@ def expected_logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(tokens[None], use_cache=False).logits[0].float()
     return logits
+
+
+# By family: the architecture in GGUF files, whether converters permute queries and keys, and more metadata than all
+# have. Values are names in the configuration of transformers, or the values themselves.
+GGUF: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "mixtral": ("llama", True, {}),
+    "qwen2_moe": (
+        "qwen2moe",
+        False,
+        {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+    ),
+    "qwen3_moe": ("qwen3moe", False, {"expert_feed_forward_length": "moe_intermediate_size"}),
+    "olmoe": ("olmoe", False, {}),
+    "granitemoe": (
+        "granitemoe",
+        True,
+        {
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
+COMMON_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+
+
+def gguf_metadata(model: Any, name: str) -> dict[str, Any]:
+    config, (architecture, _, more) = model.config, GGUF[name]
+    keys = {key: getattr(config, value) for key, value in COMMON_KEYS.items()}
+    keys |= {key: getattr(config, value) if isinstance(value, str) else value for key, value in more.items()}
+    keys |= {"expert_count": num_experts(config), "expert_used_count": config.num_experts_per_tok}
+    keys["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    if head_dim := getattr(config, "head_dim", None):
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in keys.items()}}
+
+
+def num_experts(config: Any) -> int:
+    return next(
+        getattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(config, key)
+    )
+
+
+def per_matrix(model: Any) -> dict[str, np.ndarray]:
+    """The tensors with gate and up of the experts apart, [experts, rows, cols], under the names of converters."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, value in model.state_dict().items():
+        array, stem = value.float().numpy(), name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = np.split(array, 2, axis=1)
+            arrays |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            arrays[f"{name}.weight"] = array
+        elif name.endswith("shared_expert_gate.weight"):
+            arrays[name] = array[0]
+        else:
+            arrays[name] = array
+    return arrays
+
+
+def save_gguf(model: Any, name: str, path: Path, kind: GGMLType = GGMLType.F32) -> Path:
+    """Matrices are of type `kind`, but for the router's."""
+    architecture, permuted, _ = GGUF[name]
+    names = gguf.get_tensor_name_map(gguf_architecture(architecture), model.config.num_hidden_layers)
+    tensors, config = {}, model.config
+    for key, array in per_matrix(model).items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if permuted and ("q_proj" in key or "k_proj" in key):
+            array = interleave(array, config.hidden_size // config.num_attention_heads)
+        spelled = key.replace("block_sparse_moe.experts", "mlp.experts").replace(".router.weight", ".router.layer.weight")
+        stored = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, key
+        plain = array.ndim == 1 or "ffn_gate_inp" in stored
+        tensors[stored] = tensor(array, GGMLType.F32 if plain else kind)
+    return write_gguf(path, gguf_metadata(model, name), tensors)
+
+
+def gguf_architecture(name: str) -> Any:
+    return next(arch for arch, value in gguf.MODEL_ARCH_NAMES.items() if value == name)

@@ -1,0 +1,72 @@
+"""The families with experts from GGUF metadata. `gguf_config.py` has the dense families and calls these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from quire.kernels.routing import Routing
+from quire.models.config import ExpertsConfig, ModelConfig
+from quire.weights.fields import Fields
+from quire.weights.json_experts import MAX_EXPERTS, with_multipliers
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+SOFTMAX = 1  # values of expert_gating_func
+SIGMOID = 2
+
+
+def read_mixtral(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    routing = read_routing(fields, normalize=True)
+    return replace(plain, experts=read_experts(fields, shapes, plain, routing))
+
+
+def read_qwen2moe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    experts = read_experts(fields, shapes, plain, read_routing(fields, normalize=False))
+    shared = fields.count("expert_shared_feed_forward_length")
+    return replace(plain, experts=replace(experts, shared_size=shared, shared_gate=True))
+
+
+def read_qwen3moe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    return replace(plain, experts=read_experts(fields, shapes, plain, read_routing(fields, normalize=True)))
+
+
+def read_olmoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    experts = read_experts(fields, shapes, plain, read_routing(fields, normalize=False))
+    return replace(plain, wide_qk_norm=True, experts=experts)
+
+
+def read_granitemoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    if fields.count("expert_shared_feed_forward_length", 0, least=0):
+        raise fields.unsupported("it has a shared expert, which quire does not support in this architecture.")
+    config = replace(plain, experts=read_experts(fields, shapes, plain, read_routing(fields, normalize=True)))
+    return with_multipliers(
+        config,
+        embedding=fields.number("embedding_scale", 1.0),
+        residual=fields.number("residual_scale", 1.0),
+        attention=fields.number("attention.scale", plain.scale),
+        logits=1.0 / fields.number("logit_scale", 1.0),
+    )
+
+
+def read_routing(fields: Fields, *, normalize: bool) -> Routing:
+    """`normalize` is the architecture's rule, where the file does not say."""
+    num_experts = fields.count("expert_count", most=MAX_EXPERTS)
+    if (gating := fields.count("expert_gating_func", SOFTMAX)) not in (SOFTMAX, SIGMOID):
+        raise fields.unsupported(
+            f"expert_gating_func {gating} is not supported; quire has {SOFTMAX} (softmax) and {SIGMOID} (sigmoid)."
+        )
+    return Routing(
+        num_experts,
+        fields.count("expert_used_count", most=num_experts),
+        scoring="softmax" if gating == SOFTMAX else "sigmoid",
+        normalize=fields.flag("expert_weights_norm", normalize),
+        factor=fields.number("expert_weights_scale", 1.0),
+    )
+
+
+def read_experts(fields: Fields, shapes: Shapes, plain: ModelConfig, routing: Routing) -> ExpertsConfig:
+    """Layers with a router have experts."""
+    layers = tuple(f"blk.{index}.ffn_gate_inp.weight" in shapes for index in range(plain.num_layers))
+    size = fields.count("expert_feed_forward_length", plain.intermediate_size)
+    return ExpertsConfig(routing, size, layers)
