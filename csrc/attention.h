@@ -70,6 +70,7 @@ struct AttentionCall {
   int window;            // 0: none
   float softcap;         // 0: none
   const float* slopes;   // [heads] or null
+  const float* sinks;    // [heads] or null: the scores of one more key, whose value is zero
   float* partials;       // shared by the team: partial results of contexts that several threads share
   int64_t num_partials;  // size of `partials` in floats
 };

@@ -84,7 +84,7 @@ struct Attention {
       for (int chunk = 1; chunk < task.last_chunk() - task.first_chunk(); ++chunk) {
         state.merge(1, total, total + int64_t{chunk} * rows * state.stride());
       }
-      state.finish(total, out_of(task, row));
+      state.finish(total, out_of(task, row), sink_of(task, row));
     }
   }
 
@@ -98,6 +98,10 @@ struct Attention {
   float* out_of(const Task& task, int row) const {
     int64_t head = int64_t{task.head} * group + row % group;
     return call.out + token_of(task, row / group) * call.out_stride + head * head_dim;
+  }
+
+  const float* sink_of(const Task& task, int row) const {
+    return call.sinks ? call.sinks + int64_t{task.head} * group + row % group : nullptr;
   }
 
   // The stretch's rows of q, [rows][head_dim]. The heads of a single query have this layout and are not copied.
@@ -156,7 +160,9 @@ struct Attention {
     run_chunk(source, q, chunk, first ? total : space.part);
     if (!first) state.merge(rows, total, space.part);
     if (!last) return;
-    for (int row = 0; row < rows; ++row) state.finish(total + row * state.stride(), out_of(task, row));
+    for (int row = 0; row < rows; ++row) {
+      state.finish(total + row * state.stride(), out_of(task, row), sink_of(task, row));
+    }
   }
 
   void set_bundles(int rows, const Chunk& chunk) {

@@ -42,8 +42,15 @@ struct State {
     }
   }
 
-  void finish(const float* row, float* out) const {
+  // With a sink, its weight is a part of the mass.
+  void finish(float* row, float* out, const float* sink) const {
     f32 total = set1(sum(load(row + head_dim)));
+    if (sink) {
+      const float top = *highest(row), common = top > *sink ? top : *sink;
+      const f32 fade = exp(set1(top - common));
+      total = fma(total, fade, exp(set1(*sink - common)));
+      for (int d = 0; d < head_dim; d += kLanes) store(row + d, load(row + d) * fade);
+    }
     for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(row + d) / total + zero());
   }
 

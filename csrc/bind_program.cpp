@@ -118,7 +118,7 @@ void add_store(Program& program, const std::string& type, int block_size, int kv
 
 void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
                    View values, int group, View q, View out, int heads, float scale, int window, float softcap,
-                   Address slopes, Address partials, int64_t num_partials) {
+                   Address slopes, Address sinks, Address partials, int64_t num_partials) {
   auto op = std::make_unique<AttentionOp>();
   op->call = {};
   op->call.cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
@@ -131,6 +131,7 @@ void add_attention(Program& program, const std::string& type, int block_size, in
   op->call.window = window;
   op->call.softcap = softcap;
   op->call.slopes = reinterpret_cast<const float*>(slopes);
+  op->call.sinks = reinterpret_cast<const float*>(sinks);
   op->call.partials = reinterpret_cast<float*>(partials);
   op->call.num_partials = num_partials;
   op->group = group;
@@ -308,7 +309,7 @@ void bind_program(nb::module_& module) {
            "values"_a, "group"_a, "k"_a, "v"_a)
       .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
-           "partials"_a, "num_partials"_a)
+           "sinks"_a, "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
            "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -22,7 +23,7 @@ class Attention:
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
     keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
-    ALiBi's. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
+    ALiBi's. With `sinks`, each head's softmax has one more term. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
     input is two tensors [tokens, hidden_size], whose projection is that of both side by side.
     """
 
@@ -45,10 +46,13 @@ class Attention:
         output_bias: bool = False,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
         wide_norm: bool = False,
+        sinks: bool = False,
         qkv: Sequence[Part] | None = None,
         output: Part | None = None,
         joined: bool = False,
     ) -> None:
+        if sinks and ops.device != "cpu":
+            raise UnsupportedModel("Attention sinks have no GPU kernels in quire yet. Use --device cpu.")
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
         qkv = qkv or [
             Part(f"{name}.{letter}_proj", heads * head_dim, split="rows", unit=head_dim)
@@ -69,6 +73,7 @@ class Attention:
         self.softcap = softcap
         self.qk_norm = qk_norm
         self.wide_norm = wide_norm
+        self.sinks = source.vector([Part(f"{name}.sinks.weight", num_heads, split="rows")]) if sinks else None
         self.ops = ops
 
     @property
@@ -91,8 +96,12 @@ class Attention:
         q, k = self._rope_and_store(q, k, v, positions, paging.slot_mapping[cache.group], cache)
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
-        out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes)
+        out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes, **self._more_options())
         return self.output(out.flatten(1))
+
+    def _more_options(self) -> dict[str, Any]:
+        """Options that not every backend's kernels take."""
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
     def _norm(self, x: Any, index: int) -> Any:
         """Queries (index 0) or keys (1), [tokens, heads, head_dim]."""

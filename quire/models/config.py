@@ -106,6 +106,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    attention_sinks: bool = False  # one more term in the softmax of each head
     wide_qk_norm: bool = False  # the norm of queries and keys is over all heads together
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()

@@ -146,6 +146,7 @@ def build_attention(
         output_bias=config.output_bias,
         qk_norm=norms,
         wide_norm=config.wide_qk_norm,
+        sinks=config.attention_sinks,
     )
 
 

@@ -17,6 +17,7 @@ from quire.models.llama import Llama
 
 MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gemma3": Gemma3,
+    "gpt_oss": Llama,  # experts with biases, attention sinks, windows in every other layer
     "granitemoe": Llama,  # experts and multipliers: `ModelConfig.experts`, `embedding_multiplier`
     "llama": Llama,
     "mistral": Llama,  # sliding windows: `ModelConfig.windows`

@@ -24,6 +24,8 @@ def safetensors_part(part: Part, family: str) -> Part:
     if family == "mixtral":
         moe = prefix.replace(".mlp.", ".block_sparse_moe.")
         return replace(part, name=f"{moe}experts.{part.expert[0]}.{MIXTRAL[matrix]}.{kind}")
+    if family == "gpt_oss":
+        return _gpt_oss_part(part, prefix, matrix, kind)
     if family == "granitemoe":
         return _granite_part(part, prefix.replace(".mlp.", ".block_sparse_moe."), matrix)
     return part
@@ -36,6 +38,16 @@ def _granite_part(part: Part, prefix: str, matrix: str) -> Part:
     offset = part.rows if matrix == "up" else 0
     name = f"{prefix}input_linear.weight"
     return replace(part, name=name, offset=offset, fused_rows=2 * part.rows, stacked=True)
+
+
+def _gpt_oss_part(part: Part, prefix: str, matrix: str, kind: str) -> Part:
+    """All experts in two tensors, transposed: gate and up row by row [experts, hidden, 2 * size], and down."""
+    transposed = kind == "weight"
+    name = f"{prefix}experts.{'down' if matrix == 'down' else 'gate_up'}_proj" + ("" if transposed else "_bias")
+    part = replace(part, name=name, transposed=transposed, stacked=True)
+    if matrix == "down":
+        return part
+    return replace(part, order=(range(matrix == "up", 2 * part.rows, 2),), fused_rows=2 * part.rows)
 
 
 def gguf_part(part: Part) -> Part:

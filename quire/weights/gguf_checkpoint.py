@@ -14,10 +14,11 @@ from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
-from quire.quant.ggml_types import PANEL_FORMATS, check_supported
+from quire.quant.ggml_types import PANEL_FORMATS, GGMLType, check_supported
 from quire.quant.panels import ROWS_IN_PANEL
 from quire.quant.weight import Weight
-from quire.weights.checkpoint import Work, part_bytes
+from quire.weights import mxfp4
+from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.gguf import GGUFFile, TensorInfo
 from quire.weights.experts import gguf_part
 from quire.weights.names import gguf_name
@@ -165,7 +166,14 @@ class GGUFCheckpoint:
     def shapes(self) -> dict[str, Shape]:
         return {name: info.shape for name, info in self.file.tensors.items()}
 
-    def find(self, part: Part, cols: int | None) -> GGUFPart:
+    def find(self, part: Part, cols: int | None) -> StoredPart:
+        stored = self._find(part, cols)
+        info = self.file.tensors.get(stored.name)
+        if info is None or info.type is not GGMLType.MXFP4 or cols is None:
+            return stored
+        return mxfp4.of_gguf(self.file, stored.name, stored.part, cols, stored.read_columns)
+
+    def _find(self, part: Part, cols: int | None) -> GGUFPart:
         part = gguf_part(part.in_plain_order())
         return GGUFPart(self.file, gguf_name(part.name, self.family), part, cols)
 
@@ -174,9 +182,9 @@ class GGUFCheckpoint:
 
         from quire.quant.gguf_blocks import GGUFBlocks
 
-        found = [self.find(part, cols) for part in parts]
+        found = [self._find(part, cols) for part in parts]
         type = found[0].info.type
-        if not type.quantized or any(stored.info.type != type for stored in found):
+        if not type.quantized or type is GGMLType.MXFP4 or any(stored.info.type != type for stored in found):
             return None
         check_supported(type)
         num_rows, row_bytes = [part.rows for part in parts], found[0].row_bytes

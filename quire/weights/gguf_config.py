@@ -13,7 +13,14 @@ from typing import Any
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
-from quire.weights.gguf_experts import read_granitemoe, read_mixtral, read_olmoe, read_qwen2moe, read_qwen3moe
+from quire.weights.gguf_experts import (
+    read_gpt_oss,
+    read_granitemoe,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2moe,
+    read_qwen3moe,
+)
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
 
@@ -99,11 +106,14 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
     "olmoe": lambda fields, shapes, divisors: read_olmoe(
         fields, shapes, plain_config(fields, shapes, "olmoe", divisors)
     ),
+    "gpt-oss": lambda fields, shapes, divisors: read_gpt_oss(
+        fields, shapes, plain_config(fields, shapes, "gpt_oss", divisors)
+    ),
     "granitemoe": lambda fields, shapes, divisors: read_granitemoe(
         fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
     ),
 }
-EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe")
+EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "granitemoe")
 
 
 def plain_config(

@@ -49,6 +49,22 @@ def read_granitemoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> Model
     )
 
 
+def read_gpt_oss(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
+    """Every other layer has a window. The ramp of YaRN is not rounded to whole dimensions."""
+    window = fields.count("attention.sliding_window", 128)
+    experts = replace(
+        read_experts(fields, shapes, plain, read_routing(fields, normalize=True)),
+        router_bias=True,
+        bias=True,
+        activation="clamped_silu",
+        limit=7.0,
+    )
+    scaling = plain.rope.scaling and replace(plain.rope.scaling, truncate=False)
+    windows = tuple(None if index % 2 else window for index in range(plain.num_layers))
+    rope = replace(plain.rope, scaling=scaling)
+    return replace(plain, rope=rope, windows=windows, attention_sinks=True, experts=experts)
+
+
 def read_routing(fields: Fields, *, normalize: bool) -> Routing:
     """`normalize` is the architecture's rule, where the file does not say."""
     num_experts = fields.count("expert_count", most=MAX_EXPERTS)

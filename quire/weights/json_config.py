@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
+from quire.weights import json_experts
 from quire.weights.json_experts import read_granitemoe, read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from quire.weights.rope import gemma_ropes_from_json, rope_from_json
 from quire.weights.sampling import sampling_from_json
@@ -44,7 +45,7 @@ def config_from_json(
     read = FAMILIES.get(model_type)
     if read is None:
         raise top.unsupported(f"model type {model_type!r} is not supported; quire has {', '.join(FAMILIES)}.")
-    if top.has("quantization_config"):
+    if top.has("quantization_config") and not is_mxfp4(top, model_type):
         raise top.unsupported(
             "its weights are quantized (quantization_config); quire reads quantized weights from GGUF files only."
         )
@@ -54,6 +55,12 @@ def config_from_json(
     eos = [fields.token_ids("eos_token_id") for fields in (Fields(generation or {}, where), top, text)]
     sampling = sampling_from_json(generation or {})
     return replace(read(text), eos_token_ids=next(filter(None, eos), ()), sampling=sampling)
+
+
+def is_mxfp4(top: Fields, model_type: str) -> bool:
+    """gpt-oss's own quantization, of its experts only. `mxfp4.py` reads it."""
+    section = top.section("quantization_config")
+    return model_type == "gpt_oss" and section is not None and section.text("quant_method", "") == "mxfp4"
 
 
 def read_llama(fields: Fields) -> ModelConfig:
@@ -111,6 +118,14 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     )
 
 
+def read_gpt_oss(fields: Fields) -> ModelConfig:
+    config = json_experts.read_gpt_oss(fields, plain_config(fields, "gpt_oss", head_dim=64))
+    window = fields.count("sliding_window", 128)
+    by_type = windows_by_type(fields, config.num_layers, window)
+    alternating = tuple(None if index % 2 else window for index in range(config.num_layers))
+    return replace(config, windows=by_type or alternating)
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": read_llama,
     "mistral": read_mistral,
@@ -122,6 +137,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "mixtral": lambda fields: read_mixtral(fields, plain_config(fields, "mixtral")),
     "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
     "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
+    "gpt_oss": read_gpt_oss,
     "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
     "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
 }

@@ -9,6 +9,7 @@ from quire.models.config import ExpertsConfig, ModelConfig
 from quire.weights.fields import Fields
 
 MAX_EXPERTS = 4096
+SILU_FACTOR = 1.702  # of gpt-oss's gate
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -58,6 +59,20 @@ def read_granitemoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
         attention=fields.number("attention_multiplier", 1.0),
         logits=1.0 / fields.number("logits_scaling", 1.0),
     )
+
+
+def read_gpt_oss(fields: Fields, plain: ModelConfig) -> ModelConfig:
+    if fields.number("swiglu_alpha", SILU_FACTOR) != SILU_FACTOR:
+        raise fields.unsupported(f"swiglu_alpha is {fields.get('swiglu_alpha')}; quire has {SILU_FACTOR}.")
+    bias = fields.flag("attention_bias", True)
+    experts = replace(
+        all_layers(fields, plain, read_routing(fields)),
+        router_bias=True,
+        bias=True,
+        activation="clamped_silu",
+        limit=fields.number("swiglu_limit", 7.0),
+    )
+    return replace(plain, attention_bias=bias, output_bias=bias, attention_sinks=True, experts=experts)
 
 
 def with_multipliers(

@@ -33,7 +33,14 @@ GGUF_LAYER = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
+# gpt-oss's converters name the norm before the experts after what comes before it.
 # Gemma 3 has a norm after attention, so its norm before the MLP has another canonical name.
+GGUF_LAYER_GPT_OSS = {
+    **GGUF_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+}
+
 GGUF_LAYER_GEMMA3 = {
     **GGUF_LAYER,
     "post_attention_layernorm": "post_attention_norm",
@@ -41,9 +48,12 @@ GGUF_LAYER_GEMMA3 = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
+GGUF_LAYERS = {"gemma3": GGUF_LAYER_GEMMA3, "gpt_oss": GGUF_LAYER_GPT_OSS}
+
 # Parts of canonical names that some families' safetensors spell in another way.
 SAFETENSORS_SPELLING = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
+    "gpt_oss": {".mlp.gate.": ".mlp.router.", ".sinks.weight": ".sinks"},
     "granitemoe": {".mlp.gate.": ".block_sparse_moe.router.layer."},
 }
 
@@ -67,7 +77,7 @@ def gguf_name(name: str, family: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in GGUF_TOP:
         return f"{GGUF_TOP[stem]}.{suffix}"
-    table = GGUF_LAYER_GEMMA3 if family == "gemma3" else GGUF_LAYER
+    table = GGUF_LAYERS.get(family, GGUF_LAYER)
     match = LAYER.fullmatch(stem)
     if match and match[2] in table:
         return f"blk.{match[1]}.{table[match[2]]}.{suffix}"

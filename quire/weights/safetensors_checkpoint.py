@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
+from quire.weights import mxfp4
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.experts import safetensors_part
 from quire.weights.names import safetensors_name, text_name
@@ -112,6 +113,8 @@ class SafetensorsCheckpoint:
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
         part = safetensors_part(part, self.family)
+        if part.stacked and cols is not None and f"{part.name}_blocks" in self.files.tensors:
+            return mxfp4.of_directory(self.files, replace(part, transposed=False), cols)
         name = safetensors_name(part.name, self.family)
         return DensePart(self.files, self._stored_names.get(name, name), part, cols)
 

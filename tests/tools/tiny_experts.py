@@ -43,6 +43,26 @@ EXPERT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN | {"head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", QWEN | {"num_key_value_heads": 4, "intermediate_size": 32}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "granitemoe": (
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",

@@ -100,8 +100,11 @@ class NativeOps:
         window: int | None = None,
         slopes: Floats | None = None,
         softcap: float | None = None,
+        sinks: Floats | None = None,
     ) -> Any:
-        options: dict[str, Any] = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
+        options: dict[str, Any] = {
+            "scale": scale, "window": window, "slopes": slopes, "softcap": softcap, "sinks": sinks
+        }  # fmt: skip
         if not isinstance(q, Value):
             return self._at_once(lambda value: self.attention(value, cache, None, **options), (q,), paging=paging)[0]
         out = q.tape.new(q.tail)
@@ -113,6 +116,7 @@ class NativeOps:
             "window": window or 0,
             "softcap": softcap or 0.0,
             "slopes": 0 if slopes is None else floats(slopes),
+            "sinks": 0 if sinks is None else floats(sinks),
             "partials": self._partials,
             "num_partials": PARTIALS,
         }
