@@ -1,4 +1,4 @@
-// The methods of the Python class `Program` that add the ops of a mixture of experts.
+// The methods of the Python class `Program` that add the ops of experts_op.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -43,10 +43,25 @@ void add_experts(Program& program, const PanelStore& gate_up, const PanelStore& 
   program.add(std::move(op));
 }
 
+// `weight` has the matrices of all heads, `quantized` memory for two rows a token and head.
+void add_head_linear(Program& program, const PanelStore& weight, int heads, View x, int64_t x_head, Quantized quantized,
+                     View y, int64_t y_head, int64_t rest, int64_t few_rows) {
+  auto op = std::make_unique<HeadLinearOp>();
+  op->call = {weight.view, {floats(x), x.second, activations_of(quantized)}, 0, floats(y), y.second, nullptr,
+              Activation::NONE, {nullptr, 0, false}, nullptr, nullptr, few_rows, 0.0f};
+  op->heads = heads;
+  op->x_head = x_head;
+  op->y_head = y_head;
+  op->rest = rest;
+  program.add(std::move(op));
+}
+
 }  // namespace
 
 void bind_experts(nb::class_<Program>& program) {
   program
+      .def("head_linear", add_head_linear, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "heads"_a, "x"_a,
+           "x_head"_a, "quantized"_a, "y"_a, "y_head"_a, "rest"_a, "few_rows"_a)
       .def("route", add_route, nb::kw_only(), "logits"_a, "bias"_a, "routes"_a, "experts"_a, "top_k"_a, "softmax"_a,
            "normalize"_a, "factor"_a, "groups"_a, "top_groups"_a, "group_scores"_a)
       .def("experts", add_experts, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::kw_only(), "gate_up"_a, "down"_a,

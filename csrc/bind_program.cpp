@@ -28,7 +28,7 @@ namespace {
 
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 using GroupMoves = std::tuple<Address, Address, int64_t>;  // sources, targets, their number
-using Layer = std::tuple<std::string, int, int, int, View, View, int>;  // arguments of make_cache, and the group
+using Layer = std::tuple<std::string, int, int, int, int, View, View, int>;  // arguments of make_cache, and the group
 
 CacheType parse_cache_type(const std::string& name) {
   if (name == "float32") return CacheType::F32;
@@ -38,8 +38,9 @@ CacheType parse_cache_type(const std::string& name) {
 }
 
 // `keys` and `values`: the address of block 0, and bytes from one block to the next.
-Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, View keys, View values) {
-  return {{parse_cache_type(type), block_size, kv_heads, head_dim},
+Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim, View keys,
+                 View values) {
+  return {{parse_cache_type(type), block_size, kv_heads, head_dim, value_dim},
           reinterpret_cast<uint8_t*>(keys.first),
           reinterpret_cast<uint8_t*>(values.first),
           keys.second,
@@ -104,10 +105,10 @@ void add_sum(Program& program, View a, View b, View y, int64_t size) {
   program.add(std::move(op));
 }
 
-void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
-               View values, int group, View k, View v) {
+void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim,
+               View keys, View values, int group, View k, View v) {
   auto op = std::make_unique<StoreOp>();
-  op->cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->cache = make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values);
   op->group = group;
   op->k = floats(k);
   op->v = floats(v);
@@ -116,12 +117,12 @@ void add_store(Program& program, const std::string& type, int block_size, int kv
   program.add(std::move(op));
 }
 
-void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
-                   View values, int group, View q, View out, int heads, float scale, int window, float softcap,
+void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim,
+                   int value_dim, View keys, View values, int group, View q, View out, int heads, float scale, int window, float softcap,
                    Address slopes, Address sinks, Address partials, int64_t num_partials) {
   auto op = std::make_unique<AttentionOp>();
   op->call = {};
-  op->call.cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->call.cache = make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values);
   op->call.q = floats(q);
   op->call.q_stride = q.second;
   op->call.out = floats(out);
@@ -253,11 +254,11 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
 // Layers of groups that have no moves are left out.
 void move_tokens(int threads, const std::vector<Layer>& layers, const std::vector<GroupMoves>& groups) {
   std::vector<LayerMoves> moved;
-  for (const auto& [type, block_size, kv_heads, head_dim, keys, values, group] : layers) {
+  for (const auto& [type, block_size, kv_heads, head_dim, value_dim, keys, values, group] : layers) {
     if (static_cast<size_t>(group) >= groups.size()) continue;
     const auto& [sources, targets, count] = groups[static_cast<size_t>(group)];
     if (count == 0) continue;
-    moved.push_back({make_cache(type, block_size, kv_heads, head_dim, keys, values),
+    moved.push_back({make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values),
                      {reinterpret_cast<const int64_t*>(sources), reinterpret_cast<const int64_t*>(targets), count}});
   }
   ReleasedGil released;
@@ -305,9 +306,9 @@ void bind_program(nb::module_& module) {
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
-      .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+      .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a,
            "values"_a, "group"_a, "k"_a, "v"_a)
-      .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+      .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a,
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
            "sinks"_a, "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
@@ -321,11 +322,11 @@ void bind_program(nb::module_& module) {
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(
       "cache_bytes",
-      [](const std::string& type, int block_size, int kv_heads, int head_dim) {
-        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, {}, {}).shape;
+      [](const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim) {
+        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, value_dim, {}, {}).shape;
         return std::make_pair(shape.key_head_bytes(), shape.value_head_bytes());
       },
-      "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a);
+      "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a);
 }
 
 }  // namespace quire

@@ -1,6 +1,7 @@
 #include "experts_op.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace quire {
 namespace {
@@ -28,6 +29,32 @@ struct Share {
     return {at(first), at(last)};
   }
 };
+
+// Computes a worker's part of `count` products, one after the other. `call_of(i)` returns product i, which has
+// `rows_of(i)` rows. All have the same number of outputs.
+template <class CallOf, class RowsOf>
+void multiply_in_turn(const KernelTable& kernels, size_t count, Worker& worker, CallOf call_of, RowsOf rows_of) {
+  if (count == 0) return;
+  const MatmulCall first = call_of(0);
+  const int64_t outputs = first.weight.rows / (first.activation == Activation::NONE ? 1 : 2);
+  const int64_t num_units = ceil_div(outputs, kUnitOutputs);
+  int64_t total = 0, begin = 0;
+  for (size_t i = 0; i < count; i++) total += (rows_of(i) + kUnpackingRows) * num_units;
+  const Share own{total * worker.index / worker.count(), total * (worker.index + 1) / worker.count()};
+  MatmulPart last{}, part{};
+  bool any = false;
+  for (size_t i = 0; i < count; i++) {
+    const int64_t unit_cost = rows_of(i) + kUnpackingRows;
+    part.units = own.units(begin, unit_cost, num_units);
+    begin += unit_cost * num_units;
+    if (part.units.first >= part.units.last) continue;
+    part.call = call_of(i);
+    if (any) kernels.matmul_part(last, &part, worker);
+    last = part;
+    any = true;
+  }
+  if (any) kernels.matmul_part(last, nullptr, worker);
+}
 
 }  // namespace
 
@@ -91,25 +118,40 @@ MatmulCall ExpertsOp::product(const MatmulCall& all, const Bucket& bucket) const
 }
 
 void ExpertsOp::multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const {
-  const int64_t outputs = all.weight.rows / num_experts / (all.activation == Activation::NONE ? 1 : 2);
-  const int64_t num_units = ceil_div(outputs, kUnitOutputs);
-  int64_t total = 0;
-  for (const Bucket& bucket : list_) total += (bucket.count + kUnpackingRows) * num_units;
-  const Share own{total * worker.index / worker.count(), total * (worker.index + 1) / worker.count()};
-  MatmulPart last, part;
-  bool any = false;
-  int64_t begin = 0;
-  for (const Bucket& bucket : list_) {
-    const int64_t unit_cost = bucket.count + kUnpackingRows;
-    part.units = own.units(begin, unit_cost, num_units);
-    begin += unit_cost * num_units;
-    if (part.units.first >= part.units.last) continue;
-    part.call = product(all, bucket);
-    if (any) kernels.matmul_part(last, &part, worker);
-    last = part;
-    any = true;
+  multiply_in_turn(kernels, list_.size(), worker, [&](size_t i) { return product(all, list_[i]); },
+                   [&](size_t i) { return list_[i].count; });
+}
+
+void HeadLinearOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const {
+  const int64_t num_tokens = step.num_tokens;
+  if (phase == 0) return prepare(kernels, num_tokens, worker);
+  multiply_in_turn(kernels, static_cast<size_t>(heads), worker,
+                   [&](size_t head) { return product(num_tokens, static_cast<int>(head)); },
+                   [&](size_t) { return num_tokens; });
+}
+
+void HeadLinearOp::prepare(const KernelTable& kernels, int64_t num_tokens, Worker& worker) const {
+  for (int head = 0; head < heads && call.x.quantized.data; head++) {
+    const MatmulCall one = product(num_tokens, head);
+    kernels.quantize(one.x.values, one.x.stride, num_tokens, one.x.quantized, worker);
   }
-  if (any) kernels.matmul_part(last, nullptr, worker);
+  const Span own = share(worker, num_tokens * heads);
+  for (int64_t at = own.first; at < own.last && rest > 0; at++) {
+    const int64_t token = at / heads, head = at % heads;
+    const float* from = call.x.values + token * call.x.stride + head * x_head + call.weight.cols;
+    std::memcpy(call.y + token * call.y_stride + head * y_head + call.weight.rows / heads, from,
+                static_cast<size_t>(rest) * sizeof(float));
+  }
+}
+
+MatmulCall HeadLinearOp::product(int64_t num_tokens, int head) const {
+  MatmulCall one = call;
+  one.weight = slice(call.weight, head, heads);
+  one.x.values += head * x_head;
+  one.x.quantized = bucket_rows(call.x.quantized, {head, head * num_tokens, num_tokens});
+  one.rows = num_tokens;
+  one.y += head * y_head;
+  return one;
 }
 
 }  // namespace quire

@@ -1,6 +1,7 @@
-// The op of a program that computes a mixture of experts. `kernels/reference_experts.py` defines the result.
+// The ops of a program that multiply rows with many small matrices: a mixture of experts, and a matrix for each head.
+// `kernels/reference_experts.py` and `kernels/reference_latent.py` define the results.
 //
-// Its phases: tokens are sorted by expert; their rows are copied side by side; the gated products and the products back
+// The phases of a mixture: tokens are sorted by expert; their rows are copied side by side; the gated products and the products back
 // are computed, expert after expert; each token's outputs are added.
 #pragma once
 
@@ -37,6 +38,23 @@ struct ExpertsOp : Op {
   // Set in the first phase of a run.
   mutable std::vector<Bucket> list_;
   mutable std::vector<int32_t> tokens_, positions_;
+};
+
+// y[t][h] = x[t][h] W_h^T, where `rest` more values of each head are copied behind the products.
+struct HeadLinearOp : Op {
+  MatmulCall call;  // with the panels of all heads; x and y are those of the first head
+  int heads;
+  int64_t x_head, y_head;  // values from one head to the next
+  int64_t rest;
+
+  const char* kind() const override { return "head linear"; }
+  int phases() const override { return 2; }
+  bool by_rows() const override { return false; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+
+ private:
+  void prepare(const KernelTable& kernels, int64_t num_tokens, Worker& worker) const;
+  MatmulCall product(int64_t num_tokens, int head) const;
 };
 
 }  // namespace quire

@@ -48,6 +48,9 @@ class Kernels:
     gelu_mul: Callable[..., Tensor]
     route: Callable[..., Any]  # (ids, weights), or on a tape a value that only `experts` takes
     experts: Callable[..., Any]
+    rope_latent: Callable[..., tuple[Any, Any]]
+    store_latent: Callable[..., None]
+    head_linear: Callable[..., Any]
     logits: Callable[[Array, float | None], Array]
     apply_token_bitmask: Callable[[Array, Array, Array], None]
     count_tokens: Callable[[Array, Array, Array], None]

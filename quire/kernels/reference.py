@@ -17,6 +17,7 @@ from torch.nn import functional
 from quire.kernels.cache_spec import cache_shapes
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.reference_experts import experts, route
+from quire.kernels.reference_latent import head_linear, rope_latent, store_latent
 from quire.kernels.reference_sampling import beam_candidates, logprobs, sample
 from quire.kernels.sampling import IN_PROMPT
 from quire.kernels.taps import TappedModel
@@ -33,6 +34,7 @@ __all__ = [
     "count_tokens",
     "experts",
     "gelu_mul",
+    "head_linear",
     "layer_norm",
     "linear",
     "logits",
@@ -42,10 +44,12 @@ __all__ = [
     "record",
     "rms_norm",
     "rope",
+    "rope_latent",
     "route",
     "sample",
     "silu_mul",
     "store_kv",
+    "store_latent",
 ]
 
 

@@ -37,8 +37,8 @@ class Part:
     split: Literal["rows", "columns"] | None = None  # None: every rank has the whole part
     unit: int = 1  # rows or columns that are not split: those of a head
     columns: range | None = None  # None: all
-    expert: tuple[int, int] | None = None  # of a mixture: its index, and the number of experts
-    stacked: bool = False  # the stored tensor has all experts: its first axis is theirs
+    expert: tuple[int, int] | None = None  # of a mixture, or a head of many: its index, and their number
+    stacked: bool = False  # the stored tensor has all experts or heads: its first axis is theirs
 
     @property
     def stored_rows(self) -> int:

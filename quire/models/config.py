@@ -78,6 +78,26 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention (MLA), of one head where it is not said."""
+
+    rank: int  # of the latent, which all heads share
+    rotated_dim: int  # of queries and keys, behind the rest; all heads share the keys'
+    key_dim: int  # of the queries and keys that do not rotate
+    value_dim: int
+    query_rank: int = 0  # of the latent that queries are projected from; 0: from the hidden state
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rotated_dim
+
+    @property
+    def head_dim(self) -> int:
+        """What the cache holds of a token."""
+        return self.rank + self.rotated_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only transformer."""
 
@@ -104,6 +124,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None  # then `head_dim` is the latent's, and there is one key head
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     attention_sinks: bool = False  # one more term in the softmax of each head

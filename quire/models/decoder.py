@@ -15,6 +15,7 @@ from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Experts
 from quire.layers.norm import RMSNorm
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    attention: Attention
+    attention: Attention | LatentAttention
 
     def __call__(
         self,
@@ -119,9 +120,22 @@ class Decoder:
 
 def build_attention(
     config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool
-) -> Attention:
+) -> Attention | LatentAttention:
     """Layer `index`'s attention, under its usual name."""
     name = f"model.layers.{index}.self_attn"
+    if config.latent is not None:
+        return LatentAttention(
+            source,
+            ops,
+            name,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            config=config.latent,
+            scale=config.scale,
+            eps=config.norm_eps,
+            rotary=rotary,
+            bias=config.output_bias,
+        )
     norms = None
     if qk_norm:
         heads = (config.num_heads, config.num_kv_heads) if config.wide_qk_norm else (1, 1)

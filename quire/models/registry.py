@@ -16,6 +16,7 @@ from quire.models.gemma3 import Gemma3
 from quire.models.llama import Llama
 
 MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
+    "deepseek": Llama,  # V2, V2-Lite and V3: latent attention and experts: `ModelConfig.latent`
     "gemma3": Gemma3,
     "gpt_oss": Llama,  # experts with biases, attention sinks, windows in every other layer
     "granitemoe": Llama,  # experts and multipliers: `ModelConfig.experts`, `embedding_multiplier`

@@ -13,6 +13,8 @@ from quire.layers.source import Part
 
 EXPERT = re.compile(r"(model\.layers\.(\d+)\.mlp\.)experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 
+HEADS = re.compile(r"model\.layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
+
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -50,10 +52,17 @@ def _gpt_oss_part(part: Part, prefix: str, matrix: str, kind: str) -> Part:
     return replace(part, order=(range(matrix == "up", 2 * part.rows, 2),), fused_rows=2 * part.rows)
 
 
-def gguf_part(part: Part) -> Part:
-    """All experts of a layer in three tensors, such as ffn_gate_exps [experts, size, hidden]."""
-    match = EXPERT.fullmatch(part.name)
-    if match is None or part.expert is None:
-        return part
-    _, layer, matrix, kind = match.groups()
-    return replace(part, name=f"blk.{layer}.ffn_{matrix}_exps.{kind}", stacked=True)
+def gguf_part(part: Part, cols: int | None) -> tuple[Part, int | None]:
+    """The part and its columns. All experts of a layer are in three tensors, such as ffn_gate_exps [experts, size,
+    hidden]. Latent attention's projections are in two, attn_k_b [heads, rank, key_dim] and attn_v_b."""
+    if part.expert is None:
+        return part, cols
+    if match := EXPERT.fullmatch(part.name):
+        _, layer, matrix, kind = match.groups()
+        return replace(part, name=f"blk.{layer}.ffn_{matrix}_exps.{kind}", stacked=True), cols
+    if match := HEADS.fullmatch(part.name):
+        alone = replace(part, offset=0, fused_rows=None, columns=None, stacked=True)
+        is_key = part.columns is not None
+        name = f"blk.{match[1]}.attn_{'k' if is_key else 'v'}_b.weight"
+        return replace(alone, name=name), part.width(cols or 0) if is_key else cols
+    return part, cols

@@ -171,10 +171,11 @@ class GGUFCheckpoint:
         info = self.file.tensors.get(stored.name)
         if info is None or info.type is not GGMLType.MXFP4 or cols is None:
             return stored
-        return mxfp4.of_gguf(self.file, stored.name, stored.part, cols, stored.read_columns)
+        assert stored.cols is not None
+        return mxfp4.of_gguf(stored.name, stored.part, stored.cols, stored.read_columns)
 
     def _find(self, part: Part, cols: int | None) -> GGUFPart:
-        part = gguf_part(part.in_plain_order())
+        part, cols = gguf_part(part.in_plain_order(), cols)
         return GGUFPart(self.file, gguf_name(part.name, self.family), part, cols)
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:

@@ -14,6 +14,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 SOFTMAX = 1  # values of expert_gating_func
 SIGMOID = 2
+SOFTMAX_OF_CHOSEN = 3  # the same as a softmax whose chosen scores are normalized
 
 
 def read_mixtral(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
@@ -68,15 +69,17 @@ def read_gpt_oss(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelCon
 def read_routing(fields: Fields, *, normalize: bool) -> Routing:
     """`normalize` is the architecture's rule, where the file does not say."""
     num_experts = fields.count("expert_count", most=MAX_EXPERTS)
-    if (gating := fields.count("expert_gating_func", SOFTMAX)) not in (SOFTMAX, SIGMOID):
+    gating = fields.count("expert_gating_func", SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN):
         raise fields.unsupported(
-            f"expert_gating_func {gating} is not supported; quire has {SOFTMAX} (softmax) and {SIGMOID} (sigmoid)."
+            f"expert_gating_func {gating} is not supported; quire has {SOFTMAX} and {SOFTMAX_OF_CHOSEN} (softmax) and "
+            f"{SIGMOID} (sigmoid)."
         )
     return Routing(
         num_experts,
         fields.count("expert_used_count", most=num_experts),
-        scoring="softmax" if gating == SOFTMAX else "sigmoid",
-        normalize=fields.flag("expert_weights_norm", normalize),
+        scoring="sigmoid" if gating == SIGMOID else "softmax",
+        normalize=gating == SOFTMAX_OF_CHOSEN or fields.flag("expert_weights_norm", normalize),
         factor=fields.number("expert_weights_scale", 1.0),
     )
 

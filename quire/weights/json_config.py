@@ -118,6 +118,14 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     )
 
 
+def read_deepseek(fields: Fields, model_type: str) -> ModelConfig:
+    def plain(head_dim: int) -> ModelConfig:
+        given = {key: value for key, value in fields.values.items() if key != "head_dim"}
+        return plain_config(Fields(given, fields.where), "deepseek", head_dim=head_dim)
+
+    return json_experts.read_deepseek(fields, model_type, plain)
+
+
 def read_gpt_oss(fields: Fields) -> ModelConfig:
     config = json_experts.read_gpt_oss(fields, plain_config(fields, "gpt_oss", head_dim=64))
     window = fields.count("sliding_window", 128)
@@ -138,6 +146,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
     "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
     "gpt_oss": read_gpt_oss,
+    "deepseek_v2": lambda fields: read_deepseek(fields, "deepseek_v2"),
+    "deepseek_v3": lambda fields: read_deepseek(fields, "deepseek_v3"),
     "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
     "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from quire.kernels.routing import Routing
-from quire.models.config import ExpertsConfig, ModelConfig
+from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
 
 MAX_EXPERTS = 4096
@@ -73,6 +75,80 @@ def read_gpt_oss(fields: Fields, plain: ModelConfig) -> ModelConfig:
         limit=fields.number("swiglu_limit", 7.0),
     )
     return replace(plain, attention_bias=bias, output_bias=bias, attention_sinks=True, experts=experts)
+
+
+def read_deepseek(fields: Fields, model_type: str, make_plain: Callable[..., ModelConfig]) -> ModelConfig:
+    """DeepSeek-V2, V2-Lite and V3. `make_plain(head_dim=...)` reads what all families share."""
+    rotated = fields.count("qk_rope_head_dim", 64)
+    latent = LatentConfig(
+        rank=fields.count("kv_lora_rank", 512),
+        rotated_dim=rotated,
+        key_dim=fields.count("qk_nope_head_dim", 128),
+        value_dim=fields.count("v_head_dim", 128),
+        query_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
+    )
+    plain = make_plain(rotated)
+    bias = fields.flag("attention_bias", False)
+    routing = read_deepseek_routing(fields, is_v3=model_type == "deepseek_v3")
+    return with_latent(
+        replace(
+            plain,
+            rope=replace(plain.rope, interleaved=fields.flag("rope_interleave", True)),
+            output_bias=bias,
+            experts=deepseek_layers(fields, plain, routing, is_v3=model_type == "deepseek_v3"),
+        ),
+        latent,
+        mscale=read_mscale(fields, plain),
+    )
+
+
+def with_latent(config: ModelConfig, latent: LatentConfig, *, mscale: float) -> ModelConfig:
+    """`mscale` is YaRN's factor of queries and of keys."""
+    scale = latent.query_dim**-0.5 * mscale**2
+    return replace(config, latent=latent, num_kv_heads=1, head_dim=latent.head_dim, attention_scale=scale)
+
+
+def read_mscale(fields: Fields, plain: ModelConfig) -> float:
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if section is None or plain.rope.scaling is None or not section.get("mscale_all_dim"):
+        return 1.0
+    return 0.1 * section.number("mscale_all_dim") * math.log(max(plain.rope.scaling.factor, 1.0)) + 1.0
+
+
+def read_deepseek_routing(fields: Fields, *, is_v3: bool) -> Routing:
+    method = fields.text("topk_method", "noaux_tc" if is_v3 else "greedy")
+    if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
+        raise fields.unsupported(f"topk_method {method!r} is not supported for this family.")
+    num_groups = 1 if method == "greedy" or not fields.has("n_group") else fields.count("n_group")
+    num_experts = fields.count("n_routed_experts", most=MAX_EXPERTS)
+    if num_experts % num_groups:
+        raise fields.bad(f"{num_experts} experts are not a multiple of {num_groups} groups")
+    top_groups = fields.count("topk_group", most=num_groups) if num_groups > 1 else 1
+    candidates = top_groups * (num_experts // num_groups)
+    return Routing(
+        num_experts,
+        fields.count("num_experts_per_tok", most=candidates),
+        scoring="sigmoid" if is_v3 else "softmax",
+        normalize=is_v3 and fields.flag("norm_topk_prob", True),
+        factor=fields.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_scores=2 if is_v3 else 1,
+    )
+
+
+def deepseek_layers(fields: Fields, plain: ModelConfig, routing: Routing, *, is_v3: bool) -> ExpertsConfig:
+    check_activation(fields, plain)
+    size = fields.count("moe_intermediate_size")
+    first = fields.count("first_k_dense_replace", 0, least=0)
+    return ExpertsConfig(
+        routing,
+        size,
+        tuple(index >= first for index in range(plain.num_layers)),
+        shared_size=size * fields.count("n_shared_experts", 0, least=0),
+        shared_name="shared_experts",
+        has_correction=is_v3,
+    )
 
 
 def with_multipliers(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from quire.layers.source import Part
 from quire.quant.code_format import E2M1, CodeFormat, CodeRows
 from quire.weights.code_part import CodePart
-from quire.weights.gguf import GGUFFile
 from quire.weights.safetensors import SafetensorsFiles
 
 GROUP = 32
@@ -48,7 +47,7 @@ def of_directory(files: SafetensorsFiles, part: Part, cols: int) -> CodePart:
     return CodePart(part, cols, {blocks: (*groups, GROUP // 2), scales: groups}, part_bytes, FORMAT, read)
 
 
-def of_gguf(file: GGUFFile, name: str, part: Part, cols: int, read_rows: Callable[[int, int], Bytes]) -> CodePart:
+def of_gguf(name: str, part: Part, cols: int, read_rows: Callable[[int, int], Bytes]) -> CodePart:
     """`read_rows(start, stop)` returns the blocks of the part's rows."""
 
     def read(start: int, stop: int) -> CodeRows:

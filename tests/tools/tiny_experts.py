@@ -26,6 +26,29 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
 QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 # The names of a configuration and a model in transformers, and what differs from SIZES.
@@ -62,6 +85,27 @@ EXPERT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 32,
             },
         },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek_v2 groups": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        LATENT | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     ),
     "granitemoe": (
         "GraniteMoeConfig",
