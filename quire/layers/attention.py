@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -51,8 +50,6 @@ class Attention:
         output: Part | None = None,
         joined: bool = False,
     ) -> None:
-        if sinks and ops.device != "cpu":
-            raise UnsupportedModel("Attention sinks have no GPU kernels in quire yet. Use --device cpu.")
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
         qkv = qkv or [
             Part(f"{name}.{letter}_proj", heads * head_dim, split="rows", unit=head_dim)

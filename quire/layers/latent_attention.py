@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
@@ -43,8 +42,6 @@ class LatentAttention:
         rotary: RotaryTable,
         bias: bool = False,
     ) -> None:
-        if ops.device != "cpu":
-            raise UnsupportedModel("Latent attention (MLA) has no GPU kernels in quire yet. Use --device cpu.")
         self.heads, self.head_dim = [num_heads, 1, 1], config.head_dim
         self.config, self.scale, self.rotary, self.ops = config, scale, rotary, ops
         query = Part(f"{name}.q_proj", num_heads * config.query_dim, split="rows", unit=config.query_dim)

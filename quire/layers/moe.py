@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.routing import ExpertWeights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.source import Part, Source
 from quire.models.config import ExpertsConfig
-
-EXPERT_UNIT = 32  # outputs that the C++ kernels compute together
-
 
 class Experts:
     """y = sum of weight * down(activation(gate(x)) * up(x)) over the chosen experts, plus the shared expert's output.
@@ -23,12 +19,7 @@ class Experts:
     """
 
     def __init__(self, source: Source, ops: Kernels, name: str, *, hidden_size: int, config: ExpertsConfig) -> None:
-        routing, size = config.routing, config.intermediate_size
-        if ops.native is not None and (size % EXPERT_UNIT or hidden_size % EXPERT_UNIT):
-            raise UnsupportedModel(
-                f"Its experts are {hidden_size} x {size}, and quire's CPU kernels take multiples of {EXPERT_UNIT}. "
-                "Use --kernels torch."
-            )
+        routing = config.routing
         router = Part(f"{name}.gate", routing.num_experts)
         self.router = Linear(source, [router], hidden_size, bias=config.router_bias)
         correction = Part(f"{name}.gate.e_score_correction_bias", routing.num_experts)
