@@ -30,12 +30,13 @@ void add_experts(Program& program, const PanelStore& gate_up, const PanelStore& 
                  Address gate_up_bias, Address down_bias, int64_t few_rows, int64_t down_few_rows) {
   auto op = std::make_unique<ExpertsOp>();
   const Activations x_rows = activations_of(quantized), inner_rows = activations_of(inner_quantized);
+  const Activations gated = gate_up.view.format.quantized() ? inner_rows : Activations{nullptr, 0, false};
   op->num_experts = num_experts;
   op->call = {floats(x), x.second, floats(routes), routes.second, floats(shared), shared.second, floats(shared_gate),
               shared_gate.second, floats(out), out.second, 0, gate_up.view.cols, top_k, floats(gathered),
               gathered.second, x_rows, floats(outputs), outputs.second};
   op->inner = {gate_up.view, {floats(gathered), gathered.second, x_rows}, 0, floats(inner), inner.second,
-               reinterpret_cast<const float*>(gate_up_bias), parse_activation(activation), inner_rows, nullptr,
+               reinterpret_cast<const float*>(gate_up_bias), parse_activation(activation), gated, nullptr,
                nullptr, few_rows, limit};
   op->outer = {down.view, {floats(inner), inner.second, inner_rows}, 0, floats(outputs), outputs.second,
                reinterpret_cast<const float*>(down_bias), Activation::NONE, {nullptr, 0, false}, nullptr, nullptr,

@@ -73,7 +73,8 @@ void ExpertsOp::run(const KernelTable& kernels, const Step& step, Worker& worker
       return;
     case 1: return kernels.gather(now, buckets(), worker);
     case 2: return multiply(kernels, inner, worker);
-    case 3: return multiply(kernels, outer, worker);
+    case 3: return round_inner(kernels, worker);
+    case 4: return multiply(kernels, outer, worker);
     default: return kernels.join_experts(now, buckets(), worker);
   }
 }
@@ -115,6 +116,15 @@ MatmulCall ExpertsOp::product(const MatmulCall& all, const Bucket& bucket) const
   if (all.bias) one.bias += bucket.expert * one.weight.rows;
   one.gated = bucket_rows(all.gated, bucket);
   return one;
+}
+
+// The tiles of dense products have other rows than those of int8, so dense products write float32 only.
+void ExpertsOp::round_inner(const KernelTable& kernels, Worker& worker) const {
+  if (inner.gated.data || !outer.x.quantized.data) return;
+  for (const Bucket& bucket : list_) {
+    const MatmulCall one = product(outer, bucket);
+    kernels.quantize(one.x.values, one.x.stride, one.rows, one.x.quantized, worker);
+  }
 }
 
 void ExpertsOp::multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const {

@@ -1,8 +1,9 @@
 // The ops of a program that multiply rows with many small matrices: a mixture of experts, and a matrix for each head.
 // `kernels/reference_experts.py` and `kernels/reference_latent.py` define the results.
 //
-// The phases of a mixture: tokens are sorted by expert; their rows are copied side by side; the gated products and the products back
-// are computed, expert after expert; each token's outputs are added.
+// The phases of a mixture: tokens are sorted by expert; their rows are copied side by side; the gated products are computed, expert
+// after expert; they are rounded to int8, if the products did not do it; the products back; each token's outputs are
+// added.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ struct ExpertsOp : Op {
   MatmulCall inner, outer;  // with the panels, the biases and the outputs of all experts
 
   const char* kind() const override { return "experts"; }
-  int phases() const override { return 5; }
+  int phases() const override { return 6; }
   bool by_rows() const override { return false; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 
@@ -33,6 +34,7 @@ struct ExpertsOp : Op {
   void sort_pairs(int64_t num_tokens) const;
   Buckets buckets() const;
   MatmulCall product(const MatmulCall& all, const Bucket& bucket) const;
+  void round_inner(const KernelTable& kernels, Worker& worker) const;
   void multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const;
 
   // Set in the first phase of a run.

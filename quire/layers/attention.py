@@ -21,9 +21,10 @@ class Attention:
     """Grouped-query attention under `name` in the checkpoint.
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
-    keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing is rotated. `slopes` [num_heads] float32 are
-    ALiBi's. With `sinks`, each head's softmax has one more term. `qkv` and `output` name the stored projections, if they do not have the usual names. With `joined` the
-    input is two tensors [tokens, hidden_size], whose projection is that of both side by side.
+    keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing
+    is rotated. `slopes` [num_heads] float32 are ALiBi's. With `sinks`, each head's softmax has one more term. `qkv` and
+    `output` name the stored projections, if they do not have the usual names. With `joined` the input is two tensors
+    [tokens, hidden_size], whose projection is that of both side by side.
     """
 
     def __init__(

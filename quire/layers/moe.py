@@ -11,6 +11,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.source import Part, Source
 from quire.models.config import ExpertsConfig
 
+
 class Experts:
     """y = sum of weight * down(activation(gate(x)) * up(x)) over the chosen experts, plus the shared expert's output.
 

@@ -14,6 +14,7 @@ from typing import Any
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
 from quire.weights.gguf_experts import (
+    read_deepseek,
     read_gpt_oss,
     read_granitemoe,
     read_mixtral,
@@ -106,6 +107,9 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
     "olmoe": lambda fields, shapes, divisors: read_olmoe(
         fields, shapes, plain_config(fields, shapes, "olmoe", divisors)
     ),
+    "deepseek2": lambda fields, shapes, divisors: read_deepseek(
+        fields, shapes, lambda own: plain_config(own, shapes, "deepseek", divisors, interleaved=True)
+    ),
     "gpt-oss": lambda fields, shapes, divisors: read_gpt_oss(
         fields, shapes, plain_config(fields, shapes, "gpt_oss", divisors)
     ),
@@ -113,7 +117,7 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
         fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
     ),
 }
-EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "granitemoe")
+EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe")
 
 
 def plain_config(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from quire.kernels.routing import Routing
-from quire.models.config import ExpertsConfig, ModelConfig
+from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
-from quire.weights.json_experts import MAX_EXPERTS, with_multipliers
+from quire.weights.json_experts import MAX_EXPERTS, with_latent, with_multipliers
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -64,6 +65,48 @@ def read_gpt_oss(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelCon
     windows = tuple(None if index % 2 else window for index in range(plain.num_layers))
     rope = replace(plain.rope, scaling=scaling)
     return replace(plain, rope=rope, windows=windows, attention_sinks=True, experts=experts)
+
+
+def read_deepseek(fields: Fields, shapes: Shapes, make_plain: Callable[[Fields], ModelConfig]) -> ModelConfig:
+    """DeepSeek-V2, V2-Lite and V3. `make_plain` reads what all families share."""
+    rotated, rank = fields.count("rope.dimension_count"), fields.count("attention.kv_lora_rank")
+    key_dim = fields.count("attention.key_length_mla") - rotated
+    if key_dim < 1:
+        raise fields.bad(f"attention.key_length_mla is {key_dim + rotated}, and {rotated} of it rotate")
+    query_rank = fields.count("attention.q_lora_rank", 0, least=0)
+    latent = LatentConfig(rank, rotated, key_dim, fields.count("attention.value_length_mla"), query_rank)
+    factor = fields.prefix + "rope.scaling.yarn_log_multiplier"
+    shared = {f"{fields.prefix}attention.{name}_length": rotated for name in ("key", "value")}
+    plain = make_plain(Fields({**fields.values, factor: None, **shared}, fields.where, fields.prefix))
+    mscale = 1.0
+    if fields.has("rope.scaling.yarn_log_multiplier") and plain.rope.scaling is not None:
+        mscale += fields.number("rope.scaling.yarn_log_multiplier") * math.log(max(plain.rope.scaling.factor, 1.0))
+        plain = replace(plain, rope=replace(plain.rope, scaling=replace(plain.rope.scaling, attention_factor=1.0)))
+    config = replace(plain, experts=read_deepseek_experts(fields, shapes, plain))
+    return with_latent(config, latent, mscale=mscale)
+
+
+def read_deepseek_experts(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ExpertsConfig:
+    routing = read_routing(fields, normalize=False)
+    num_groups = fields.count("expert_group_count", 1, most=routing.num_experts)
+    if routing.num_experts % num_groups:
+        raise fields.bad(f"{routing.num_experts} experts are not a multiple of {num_groups} groups")
+    top_groups = fields.count("expert_group_used_count", num_groups, most=num_groups)
+    if routing.top_k > top_groups * (routing.num_experts // num_groups):
+        raise fields.bad(f"{top_groups} groups have fewer than {routing.top_k} experts")
+    routing = replace(
+        routing,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_scores=2 if routing.scoring == "sigmoid" else 1,
+    )
+    experts = read_experts(fields, shapes, plain, routing)
+    return replace(
+        experts,
+        shared_size=experts.intermediate_size * fields.count("expert_shared_count", 0, least=0),
+        shared_name="shared_experts",
+        has_correction=any(name.endswith("exp_probs_b.bias") for name in shapes),
+    )
 
 
 def read_routing(fields: Fields, *, normalize: bool) -> Routing:

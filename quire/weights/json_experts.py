@@ -185,4 +185,3 @@ def sparse_layers(fields: Fields, plain: ModelConfig) -> ExpertsConfig:
 def check_activation(fields: Fields, plain: ModelConfig) -> None:
     if plain.activation != "silu":
         raise fields.unsupported(f"experts with activation {plain.activation!r} are not supported; quire has silu.")
-

@@ -87,6 +87,8 @@ def gguf_name(name: str, family: str) -> str:
         return f"{GGUF_TOP[stem]}.{suffix}"
     table = GGUF_LAYERS.get(family, GGUF_LAYER)
     match = LAYER.fullmatch(stem)
+    if match and suffix == "e_score_correction_bias":
+        return f"blk.{match[1]}.exp_probs_b.bias"
     if match and match[2] in table:
         return f"blk.{match[1]}.{table[match[2]]}.{suffix}"
     return name

@@ -28,7 +28,7 @@ SCHEDULES = {
 
 def logits_of(loaded: LoadedModel, schedule: str = "chunks") -> Tensor:
     steps = SCHEDULES[schedule]
-    tokens = {sequence: TOKENS for sequence in {sequence for rows in steps for sequence, _ in rows}}
+    tokens = dict.fromkeys({sequence for rows in steps for sequence, _ in rows}, TOKENS)
     with torch.inference_mode():
         logits = run(loaded.model, loaded.config, tokens, steps)
     return torch.cat([logits[sequence] for sequence in sorted(logits)])
@@ -57,7 +57,8 @@ def test_safetensors_give_the_logits_of_transformers(family: tuple[str, Any, Ten
 def test_gguf_gives_the_logits_of_transformers(family: tuple[str, Any, Tensor], tmp_path: Path) -> None:
     name, model, expected = family
     if name not in GGUF:
-        pytest.skip("llama.cpp does not have this architecture")
+        assert name in ("dense layers", "deepseek_v2 groups")  # llama.cpp does not have these
+        return
     logits = logits_of(load(save_gguf(model, name, tmp_path / "model.gguf")))
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 

@@ -19,7 +19,8 @@ from quire.engine.runner import ModelRunner, StepListener
 from quire.engine.torch_runner import TorchRunner
 from quire.kernels import Kernels, select_torch
 from quire.kernels.cache_spec import CacheSpec
-from quire.models.config import ModelConfig, Rope
+from quire.kernels.routing import Routing
+from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.random_tensors import RandomTensors
@@ -46,6 +47,34 @@ FAMILIES = {
     "gemma3": replace(
         LLAMA, family="gemma3", windows=(9, 9, None), local_rope=Rope(8, 1000.0), activation="gelu_tanh",
         tie_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+# One of each kind of layer that the families above lack.
+MIXTURE = ExpertsConfig(
+    Routing(6, 3, normalize=False), intermediate_size=32, layers=(True, False, True), shared_size=64, shared_gate=True
+)
+CLAMPED = replace(
+    MIXTURE, routing=Routing(5, 2), shared_size=0, shared_gate=False, router_bias=True, bias=True,
+    activation="clamped_silu", limit=2.0,
+)  # fmt: skip
+GROUPED = replace(
+    MIXTURE,
+    routing=Routing(8, 3, "sigmoid", factor=2.5, num_groups=4, top_groups=2, group_scores=2),
+    shared_gate=False,
+    has_correction=True,
+)
+MIXTURES = {
+    "experts": replace(LLAMA, family="qwen2_moe", hidden_size=64, head_dim=16, rope=Rope(16), experts=MIXTURE),
+    "sinks": replace(
+        LLAMA, family="gpt_oss", hidden_size=64, head_dim=16, rope=Rope(16), windows=(9, None, 9), experts=CLAMPED,
+        attention_sinks=True, attention_bias=True, output_bias=True,
+    ),
+    "latent": replace(
+        LLAMA, family="deepseek", hidden_size=64, head_dim=64, num_kv_heads=1, rope=Rope(16, interleaved=True),
+        experts=GROUPED, latent=LatentConfig(rank=48, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
+        attention_scale=0.2,
     ),
 }  # fmt: skip
 

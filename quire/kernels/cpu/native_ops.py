@@ -147,9 +147,7 @@ class NativeOps:
         weights, ids = np.split(routes, 2, axis=1)
         return ids.astype(np.int64), weights
 
-    def experts(
-        self, x: Any, routes: Any, weights: ExpertWeights, shared: Any = None, shared_gate: Any = None
-    ) -> Any:
+    def experts(self, x: Any, routes: Any, weights: ExpertWeights, shared: Any = None, shared_gate: Any = None) -> Any:
         if isinstance(x, Value):
             return record_experts(x, routes, weights, shared, shared_gate)
         ids, factors = routes

@@ -43,17 +43,19 @@ class PairRows:
     is_quantized: bool
 
     def view(self) -> tuple[int, int]:
-        return NULL_VIEW if self.is_quantized else (self.storage.memory.address, padded(self.width))
+        is_there = self.storage.needed and not self.is_quantized
+        return (self.storage.memory.address, padded(self.width)) if is_there else NULL_VIEW
 
     def quantized(self) -> tuple[int, int]:
-        return (self.storage.memory.address, self.width) if self.is_quantized else NULL_VIEW
+        is_there = self.storage.needed and self.is_quantized
+        return (self.storage.memory.address, self.width) if is_there else NULL_VIEW
 
 
-def new_rows(tape: Tape, width: int, top_k: int, *, quantized: bool) -> tuple[Value, PairRows]:
+def new_rows(tape: Tape, width: int, top_k: int, *, quantized: bool, needed: bool = True) -> tuple[Value, PairRows]:
     """The memory can be reused by the ops after the last reference to the value is dropped."""
     value = tape.new((ROWS_FOR_PADDING * top_k * width if quantized else top_k * padded(width),))
     storage = value.buffer.quantized if quantized else value.buffer.values
-    storage.needed = True
+    storage.needed = needed
     return value, PairRows(storage, width, quantized)
 
 
@@ -66,6 +68,7 @@ class ExpertsOp:
     columns: dict[str, Columns | None]
     gathered: PairRows
     inner: PairRows
+    rounded: PairRows
     outputs: PairRows
     few_rows: tuple[int, int]
 
@@ -80,7 +83,7 @@ class ExpertsOp:
             gathered=self.gathered.view(),
             quantized=self.gathered.quantized(),
             inner=self.inner.view(),
-            inner_quantized=self.inner.quantized(),
+            inner_quantized=self.rounded.quantized(),
             outputs=self.outputs.view(),
             activation=weights.activation,
             limit=weights.limit,
@@ -102,9 +105,11 @@ def record_experts(
 ) -> Value:
     tape, top_k = x.tape, routes.width // 2
     gate_up, down = only_panels(weights.gate_up), only_panels(weights.down)
+    rounds_x, rounds_inner = (panels.format not in DENSE_FORMATS for panels in (gate_up, down))
     rows = [
-        new_rows(tape, weights.hidden_size, top_k, quantized=gate_up.format not in DENSE_FORMATS),
-        new_rows(tape, weights.size, top_k, quantized=down.format not in DENSE_FORMATS),
+        new_rows(tape, weights.hidden_size, top_k, quantized=rounds_x),
+        new_rows(tape, weights.size, top_k, quantized=False, needed=not (rounds_x and rounds_inner)),
+        new_rows(tape, weights.size, top_k, quantized=True, needed=rounds_inner),
         new_rows(tape, weights.hidden_size, top_k, quantized=False),
     ]
     out = tape.new(x.tail)
