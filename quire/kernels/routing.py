@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from quire.kernels.arrays import Array
+if TYPE_CHECKING:
+    from quire.kernels.arrays import Array
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 

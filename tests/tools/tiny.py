@@ -66,14 +66,14 @@ GROUPED = replace(
     has_correction=True,
 )
 MIXTURES = {
-    "experts": replace(LLAMA, family="qwen2_moe", hidden_size=64, head_dim=16, rope=Rope(16), experts=MIXTURE),
+    "experts": replace(LLAMA, family="qwen2_moe", hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16), experts=MIXTURE),
     "sinks": replace(
-        LLAMA, family="gpt_oss", hidden_size=64, head_dim=16, rope=Rope(16), windows=(9, None, 9), experts=CLAMPED,
+        LLAMA, family="gpt_oss", hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16), windows=(9, None, 9), experts=CLAMPED,
         attention_sinks=True, attention_bias=True, output_bias=True,
     ),
     "latent": replace(
-        LLAMA, family="deepseek", hidden_size=64, head_dim=64, num_kv_heads=1, rope=Rope(16, interleaved=True),
-        experts=GROUPED, latent=LatentConfig(rank=48, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
+        LLAMA, family="deepseek", hidden_size=64, intermediate_size=96, head_dim=80, num_kv_heads=1, rope=Rope(16, interleaved=True),
+        experts=GROUPED, latent=LatentConfig(rank=64, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
         attention_scale=0.2,
     ),
 }  # fmt: skip

@@ -50,6 +50,21 @@ DEEPSEEK_YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 32,
 }
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 # The names of a configuration and a model in transformers, and what differs from SIZES.
@@ -67,26 +82,8 @@ EXPERT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN | {"head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", QWEN | {"num_key_value_heads": 4, "intermediate_size": 32}),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "head_dim": 32,
-            "sliding_window": 7,
-            "swiglu_limit": 1.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 32,
-            },
-        },
-    ),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS),
+    "tight gpt_oss": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS | {"swiglu_limit": 1.5}),
     "deepseek_v2": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
