@@ -33,7 +33,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 def in_top_groups(choice: Tensor, routing: Routing) -> Tensor:
     """choice [tokens, experts] -> whether each expert's group is one of the best, [tokens, experts] bool."""
-    grouped = choice.unflatten(1, (routing.num_groups, -1))
+    grouped = choice.view(len(choice), routing.num_groups, -1)
     group_scores = grouped.topk(routing.group_scores, dim=-1).values.sum(-1)
     best = torch.sort(group_scores, dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
     kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
@@ -54,7 +54,7 @@ def experts(
     """
     ids, factors = routes
     outputs = x.new_zeros(*ids.shape, x.shape[1])
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         tokens, ranks = (ids == expert).nonzero(as_tuple=True)
         outputs[tokens, ranks] = run_expert(x[tokens], weights, expert)
     total = torch.zeros_like(x, dtype=torch.float32)

@@ -45,10 +45,10 @@ class LatentAttention:
         self.heads, self.head_dim = [num_heads, 1, 1], config.head_dim
         self.config, self.scale, self.rotary, self.ops = config, scale, rotary, ops
         query = Part(f"{name}.q_proj", num_heads * config.query_dim, split="rows", unit=config.query_dim)
-        self.q_a = self.q_norm = None
+        self.query_latent: tuple[Linear, RMSNorm] | None = None
         if config.query_rank:
-            self.q_a = Linear(source, [Part(f"{name}.q_a_proj", config.query_rank)], hidden_size, bias=bias)
-            self.q_norm = RMSNorm(source, ops, f"{name}.q_a_layernorm", size=config.query_rank, eps=eps)
+            down = Linear(source, [Part(f"{name}.q_a_proj", config.query_rank)], hidden_size, bias=bias)
+            self.query_latent = down, RMSNorm(source, ops, f"{name}.q_a_layernorm", size=config.query_rank, eps=eps)
             query = Part(f"{name}.q_b_proj", query.rows, split="rows", unit=config.query_dim)
         self.q = Linear(source, [query], config.query_rank or hidden_size)
         self.kv = Linear(source, [Part(f"{name}.kv_a_proj_with_mqa", config.head_dim)], hidden_size, bias=bias)
@@ -67,7 +67,7 @@ class LatentAttention:
     ) -> Tensor:
         """As `Attention`."""
         ops, config = self.ops, self.config
-        q = self.q(x if self.q_norm is None else self.q_norm(self.q_a(x))).view(-1, self.heads[0], config.query_dim)
+        q = self.q(self._query_input(x)).view(-1, self.heads[0], config.query_dim)
         kv = self.kv(x).view(-1, 1, config.head_dim)
         table, interleaved = self.rotary.table, self.rotary.interleaved
         q, kv = ops.rope_latent(q, kv, self.kv_norm.weight, self.kv_norm.eps, positions, table, interleaved)
@@ -76,6 +76,12 @@ class LatentAttention:
             q, paging = q[ends.tokens], ends.paging
         out = ops.attention(ops.head_linear(q, self.absorb), cache, paging, scale=self.scale)
         return self.output(ops.head_linear(out, self.values).flatten(1))
+
+    def _query_input(self, x: Any) -> Any:
+        if self.query_latent is None:
+            return x
+        down, norm = self.query_latent
+        return norm(down(x))
 
 
 def key_parts(name: str, num_heads: int, config: LatentConfig) -> tuple[list[Part], int]:

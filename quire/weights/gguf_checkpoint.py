@@ -19,8 +19,8 @@ from quire.quant.panels import ROWS_IN_PANEL
 from quire.quant.weight import Weight
 from quire.weights import mxfp4
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
-from quire.weights.gguf import GGUFFile, TensorInfo
 from quire.weights.experts import gguf_part
+from quire.weights.gguf import GGUFFile, TensorInfo
 from quire.weights.names import gguf_name
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from quire.models.config import ModelConfig, Rope
-from quire.weights.fields import Fields, check_heads, default_head_dim
 from quire.weights import json_experts
+from quire.weights.fields import Fields, check_heads, default_head_dim
 from quire.weights.json_experts import read_granitemoe, read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from quire.weights.rope import gemma_ropes_from_json, rope_from_json
 from quire.weights.sampling import sampling_from_json

@@ -1,6 +1,6 @@
 """MXFP4 experts: 32 codes of 4 bits share a scale that is a power of two. gpt-oss's are stored so.
 
-In safetensors an expert's matrix is two tensors, `<name>_blocks` and `<name>_scales`. In GGUF files it is of type MXFP4.
+In safetensors an expert's matrix is two tensors, `<name>_blocks` and `<name>_scales`. GGUF has the type MXFP4.
 """
 
 from __future__ import annotations

@@ -65,16 +65,16 @@ GROUPED = replace(
     shared_gate=False,
     has_correction=True,
 )
+SMALL = replace(LLAMA, hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16))
 MIXTURES = {
-    "experts": replace(LLAMA, family="qwen2_moe", hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16), experts=MIXTURE),
+    "experts": replace(SMALL, family="qwen2_moe", experts=MIXTURE),
     "sinks": replace(
-        LLAMA, family="gpt_oss", hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16), windows=(9, None, 9), experts=CLAMPED,
-        attention_sinks=True, attention_bias=True, output_bias=True,
+        SMALL, family="gpt_oss", windows=(9, None, 9), experts=CLAMPED, attention_sinks=True, attention_bias=True,
+        output_bias=True,
     ),
     "latent": replace(
-        LLAMA, family="deepseek", hidden_size=64, intermediate_size=96, head_dim=80, num_kv_heads=1, rope=Rope(16, interleaved=True),
+        SMALL, family="deepseek", head_dim=80, num_kv_heads=1, rope=Rope(16, interleaved=True), attention_scale=0.2,
         experts=GROUPED, latent=LatentConfig(rank=64, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
-        attention_scale=0.2,
     ),
 }  # fmt: skip
 

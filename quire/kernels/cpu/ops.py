@@ -101,8 +101,9 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     if slopes is not None or softcap is not None or sinks is not None:
-        options = {"window": window, "slopes": slopes, "softcap": softcap, "sinks": sinks}
-        return reference.attention(q, cache, paging, scale=scale, **options)
+        return reference.attention(
+            q, cache, paging, scale=scale, window=window, slopes=slopes, softcap=softcap, sinks=sinks
+        )
     singles: dict[int, list[int]] = {}
     chunks: list[int] = []
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):

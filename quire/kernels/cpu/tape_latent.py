@@ -1,4 +1,4 @@
-"""The ops of latent attention on a tape: the reference's `rope_latent` and `head_linear`. `native_ops.py` calls them."""
+"""The ops of latent attention on a tape, `rope_latent` and `head_linear`. `native_ops.py` calls them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Matmul:
 
     @property
     def rounds(self) -> bool:
-        """Whether it writes its output in int8 too. The rows of a dense product's tiles are others than those of int8."""
+        """Whether it writes int8. A dense product does not: the rows of its tiles are others than those of int8."""
         return self.gated is not None and self.weight.format not in DENSE_FORMATS
 
     @property

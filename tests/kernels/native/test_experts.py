@@ -1,4 +1,4 @@
-"""The ops of mixtures of experts and of latent attention on the C++ kernels, against the reference on the same numbers."""
+"""The ops of mixtures of experts and of latent attention on the C++ kernels, against the reference."""
 
 from __future__ import annotations
 
