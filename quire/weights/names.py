@@ -108,6 +108,12 @@ def text_name(name: str) -> str:
     return name
 
 
+def is_draft_layer(name: str, num_layers: int) -> bool:
+    """Whether it belongs to a layer behind the last one, which predicts more tokens. DeepSeek-V3 has one."""
+    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= num_layers
+
+
 def may_stay_unread(name: str, *, tied: bool) -> bool:
     """Whether a file may have this tensor although the model does not use it."""
     if tied and name in ("lm_head.weight", "output.weight"):

@@ -302,8 +302,16 @@ OTHER_NAMES = {
 }
 
 
-def save_gguf(model: Any, name: str, path: Path, kind: GGMLType = GGMLType.F32) -> Path:
-    """Matrices are of type `kind`, but for the router's."""
+def save_gguf(
+    model: Any,
+    name: str,
+    path: Path,
+    kind: GGMLType = GGMLType.F32,
+    *,
+    only_experts: GGMLType | None = None,
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """Matrices are of type `kind`, those of experts of type `only_experts` if it is given, the router's are float32."""
     architecture, permuted, _ = GGUF[name]
     names = gguf.get_tensor_name_map(gguf_architecture(architecture), model.config.num_hidden_layers)
     tensors, config = {}, model.config
@@ -320,9 +328,10 @@ def save_gguf(model: Any, name: str, path: Path, kind: GGMLType = GGMLType.F32) 
             LAYER.sub("", spelled), ""
         ).format(*LAYER.findall(spelled))
         assert stored, key
-        plain = array.ndim == 1 or "ffn_gate_inp" in stored
-        tensors[stored] = tensor(array, GGMLType.F32 if plain else kind)
-    return write_gguf(path, gguf_metadata(model, name), tensors)
+        plain = array.ndim == 1 or "ffn_gate_inp" in stored or stored.endswith(".bias")
+        own = only_experts if only_experts and "_exps." in stored else kind
+        tensors[stored] = tensor(array, GGMLType.F32 if plain else own)
+    return write_gguf(path, gguf_metadata(model, name) | (more or {}), tensors)
 
 
 def gguf_architecture(name: str) -> Any:

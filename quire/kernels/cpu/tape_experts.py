@@ -106,19 +106,17 @@ def record_experts(
     tape, top_k = x.tape, routes.width // 2
     gate_up, down = only_panels(weights.gate_up), only_panels(weights.down)
     rounds_x, rounds_inner = (panels.format not in DENSE_FORMATS for panels in (gate_up, down))
-    # Held until the op is on the tape: then the ops after it may use the memory.
-    values, rows = zip(
+    # The values are held until the op is on the tape: then the ops after it may use the memory.
+    rows = [
         new_rows(tape, weights.hidden_size, top_k, quantized=rounds_x),
         new_rows(tape, weights.size, top_k, quantized=False, needed=not (rounds_x and rounds_inner)),
         new_rows(tape, weights.size, top_k, quantized=True, needed=rounds_inner),
         new_rows(tape, weights.hidden_size, top_k, quantized=False),
-        strict=True,
-    )
+    ]
     out = tape.new(x.tail)
     columns = {"x": x, "routes": routes, "shared": shared, "shared_gate": shared_gate, "out": out}
     read = {name: None if value is None else value.read() for name, value in columns.items()}
     few_rows = tape.native.few_rows(gate_up.format), tape.native.few_rows(down.format)
-    gathered, inner, rounded, outputs = rows
+    gathered, inner, rounded, outputs = (own for _, own in rows)
     tape.put(ExpertsOp(weights, top_k, read, gathered, inner, rounded, outputs, few_rows))
-    del values
     return out

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.kernels import reference
 from quire.errors import UnsupportedModel
+from quire.kernels import reference
 from quire.layers.attention import Attention
 from quire.train.features import Batch, Inputs
 from quire.train.target import Target
