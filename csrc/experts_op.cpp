@@ -67,7 +67,7 @@ void RouteOp::run(const KernelTable& kernels, const Step& step, Worker& worker, 
 void ExpertsOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const {
   ExpertsCall now = call;
   now.rows = step.num_tokens;
-  switch (phase) {
+  switch (rounds_inner() || phase < 3 ? phase : phase + 1) {
     case 0:
       if (worker.index == 0) sort_pairs(step.num_tokens);
       return;
@@ -120,7 +120,6 @@ MatmulCall ExpertsOp::product(const MatmulCall& all, const Bucket& bucket) const
 
 // The tiles of dense products have other rows than those of int8, so dense products write float32 only.
 void ExpertsOp::round_inner(const KernelTable& kernels, Worker& worker) const {
-  if (inner.gated.data || !outer.x.quantized.data) return;
   for (const Bucket& bucket : list_) {
     const MatmulCall one = product(outer, bucket);
     kernels.quantize(one.x.values, one.x.stride, one.rows, one.x.quantized, worker);

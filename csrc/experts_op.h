@@ -26,7 +26,7 @@ struct ExpertsOp : Op {
   MatmulCall inner, outer;  // with the panels, the biases and the outputs of all experts
 
   const char* kind() const override { return "experts"; }
-  int phases() const override { return 6; }
+  int phases() const override { return rounds_inner() ? 6 : 5; }
   bool by_rows() const override { return false; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 
@@ -34,6 +34,7 @@ struct ExpertsOp : Op {
   void sort_pairs(int64_t num_tokens) const;
   Buckets buckets() const;
   MatmulCall product(const MatmulCall& all, const Bucket& bucket) const;
+  bool rounds_inner() const { return outer.x.quantized.data && !inner.gated.data; }
   void round_inner(const KernelTable& kernels, Worker& worker) const;
   void multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const;
 
