@@ -93,7 +93,7 @@ static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int 
   for (int first = 0; first < head_dim; first += step) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      if (Item::paged) prefetch_line(ahead[v] + first * kLanes);
+      if (Item::paged) prefetch_into_second(ahead[v] + first * kLanes);
     }
 #pragma GCC unroll 8
     for (int d = first; d < first + step; ++d) {
@@ -138,7 +138,7 @@ static void weigh_vectors(const float* weights, int value_dim, const Chunk& chun
 #pragma GCC unroll 8
       for (int v = 0; v < D; ++v) {
         x[v] = Item::widen(values + v * kLanes);
-        if (Item::paged && v * kLanes * sizeof(Type) % 64 == 0) prefetch_line(ahead + v * kLanes);
+        if (Item::paged && v * kLanes * sizeof(Type) % 64 == 0) prefetch_into_second(ahead + v * kLanes);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {

@@ -16,7 +16,7 @@ namespace QUIRE_ISA {
 
 constexpr int64_t kUnit = 2 * kLanes;        // outputs that form one block of the next product
 constexpr int64_t kPassBytes = 640 * 1024;   // of activations in one pass over a group of panels: they stay in L2
-constexpr int kPrefetchBlocks = 32;          // prefetch distance, for all panels that are read at once together
+constexpr int64_t kPrefetchBytes = 64 * 1024;  // prefetch distance, for all panels that are read at once together
 
 template <int value>
 struct Number {
@@ -100,7 +100,7 @@ constexpr bool kCorrected = !kHasMinimum<scales> && !(codes == Codes::U8 && kSig
 template <Codes codes>
 constexpr int kShift = codes == Codes::U8 ? 0 : codes == Codes::U6 ? 2 : codes == Codes::U5 ? 3 : 4;  // 128 / offset
 
-// The panel that a thread reads after the current one. Its beginning is prefetched.
+// The panel that a thread reads after the current one. It is prefetched meanwhile.
 struct Ahead {
   const uint8_t *codes, *scales;
 
@@ -115,7 +115,7 @@ struct PackedPanel {
   int64_t blocks;
   int64_t codes_to_next, scales_to_next;  // bytes from the end of this panel to the thread's next one
   static constexpr int64_t step = block_bytes(codes);
-  static constexpr int64_t scale_step = scales == Scales::D ? 32 : 64;
+  static constexpr int64_t scale_step = scale_bytes_of(scales, kSuper) / kSuper;  // a block, on average
   static constexpr bool packed = true;
 
   static PackedPanel of(const Panels& weight, int64_t panel, Ahead ahead) {
@@ -132,13 +132,11 @@ struct PackedPanel {
   f32 minimum(int64_t block) const { return read_minimum<scales>(scales_at, block); }
   template <int num_panels>
   void prefetch(int64_t block) const {
-    const int64_t wanted = block + kPrefetchBlocks / num_panels;
+    const int64_t distance = kPrefetchBytes / (num_panels * (step + scale_step));
+    const int64_t wanted = block + (distance < blocks ? distance : blocks);
     const uint8_t* ahead = codes_at + wanted * step + (wanted < blocks ? 0 : codes_to_next);
-    unroll<step / 64>([&](auto line) { prefetch_line(ahead + 64 * line.v); });
-    if constexpr (scales == Scales::D || scales == Scales::DM) {
-      const uint8_t* scale = scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next);
-      prefetch_line(scale);
-    }
+    unroll<step / 64>([&](auto line) { prefetch_into_second(ahead + 64 * line.v); });
+    prefetch_into_second(scales_at + wanted * scale_step + (wanted < blocks ? 0 : scales_to_next));
   }
 };
 

@@ -44,6 +44,18 @@ constexpr int64_t block_bytes(Codes codes) {
   return codes == Codes::U4 ? 256 : codes == Codes::U5 ? 320 : codes == Codes::U6 ? 384 : 512;
 }
 
+// Bytes of scales for `blocks` blocks.
+constexpr int64_t scale_bytes_of(Scales scales, int64_t blocks) {
+  switch (scales) {
+    case Scales::NONE: return 0;
+    case Scales::D: return blocks * 32;
+    case Scales::DM: return blocks * 64;
+    case Scales::SUPER_DM: return blocks / kSuper * (64 + kSuper * 32);
+    case Scales::SUPER_D16: return blocks / kSuper * (32 + kSuper * 32);
+  }
+  return 0;
+}
+
 constexpr int64_t value_bytes(Codes codes) { return codes == Codes::F32 ? 4 : 2; }
 
 // A matrix of `rows` outputs and `cols` inputs in panels.
@@ -60,16 +72,7 @@ struct Panels {
     return blocks() * block_bytes(format.codes);
   }
 
-  int64_t scale_bytes() const {
-    switch (format.scales) {
-      case Scales::NONE: return 0;
-      case Scales::D: return blocks() * 32;
-      case Scales::DM: return blocks() * 64;
-      case Scales::SUPER_DM: return blocks() / kSuper * (64 + kSuper * 32);
-      case Scales::SUPER_D16: return blocks() / kSuper * (32 + kSuper * 32);
-    }
-    return 0;
-  }
+  int64_t scale_bytes() const { return scale_bytes_of(format.scales, blocks()); }
 
   int64_t stride() const { return round_up(code_bytes(), 64) + round_up(scale_bytes(), 64); }
   int64_t nbytes() const { return count() * stride(); }

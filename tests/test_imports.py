@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "file_limit",
         "llm",
         "async_llm",
+        "engine.backend",
         "engine.client",
         "engine.prompt_logits",
         "speculative.controller",

@@ -36,6 +36,7 @@ class App:
         self._middleware = middleware
         self._client = service.client
         self.max_requests = service.ready.max_requests
+        self.max_len = service.ready.max_len
 
     async def post(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         """The status and the body of the response. Raises EngineError if there is no engine any more."""

@@ -8,6 +8,7 @@ rows that run at once do not change a byte of it: times, and counts that depend 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +20,15 @@ import msgspec
 
 from quire import __version__, event_loop
 from quire.batch.app import open_app
-from quire.batch.ledger import Ledger
+from quire.batch.ledger import FLUSH_S, Ledger, is_complete, read_job, remove
 from quire.batch.output import write_output
-from quire.batch.rows import BadRow, Row, RowDefaults, Rows, file_digest, make_row, row_digest
+from quire.batch.rows import BadRow, Row, RowDefaults, Rows, TextRows, file_digest, make_row, row_digest
 from quire.config import EngineConfig
 from quire.errors import InvalidParams, show
+from quire.text.tools.events import make_call_id
 
 WINDOW_ROWS = 2048  # rows that are sorted so that those with the same beginning run together
+NUM_SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of a model
 
 # The options of an engine that do not change an answer, so a resumed job may have others.
 MAY_CHANGE = frozenset(
@@ -94,21 +97,42 @@ async def _run_job(
     resume: bool,
     progress: Progress | None,
 ) -> JobReport:
+    if resume and is_complete(files.ledger, files.output):
+        return finish(files)
+    check_output(files)
     rows = open_rows(files.input)
     survey = rows.survey()
     job = describe_job(files.input, survey.num_rows, engine, model_path, defaults)
-    with open_ledger(files, job, resume) as ledger:
+    with Ledger.open(files.ledger, job, resume=resume) as ledger:
         report = JobReport(survey.num_rows, ledger.num_finished)
         begin_s = time.monotonic()
         if ledger.num_finished < survey.num_rows:
             async with open_app(engine, model_path, num_replicas) as app:
+                ledger.check_engine({"max_len": app.max_len})
                 run = JobRun(app, ledger, report, progress)
                 waiting = unfinished_rows(rows, survey.repeated, ledger.finished, defaults)
                 await run.answer_rows(sort_windows(waiting), 2 * app.max_requests)
         report.seconds = time.monotonic() - begin_s
-        write_output(files.output, ledger.answers())
-        ledger.remove()
+        check_unchanged(files, ledger, job["input"])
+        ledger.complete(write_output(files.output, ledger.answers()), files.output)
     return report
+
+
+def finish(files: JobFiles) -> JobReport:
+    """Delete the ledger of a job whose output is written, whatever a kill has left of it."""
+    begun = files.ledger / "job.json"
+    num_rows = read_job(files.ledger, "job.json").get("num_rows", 0) if begun.exists() else 0
+    remove(files.ledger)
+    return JobReport(num_rows, num_rows)
+
+
+def check_unchanged(files: JobFiles, ledger: Ledger, digest: str) -> None:
+    """The rows of an input that has changed since the job began may be those of either input."""
+    if ledger.num_finished < ledger.num_rows or file_digest(files.input) != digest:
+        raise InvalidParams(
+            f"{files.input} has changed while the job ran. Restore it and continue with --resume, or remove "
+            f"{files.ledger} to begin again."
+        )
 
 
 def open_rows(path: Path) -> Rows:
@@ -116,7 +140,7 @@ def open_rows(path: Path) -> Rows:
         from quire.batch.parquet import ParquetRows
 
         return ParquetRows(path)
-    return Rows(path)
+    return TextRows(path) if path.suffix == ".txt" else Rows(path)
 
 
 def describe_job(
@@ -129,7 +153,7 @@ def describe_job(
         "input": file_digest(path),
         "num_rows": num_rows,
         "model": engine.model,
-        "model_bytes": model_bytes(model_path),
+        "model_digest": model_digest(model_path),
         "seed": defaults.seed,
         "chat": defaults.chat,
         "params": dict(defaults.params),
@@ -137,31 +161,30 @@ def describe_job(
     }
 
 
-def model_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.iterdir()
-    return sum(file.stat().st_size for file in files)
+def model_digest(path: Path) -> str:
+    """Tells models apart without reading all of their bytes: names, sizes, and samples that lie evenly in each file."""
+    state = hashlib.blake2b(digest_size=16)
+    for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):
+        size = file.stat().st_size
+        state.update(f"{file.name}/{size}/".encode())
+        with file.open("rb") as opened:
+            for number in range(NUM_SAMPLES):
+                opened.seek(size * number // NUM_SAMPLES)
+                state.update(opened.read(SAMPLE_BYTES))
+    return state.hexdigest()
 
 
-def open_ledger(files: JobFiles, job: Mapping[str, Any], resume: bool) -> Ledger:
+def check_output(files: JobFiles) -> None:
     if files.output.exists():
         raise InvalidParams(f"{files.output} exists already; remove it, or name another output.")
     if not files.output.parent.is_dir():
         raise InvalidParams(f"{files.output.parent} is not a directory; make it first.")
-    if not files.ledger.exists():
-        return Ledger.begin(files.ledger, job)
-    if not resume:
-        raise InvalidParams(
-            f"{files.ledger} has the answers of an interrupted job. Continue it with --resume, or remove the folder."
-        )
-    return Ledger.resume(files.ledger, job)
 
 
 def unfinished_rows(
-    rows: Iterable[Any], repeated: Collection[int], finished: Sequence[int], defaults: RowDefaults
+    rows: Rows, repeated: Collection[int], finished: Sequence[int], defaults: RowDefaults
 ) -> Iterator[Row | BadRow]:
-    for index, raw in enumerate(rows):
-        if finished[index]:
-            continue
+    for index, raw in rows.unfinished(finished):
         row = make_row(index, raw, defaults)
         if index in repeated:
             row = BadRow(index, row.id, f"The id {show(row.id)} is that of an earlier row; give each row its own.")
@@ -188,10 +211,19 @@ class JobRun:
         """Each worker takes the next row when its last one is answered. The first failure ends all of them."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(num_workers):
-                    group.create_task(self._work(rows))
+                flushing = group.create_task(self._flush())
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(num_workers):
+                        workers.create_task(self._work(rows))
+                flushing.cancel()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            raise first_failure(failures) from None
+
+    async def _flush(self) -> None:
+        """An answer is on the disk within a second, also when the next one takes long."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            self.ledger.flush()
 
     async def _work(self, rows: Iterator[Row | BadRow]) -> None:
         for row in rows:
@@ -208,7 +240,7 @@ class JobRun:
             status, data = await self.app.post(row.url, msgspec.json.encode(row.body), name)
             body = msgspec.json.decode(data)
         self._count(status, body)
-        response = {"status_code": status, "request_id": name, "body": without_times(body)}
+        response = {"status_code": status, "request_id": name, "body": reproducible(body, name)}
         return msgspec.json.encode(
             {"id": f"batch_req_{name}", "custom_id": row.id, "response": response, "error": None}
         )
@@ -220,10 +252,21 @@ class JobRun:
         self.report.completion_tokens += usage.get("completion_tokens", 0)
 
 
-def without_times(body: dict[str, Any]) -> dict[str, Any]:
-    """A response without what differs from run to run: when it was made, and what the cache and drafts saved."""
+def first_failure(failures: BaseExceptionGroup) -> BaseException:
+    """The first exception of nested groups."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def reproducible(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """A response without what differs from run to run: times, what the cache and drafts saved, random ids of calls."""
     if "created" in body:
         body["created"] = 0
     if "usage" in body:
         body["usage"] = {name: value for name, value in body["usage"].items() if not name.endswith("_details")}
+    for choice in body.get("choices", ()):
+        for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
+            call["id"] = make_call_id(f"{name}/{choice['index']}", number)
     return body

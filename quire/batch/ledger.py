@@ -2,7 +2,8 @@
 
 `answers.jsonl` has a line for each finished row, in the order of their ends. `index` has the row and the end of each
 line. An index entry is written after its line is on the disk, so what the index names is whole; what lies behind the
-last entry is cut off when a job resumes. `job.json` says which job it is.
+last entry is cut off when a job resumes. `job.json` says which job it is, `engine.json` what its first engine was, and
+`written` that the output is complete.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import fcntl
 import json
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -26,6 +27,8 @@ from quire.errors import InvalidParams
 
 FLUSH_S = 1.0  # answers of at most this time are lost in a crash
 FLUSH_BYTES = 1 << 20
+READ_ROWS = 1 << 16
+FILES = ("answers.jsonl", "index", "engine.json", "job.json", "lock", "written")  # removed in this order
 ENTRY = np.dtype([("row", "<u8"), ("end", "<u8")])
 
 Entries = NDArray[Any]
@@ -34,7 +37,7 @@ Entries = NDArray[Any]
 class Ledger:
     """The open ledger of a job. Only one process may have it open."""
 
-    def __init__(self, folder: Path, num_rows: int) -> None:
+    def __init__(self, folder: Path, num_rows: int, locked: BinaryIO) -> None:
         self.folder = folder
         self.num_rows = num_rows
         self.finished = bytearray(num_rows)
@@ -42,33 +45,32 @@ class Ledger:
         self._lines: list[bytes] = []
         self._entries: list[tuple[int, int]] = []
         self._last_flush_s = time.monotonic()
-        self._lock = lock(folder)
-        self._answers = (folder / "answers.jsonl").open("ab")
-        self._index = (folder / "index").open("ab")
+        self._lock = locked
+        self._answers = (folder / "answers.jsonl").open("ab", buffering=0)
+        self._index = (folder / "index").open("ab", buffering=0)
         try:
-            self._end = self._cut_off()
+            self._end = self._flushed = self._cut_off()
         except InvalidParams:
             self._close()
             raise
 
     @classmethod
-    def begin(cls, folder: Path, job: Mapping[str, Any]) -> Ledger:
-        """A new ledger. `job` is what a resumed job must have in common with it; `num_rows` is part of it."""
-        folder.mkdir(parents=True)
-        write_whole(folder / "job.json", json.dumps(job, indent=1, sort_keys=True).encode())
-        return cls(folder, job["num_rows"])
+    def open(cls, folder: Path, job: Mapping[str, Any], *, resume: bool) -> Ledger:
+        """The ledger of a new job or, with `resume`, of one that was interrupted.
 
-    @classmethod
-    def resume(cls, folder: Path, job: Mapping[str, Any]) -> Ledger:
-        """The ledger of a job that was interrupted. Raises InvalidParams if it was another job."""
-        begun = read_job(folder)
-        if changed := [name for name in sorted({*begun, *job}) if begun.get(name) != job.get(name)]:
-            name = changed[0]
-            raise InvalidParams(
-                f"{folder} was begun with {name} {begun.get(name)!r}, which is {job.get(name)!r} now. Give what it was "
-                "begun with, or remove the folder to begin again."
-            )
-        return cls(folder, job["num_rows"])
+        `job` is what a resumed job must have in common with the interrupted one; `num_rows` is part of it. Raises
+        InvalidParams if it was another job, or if another process has it.
+        """
+        locked = lock(folder)
+        try:
+            if is_begun(folder):
+                check_same(folder, read_job(folder, "job.json"), job, resume)
+            else:
+                write_whole(folder / "job.json", to_json(job))
+            return cls(folder, job["num_rows"], locked)
+        except BaseException:
+            locked.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +86,13 @@ class Ledger:
         for file in (self._answers, self._index, self._lock):
             file.close()
 
+    def check_engine(self, engine: Mapping[str, Any]) -> None:
+        """What answers depend on and is known only when the model is loaded. It is that of the job's first engine."""
+        path = self.folder / "engine.json"
+        if not path.exists():
+            write_whole(path, to_json(engine))
+        check_same(self.folder, read_job(self.folder, "engine.json"), engine, resume=True)
+
     def append(self, row: int, line: bytes) -> None:
         """Keep the answer to a row: a line of JSON without its end of line."""
         assert not self.finished[row], row
@@ -97,9 +106,16 @@ class Ledger:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was appended to the disk: first the lines, then their entries."""
-        write_synced(self._answers, b"".join(self._lines))
-        write_synced(self._index, np.array(self._entries, ENTRY).tobytes())
+        """Write what was appended to the disk: first the lines, then their entries. If that fails, both stay to do."""
+        if self._entries:
+            num_indexed = os.fstat(self._index.fileno()).st_size
+            try:
+                write_synced(self._answers, b"".join(self._lines))
+                write_synced(self._index, np.array(self._entries, ENTRY).tobytes())
+            except OSError:
+                os.truncate(self._index.fileno(), num_indexed)
+                os.truncate(self._answers.fileno(), self._flushed)
+                raise
         self._lines.clear()
         self._entries.clear()
         self._flushed = self._end
@@ -111,21 +127,31 @@ class Ledger:
         assert self.num_finished == self.num_rows, (self.num_finished, self.num_rows)
         if not self.num_rows:
             return
-        entries = self._read_entries()
-        ends = np.empty(self.num_rows, np.uint64)
-        starts = np.empty(self.num_rows, np.uint64)
-        ends[entries["row"]] = entries["end"]
-        starts[entries["row"]] = np.concatenate([np.zeros(1, np.uint64), entries["end"][:-1]])
+        starts, ends = self._find_lines()
         with (
             (self.folder / "answers.jsonl").open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                yield data[start:end]
+            for first in range(0, self.num_rows, READ_ROWS):
+                rows = slice(first, first + READ_ROWS)
+                for start, end in zip(starts[rows].tolist(), ends[rows].tolist(), strict=True):
+                    yield data[start:end]
 
-    def remove(self) -> None:
-        """Delete the folder of a job whose output is complete."""
-        shutil.rmtree(self.folder)
+    def _find_lines(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Where the line of each row starts and ends."""
+        entries = self._read_entries()
+        starts = np.zeros(self.num_rows, np.uint64)
+        ends = np.empty(self.num_rows, np.uint64)
+        ends[entries["row"]] = entries["end"]
+        starts[entries["row"][1:]] = entries["end"][:-1]
+        return starts, ends
+
+    def complete(self, written: Path, output: Path) -> None:
+        """Move the written output into place, and delete the ledger. A crash in between leaves a job that resumes."""
+        write_whole(self.folder / "written", to_json(identity(written)))
+        written.replace(output)
+        sync_folder(output.parent)
+        remove(self.folder)
 
     def _cut_off(self) -> int:
         """Mark the finished rows, and remove what an interrupted write left behind. Returns the end of the lines."""
@@ -138,10 +164,10 @@ class Ledger:
         self.num_finished = sum(self.finished)
         if self.num_finished != len(entries):
             raise InvalidParams(f"{self.folder / 'index'} names a row twice; remove the folder to begin again.")
-        self._flushed = int(entries["end"][-1]) if len(entries) else 0
-        os.truncate(self.folder / "index", len(entries) * ENTRY.itemsize)
-        os.truncate(self.folder / "answers.jsonl", self._flushed)
-        return self._flushed
+        end = int(entries["end"][-1]) if len(entries) else 0
+        os.truncate(self._index.fileno(), len(entries) * ENTRY.itemsize)
+        os.truncate(self._answers.fileno(), end)
+        return end
 
     def _read_entries(self) -> Entries:
         data = (self.folder / "index").read_bytes()
@@ -149,37 +175,97 @@ class Ledger:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Hold the folder for this process. The lock ends with the file, so a killed process leaves none."""
-    file = (folder / "lock").open("wb")
+    """Make the folder and hold it for this process. The lock ends with the file, so a killed process leaves none."""
+    try:
+        folder.mkdir(exist_ok=True)
+        file = (folder / "lock").open("wb")
+    except OSError as error:
+        raise InvalidParams(f"{folder} cannot be written: {error.strerror}.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
         raise InvalidParams(f"{folder} is in use: another process runs this job.") from None
+    if not os.fstat(file.fileno()).st_nlink:
+        file.close()
+        raise InvalidParams(f"{folder} is gone: another process has just completed this job.")
     return file
 
 
-def read_job(folder: Path) -> dict[str, Any]:
-    try:
-        job = json.loads((folder / "job.json").read_bytes())
-    except (OSError, ValueError) as error:
+def is_begun(folder: Path) -> bool:
+    """Whether a job has begun there. One that was killed before it had described itself has not."""
+    index = folder / "index"
+    return (folder / "job.json").exists() or (index.exists() and index.stat().st_size > 0)
+
+
+def is_complete(folder: Path, output: Path) -> bool:
+    """Whether the job has written that output, and was killed before the ledger was deleted."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(json.loads((folder / "written").read_bytes()) == identity(output))
+    return False
+
+
+def identity(path: Path) -> list[int]:
+    """What a file keeps when it is renamed, and another file under its name has not."""
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def remove(folder: Path) -> None:
+    """Delete a ledger. `written` comes last: until then the output says that the job is complete."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def check_same(folder: Path, begun: Mapping[str, Any], job: Mapping[str, Any], resume: bool) -> None:
+    if not resume:
         raise InvalidParams(
-            f"{folder / 'job.json'} cannot be read ({error}); remove the folder to begin again."
-        ) from None
+            f"{folder} has the answers of an interrupted job. Continue it with --resume, or remove the folder."
+        )
+    if changed := [name for name in sorted({*begun, *job}) if begun.get(name) != job.get(name)]:
+        name = changed[0]
+        raise InvalidParams(
+            f"{folder} was begun with {name} {begun.get(name)!r}, which is {job.get(name)!r} now. Give what it was "
+            "begun with, or remove the folder to begin again."
+        )
+
+
+def read_job(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        job = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidParams(f"{folder / name} cannot be read ({error}); remove the folder to begin again.") from None
     if not isinstance(job, dict):
-        raise InvalidParams(f"{folder / 'job.json'} is not the file of a job; remove the folder to begin again.")
+        raise InvalidParams(f"{folder / name} is not the file of a job; remove the folder to begin again.")
     return job
 
 
-def write_synced(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
+def to_json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()
+
+
+def write_synced(file: RawIOBase, data: bytes) -> None:
+    """Write all of the data to an unbuffered file, and wait until it is on the disk."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
     os.fsync(file.fileno())
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that either has all of the data or does not exist."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with partial.open("wb", buffering=0) as file:
         write_synced(file, data)
     partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,33 @@ class ParquetRows(Rows):
         except (OSError, ValueError) as error:
             raise InvalidParams(f"{path} cannot be read as a Parquet table: {error}.") from None
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._file.iter_batches(BATCH_ROWS):
-            for row in batch.to_pylist():
-                yield decode_columns({name: value for name, value in row.items() if value is not None})
+    def unfinished(self, finished: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        first = 0
+        for batch in self._batches():
+            left = [number for number in range(batch.num_rows) if not finished[first + number]]
+            for number, row in zip(left, batch.take(left).to_pylist() if left else (), strict=True):
+                yield first + number, decode_columns(row)
+            first += batch.num_rows
 
     def survey(self) -> Survey:
         names = [name for name in ("custom_id", "id") if name in self._file.schema_arrow.names]
         digests = array("Q")
         if names:
-            for batch in self._file.iter_batches(BATCH_ROWS, columns=names):
+            for batch in self._batches(names):
                 for row in batch.to_pylist():
                     given = next((row[name] for name in names if row[name] is not None), len(digests))
-                    digests.append(int.from_bytes(row_digest(str(given)), "little"))
+                    digests.append(int.from_bytes(row_digest(str(as_json(given))), "little"))
         return Survey(self._file.metadata.num_rows, find_repeated(digests))
 
+    def _batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        try:
+            yield from self._file.iter_batches(BATCH_ROWS, columns=columns)
+        except (OSError, ValueError) as error:
+            raise InvalidParams(f"{self.path} cannot be read as a Parquet table: {error}.") from None
 
-def decode_columns(row: dict[str, Any]) -> Any:
+
+def decode_columns(columns: dict[str, Any]) -> Any:
+    row = as_json(columns)
     for name in JSON_COLUMNS:
         if isinstance(row.get(name), str):
             try:
@@ -55,6 +65,17 @@ def decode_columns(row: dict[str, Any]) -> Any:
             except msgspec.DecodeError as error:
                 return ValueError(f"The column {name} is not JSON: {error}.")
     return row
+
+
+def as_json(value: Any) -> Any:
+    """A value of a table as JSON would have it: every row has the fields of all others, null, and a column of numbers
+    with a null in it may have become one of floats.
+    """
+    if isinstance(value, dict):
+        return {name: as_json(each) for name, each in value.items() if each is not None}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return [as_json(each) for each in value] if isinstance(value, list) else value
 
 
 def write_table(path: Path, answers: Iterable[bytes]) -> None:

@@ -1,14 +1,14 @@
 """The rows of a batch job: OpenAI batch lines, plain prompts as JSON, or a text file with a prompt a line.
 
-`Rows` reads a file from front to back. `make_row` turns one line into the request that answers it. A line that cannot
-be used becomes a `BadRow`, whose answer is an error. `parquet.py` reads and writes Parquet files.
+`Rows` and `TextRows` read a file from front to back. `make_row` turns one line into the request that answers it. A line
+that cannot be used becomes a `BadRow`, whose answer is an error. `parquet.py` reads and writes Parquet files.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from quire.errors import InvalidParams, show
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (CHAT, COMPLETIONS)
 ROW_FIELDS = ("custom_id", "id")  # of a plain prompt; its other fields are fields of the API
+LINE_FIELDS = frozenset({*ROW_FIELDS, "method", "url", "body"})  # of a line of OpenAI's batch API
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_ID_CHARS = 512
 READ_BYTES = 1 << 20
 
@@ -74,28 +76,53 @@ class RowId(msgspec.Struct):
 
 
 class Rows:
-    """The lines of a file that are not blank, in order. A `.txt` file has a prompt a line; others have JSON lines."""
+    """The JSON lines of a file that are not blank, in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._decode = decode_text if path.suffix == ".txt" else decode_line
 
-    def __iter__(self) -> Iterator[Any]:
-        """Each row as its line decodes: a dictionary, a text, or a ValueError that says why it does not."""
-        with open_input(self.path) as file:
-            for line in file:
-                if line := line.strip():
-                    yield self._decode(line)
+    def unfinished(self, finished: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """The number of each row that is not finished, and the row: a ValueError says why a line does not decode.
+
+        Rows that were appended to the file after `finished` was made are left out.
+        """
+        for (index, line), is_finished in zip(enumerate(self.lines()), finished, strict=False):
+            if not is_finished:
+                yield index, self.decode(line)
 
     def survey(self) -> Survey:
-        """Count the rows, and find those whose id an earlier row has. Takes 8 bytes of memory a row."""
+        """Count the rows, and find those whose id an earlier row has."""
         digests = array("Q")
-        with open_input(self.path) as file:
-            for line in file:
-                if line := line.strip():
-                    row_id = find_id(line, len(digests))
-                    digests.append(int.from_bytes(row_digest(row_id), "little"))
+        for index, line in enumerate(self.lines()):
+            digests.append(int.from_bytes(row_digest(find_id(line, index)), "little"))
         return Survey(len(digests), find_repeated(digests))
+
+    def lines(self) -> Iterator[bytes]:
+        with open_input(self.path) as file:
+            if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+                file.seek(0)
+            for line in file:
+                if not line.isspace():
+                    yield line.rstrip(b"\r\n")
+
+    def decode(self, line: bytes) -> Any:
+        try:
+            return decode_json(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return ValueError(f"The line is not JSON: {error}.")
+
+
+class TextRows(Rows):
+    """The lines of a text file that are not blank: a prompt a line. Spaces at its ends are part of it."""
+
+    def survey(self) -> Survey:
+        return Survey(sum(1 for _ in self.lines()), frozenset())
+
+    def decode(self, line: bytes) -> Any:
+        try:
+            return line.decode()
+        except UnicodeDecodeError as error:
+            return ValueError(f"The line is not UTF-8 text: {error.reason} at byte {error.start}.")
 
 
 def find_id(line: bytes, index: int) -> str:
@@ -135,20 +162,6 @@ def file_digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def decode_text(line: bytes) -> Any:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        return ValueError(f"The line is not UTF-8 text: {error.reason} at byte {error.start}.")
-
-
-def decode_line(line: bytes) -> Any:
-    try:
-        return decode_json(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return ValueError(f"The line is not JSON: {error}.")
-
-
 def make_row(index: int, raw: Any, defaults: RowDefaults) -> Row | BadRow:
     """The request of a decoded line."""
     row_id = str(index)
@@ -172,7 +185,7 @@ def make_row(index: int, raw: Any, defaults: RowDefaults) -> Row | BadRow:
 def read_id(raw: Mapping[str, Any], index: int) -> str:
     """The row's `custom_id` or `id`; its number if it has neither."""
     given = next((raw[name] for name in ROW_FIELDS if raw.get(name) is not None), index)
-    if not isinstance(given, str | int) or len(str(given)) > MAX_ID_CHARS:
+    if not isinstance(given, str | int) or isinstance(given, bool) or len(str(given)) > MAX_ID_CHARS:
         raise ValueError(f"The id is {show(given)}; give a text of at most {MAX_ID_CHARS} characters, or a number.")
     return str(given)
 
@@ -184,6 +197,8 @@ def read_batch_line(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"The row asks for {show(method)} {show(url)}; a batch answers POST {' and '.join(URLS)}.")
     if not isinstance(body, dict):
         raise ValueError(f"body is {show(body)}; give a JSON object.")
+    if unknown := sorted(raw.keys() - LINE_FIELDS):
+        raise ValueError(f"{show(unknown[0])} beside body would have no effect; put it into body, or leave it out.")
     return url, dict(body)
 
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +24,19 @@ from quire.capacity.step_cost import MeasuredStep, StepCost, StepShape, errors, 
 from quire.config import EngineConfig, cache_dir
 from quire.core.params import SamplingParams
 from quire.core.request import Request
+from quire.engine.backend import choose_itl_target
 from quire.engine.client import InProcess
+from quire.errors import InvalidParams
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 PROMPTS = (8, 40, 100, 250, 700, 2000, 4000)
 MAX_PROMPT_TOKENS = 4_000  # of all requests of a scenario
 DECODE_STEPS = 8  # in which all requests of a scenario decode
 HELD_OUT = 5  # every fifth scenario is left out of the first fit
-WARMUP = (2, 40)
+MIN_SCENARIOS = 2
+
+# The options of an engine that its costs depend on: each combination has a profile of its own.
+DECIDE_COSTS = ("device", "dtype", "kernels", "weights", "quantize", "kv_dtype", "exact", "block_size", "threads")
 
 
 class Scenario(NamedTuple):
@@ -65,7 +70,12 @@ def run(
     client = InProcess(config, path)
     sizes = read_sizes(client, config)
     scenarios = list(choose_scenarios(sizes))
-    measure(client, Scenario(*WARMUP), sizes, 1)
+    if len(scenarios) < MIN_SCENARIOS:
+        raise InvalidParams(
+            f"The engine has room for {len(scenarios)} of the scenarios, and a fit needs {MIN_SCENARIOS}. "
+            "Raise max_len, max_requests or the memory for the cache."
+        )
+    measure(client, scenarios[1], sizes, 1)  # warms up
     results = []
     for number, scenario in enumerate(scenarios):
         if report:
@@ -75,7 +85,7 @@ def run(
 
 
 def read_sizes(client: InProcess, config: EngineConfig) -> EngineSizes:
-    """The sizes of a running engine."""
+    """The sizes of a running engine, with the latency target that a server has by default."""
     scheduler, info = client.engine.scheduler, client.info
     return EngineSizes(
         info.cache.num_blocks,
@@ -85,11 +95,13 @@ def read_sizes(client: InProcess, config: EngineConfig) -> EngineSizes:
         info.max_len,
         scheduler.kv.windows,
         prefix_cache=True,
-        itl_target_s=scheduler.pace.target_s,
+        itl_target_s=choose_itl_target(None, info.device),
         row_unit=scheduler.pace.unit,
         num_host_blocks=scheduler.swap.num_host_blocks,
         copy_s=scheduler.swap.costs.copy_s,
         depth=client.engine.runner.depth,
+        num_encoder_groups=scheduler.kv.num_encoder_groups,
+        num_state_groups=scheduler.kv.num_state_groups,
     )
 
 
@@ -116,8 +128,12 @@ def measure(client: InProcess, scenario: Scenario, sizes: EngineSizes, repeats: 
     assert all([step.shape for step in each] == shapes for each in runs), "runs of a scenario differ in their steps"
     times = zip(*([step.seconds for step in each] for each in runs), strict=True)
     steps = [MeasuredStep(shape, statistics.median(each)) for shape, each in zip(shapes, times, strict=True)]
+    return summarize(scenario, steps)
+
+
+def summarize(scenario: Scenario, steps: list[MeasuredStep]) -> ScenarioResult:
     decode = [step for step in steps if step.shape.tokens == step.shape.sampled == scenario.batch]
-    prefill_s = sum(step.seconds for step in steps if step not in decode)
+    prefill_s = sum(step.seconds for step in steps if step.shape.tokens > step.shape.sampled)
     return ScenarioResult(scenario, prefill_s, median_step(decode).seconds if decode else None, thin(steps, decode))
 
 
@@ -169,9 +185,8 @@ def describe_machine(config: EngineConfig) -> str:
 
 def profile_path(config: EngineConfig) -> Path:
     """Where the profile of a configuration is kept."""
-    ignored = {"max_requests", "max_tokens_per_step", "num_blocks", "kv_memory", "seed", "prefix_cache", "speculate"}
-    options = {name: value for name, value in asdict(config).items() if name not in ignored}
-    digest = hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=6).hexdigest()
+    options = [(name, getattr(config, name)) for name in DECIDE_COSTS]
+    digest = hashlib.blake2b(repr(options).encode(), digest_size=6).hexdigest()
     return cache_dir() / "capacity" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', config.model)}-{digest}.json"
 
 

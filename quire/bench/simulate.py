@@ -12,25 +12,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from quire.bench.serve.metrics import RequestRecord, errors_by_kind, summarize
-from quire.bench.serve.traces import BLOCK_TOKENS, TraceRequest
+from quire.bench.serve.traces import BLOCK_TOKENS, MAX_TOKENS, TraceRequest
 from quire.capacity.profile import CapacityProfile
 from quire.capacity.simulator import Arrival, SimulatedRequest, Simulation
 from quire.core.policy import Policy
 
 COMPARED = (
+    ("cached_tokens", None),
     ("output_tokens_per_s", None),
     *((name, tail) for name in ("ttft_ms", "itl_ms", "e2e_ms") for tail in ("mean", "p50", "p99")),
 )
-PROMPT_STRIDE = 1 << 24  # tokens of one prompt lie apart from those of another by this
+PROMPT_STRIDE = MAX_TOKENS  # tokens of one prompt lie apart from those of another by this
 BLOCK_BASE = 1 << 48  # tokens of blocks that a trace names
 
 
 def arrivals(entries: Sequence[TraceRequest]) -> Iterator[Arrival]:
     """The requests of a trace. A named block has the same tokens wherever it occurs."""
+    numbers: dict[int, int] = {}  # of blocks, whose ids may be hashes
     for number, entry in enumerate(entries):
         prompt: list[int] = []
         for block in entry.blocks:
-            start = BLOCK_BASE + block * BLOCK_TOKENS
+            start = BLOCK_BASE + numbers.setdefault(block, len(numbers)) * BLOCK_TOKENS
             prompt += range(start, start + BLOCK_TOKENS)
         own = (number + 1) * PROMPT_STRIDE
         if entry.blocks:

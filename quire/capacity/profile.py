@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quire import __version__
 from quire.capacity.step_cost import StepCost
 from quire.core.pace import Pace
 from quire.core.policy import Policy
@@ -34,6 +35,23 @@ class EngineSizes:
     num_host_blocks: int = 0
     copy_s: float | None = None  # of a block, to the host and back
     depth: int = 1  # plans in flight
+    num_encoder_groups: int = 0
+    num_state_groups: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_tokens_per_step", "max_requests", "max_len", "row_unit", "depth"):
+            is_count(name, getattr(self, name), 1)
+        for name in ("num_host_blocks", "num_encoder_groups", "num_state_groups"):
+            is_count(name, getattr(self, name), 0)
+        for window in self.windows:
+            if window is not None:
+                is_count("a window", window, 1)
+        for name in ("itl_target_s", "copy_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise ValueError(f"{name} is {value!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache is {self.prefix_cache!r}")
 
     def scheduler(self, policy: Policy | None = None) -> Scheduler:
         return Scheduler(
@@ -43,11 +61,19 @@ class EngineSizes:
             self.max_requests,
             policy,
             windows=self.windows,
+            num_encoder_groups=self.num_encoder_groups,
+            num_state_groups=self.num_state_groups,
             prefix_cache=self.prefix_cache,
             num_host_blocks=self.num_host_blocks,
             costs=SwapCosts(copy_s=self.copy_s),
             pace=Pace(self.itl_target_s, self.row_unit),
         )
+
+
+def is_count(name: str, value: object, least: int) -> None:
+    """Raise ValueError for what is no whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +93,45 @@ class CapacityProfile:
         return replace(self, sizes=replace(self.sizes, **given))
 
     def save(self, path: Path) -> None:
-        document = {**asdict(self), "cost": self.cost.to_dict()}
+        document = {"quire": __version__, **asdict(self), "cost": self.cost.to_dict()}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(document, indent=1))
         partial.replace(path)
 
 
+def check_version(path: Path, version: object) -> None:
+    """Costs are those of the kernels that were measured."""
+    if version != __version__:
+        raise InvalidParams(
+            f"{path} was measured with quire {version}, and this is {__version__}. Measure again: quire bench phases "
+            "MODEL --save."
+        )
+
+
 def load_profile(path: Path) -> CapacityProfile:
     """Read a profile. Raises InvalidParams if the file is none."""
     try:
         document = json.loads(path.read_text())
+        check_version(path, document["quire"])
         sizes = dict(document["sizes"])
         sizes["windows"] = tuple(sizes["windows"])
+        cost = StepCost.of(document["cost"])
+        if cost.windows != sizes["windows"]:
+            raise ValueError(f"the costs are of the windows {cost.windows}, the sizes of {sizes['windows']}")
         return CapacityProfile(
             str(document["model"]),
             str(document["machine"]),
             EngineSizes(**sizes),
-            StepCost.of(document["cost"]),
+            cost,
             float(document["median_error"]),
             float(document["p95_error"]),
         )
     except FileNotFoundError:
         raise InvalidParams(
-            f"There is no profile {path}. Measure one: quire bench phases MODEL --save (about a minute)."
+            f"There is no profile {path}. Measure one: quire bench phases MODEL --save (a minute or two)."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidParams(
             f"{path} is not a profile ({type(error).__name__}: {error}). Write it again: quire bench phases --save."
         ) from None

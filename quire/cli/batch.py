@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.cli.errors import say
 from quire.cli.generate import add_sampling, sampling_options
 from quire.cli.options import add_engine_options, add_json, engine_config
-from quire.errors import InvalidParams
+from quire.errors import EngineError, InvalidParams
 from quire.progress import Report, bar
 from quire.store import resolve
 
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer the rows of a file. Options are for rows that do not set them."""
+    """Answer the rows of a file. An interrupted job resumes."""
+    # Options are for rows that do not set them.
     params = {
         name: value for name, value in sampling_options(arguments).items() if name != "seed" and value is not None
     }
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
                 job, config, files.path, defaults,
                 num_replicas=arguments.replicas, resume=arguments.resume, progress=progress,
             )  # fmt: skip
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError, EngineError):
         if job.ledger.exists():
             say("interrupted; --resume continues the job")
         raise

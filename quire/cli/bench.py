@@ -95,6 +95,13 @@ def show(document: dict[str, Any]) -> None:
         print("  ".join(f"{row[name]:>20,.2f}" if name != "batch" else f"{row[name]:>20}" for name in COLUMNS))
 
 
+# Options of an engine that decide which steps there are. Measured steps depend on the scenario alone.
+WITHOUT_PHASES = (
+    "prefix_cache", "order", "seed", "speculate", "exit_head", "itl_target_ms", "batching", "batch_size", "batch_wait",
+    "waiting_served_ratio", "max_waiting_tokens",
+)  # fmt: skip
+
+
 def add_phases(parser: argparse.ArgumentParser) -> None:
     text = "keep the fitted cost, for quire simulate"
     parser.add_argument("--save", action="store_true", help=text)
@@ -103,13 +110,13 @@ def add_phases(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=3, metavar="N", help="runs of each scenario; the median counts; default 3"
     )
     add_json(parser)
-    add_engine_options(parser, without=["prefix_cache", "order", "seed", "speculate"])
+    add_engine_options(parser, without=WITHOUT_PHASES)
 
 
 def run_phases(arguments: argparse.Namespace) -> None:
     if arguments.repeats < 1:
         raise InvalidParams(f"--repeats is {arguments.repeats}; give a whole number of at least 1.")
-    config = engine_config(arguments, prefix_cache=False, speculate="off")
+    config = engine_config(arguments, prefix_cache=False, speculate="off", itl_target_ms=0.0)
     from quire.bench import phases
 
     files = resolve(config.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
     from quire.config import EngineConfig
 
-# Options of an engine that a simulation cannot change: they are part of the measured costs.
-FIXED = ("seed", "weights", "swap_memory", "speculate", "exit_head", "kv_memory", "block_size")
+# Options of an engine that a simulation cannot change: no profile was measured with them, or they decide no cost.
+FIXED = ("seed", "swap_memory", "speculate", "exit_head", "kv_memory")
+OF_TRACE = ("max_prompt_tokens", "max_output_tokens", "trace_speed")  # options of the load
+OF_RATE = ("prompt_tokens", "output_tokens")
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64  # defaults of --rate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="recorded traffic: Azure's CSV or Mooncake's JSON lines"
     )
-    group.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="replay the trace X times as fast")
+    group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
     group.add_argument("--rate", type=float, metavar="R", help="instead of a trace: R random requests a second")
     group.add_argument("--num-requests", type=int, metavar="N", help="default 100, or all of a trace")
-    group.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="of --rate; default %(default)s")
-    group.add_argument("--output-tokens", type=int, default=64, metavar="N", help="of --rate; default %(default)s")
+    group.add_argument("--prompt-tokens", type=int, metavar="N", help=f"of --rate; default {PROMPT_TOKENS}")
+    group.add_argument("--output-tokens", type=int, metavar="N", help=f"of --rate; default {OUTPUT_TOKENS}")
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip requests with longer prompts")
     group.add_argument("--max-output-tokens", type=int, metavar="N", help="limit the answers of the trace to N tokens")
     group.add_argument("--slo", metavar="LIMITS", help="limits in ms, such as ttft:500,tpot:50: goodput counts them")
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulate a load."""
+    """Simulate a load on a measured engine."""
     check(arguments)
     config = engine_config(arguments)
     from quire.bench.serve.metrics import parse_slo
@@ -53,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     from quire.engine.batching import choose_batching
 
     profile = find_profile(arguments, config)
-    replayed = load(arguments, profile)
+    replayed = load(arguments)
     limits = parse_slo(arguments.slo) if arguments.slo else {}
     from quire.core.policy import Policy
 
@@ -61,6 +65,12 @@ def run(arguments: argparse.Namespace) -> None:
         return Policy(choose_batching(config, profile.sizes.max_requests), config.order)
 
     document = simulate(profile, replayed.entries, policy(), limits)
+    document["trace"] = {
+        "num_read": replayed.num_read,
+        "num_skipped_prompt_too_long": replayed.num_too_long,
+        "num_skipped_without_answer": replayed.num_empty,
+        "num_answers_shortened": replayed.num_shortened,
+    }
     if arguments.ranges:
         document["ranges"] = ranges(profile, replayed.entries, policy)
     if arguments.compare:
@@ -77,6 +87,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
     if arguments.compare and arguments.trace is None:
         raise InvalidParams("--compare replays a trace; give --trace.")
+    without_effect = OF_TRACE if arguments.trace is None else OF_RATE
+    for name in without_effect:
+        if getattr(arguments, name) is not None:
+            flag, needed = name.replace("_", "-"), "--trace" if arguments.trace is None else "--rate"
+            raise InvalidParams(f"--{flag} needs {needed}; leave it out.")
     for name in ("trace_speed", "rate"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
@@ -93,15 +108,55 @@ def find_profile(arguments: argparse.Namespace, config: EngineConfig) -> Capacit
     from quire.capacity.profile import load_profile
 
     profile = load_profile(arguments.profile or profile_path(config))
-    target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1e3
+    if arguments.profile:
+        check_selection(config, profile)
+    else:
+        check_machine(config, profile)
+    if config.max_len is not None and config.max_len > profile.sizes.max_len:
+        raise InvalidParams(
+            f"max_len is {config.max_len:,}, but the engine that was measured takes requests of "
+            f"{profile.sizes.max_len:,} tokens. Lower it, or measure with a "
+            "larger one: quire bench phases MODEL --save --max-len N."
+        )
+    return resize(profile, config)
+
+
+def check_selection(config: EngineConfig, profile: CapacityProfile) -> None:
+    """A profile that is named decides what these options would choose one by."""
+    from quire.bench.phases import DECIDE_COSTS
+    from quire.config import EngineConfig
+
+    given = [name for name in DECIDE_COSTS if getattr(config, name) != getattr(EngineConfig(), name)]
+    if given:
+        raise InvalidParams(f"{given[0]} is part of what --profile has measured; leave it out.")
+    if config.model not in (EngineConfig().model, profile.model):
+        raise InvalidParams(f"--profile is of {profile.model}, not of {config.model}; leave MODEL out.")
+
+
+def check_machine(config: EngineConfig, profile: CapacityProfile) -> None:
+    """A cache directory may come from another machine. GPUs are not compared: their names need their libraries."""
+    from quire.bench.phases import describe_machine
+    from quire.kernels.cuda_driver import count_devices
+
+    here = describe_machine(config)
+    if (config.device == "cpu" or not count_devices()) and profile.machine != here:
+        raise InvalidParams(
+            f"The profile was measured on {profile.machine}, and this is {here}. Measure again: quire bench phases "
+            "MODEL --save; or name the file with --profile to simulate the other machine."
+        )
+
+
+def resize(profile: CapacityProfile, config: EngineConfig) -> CapacityProfile:
     resized = profile.resized(
         num_blocks=config.num_blocks,
         max_requests=config.max_requests,
         max_tokens_per_step=config.max_tokens_per_step,
         max_len=config.max_len,
         prefix_cache=config.prefix_cache,
-        itl_target_s=target_s,
     )
+    if config.itl_target_ms is not None:
+        target_s = config.itl_target_ms / 1e3 or None  # 0 is no target
+        resized = replace(resized, sizes=replace(resized.sizes, itl_target_s=target_s))
     sizes = resized.sizes
     if sizes.max_tokens_per_step < sizes.max_requests:
         raise InvalidParams(
@@ -111,13 +166,17 @@ def find_profile(arguments: argparse.Namespace, config: EngineConfig) -> Capacit
     return resized
 
 
-def load(arguments: argparse.Namespace, profile: CapacityProfile) -> TraceSlice:
+def load(arguments: argparse.Namespace) -> TraceSlice:
     from quire.bench.serve.traces import TraceSlice, read_trace, slice_trace
     from quire.bench.simulate import random_entries
 
     if arguments.trace is None:
         entries = random_entries(
-            arguments.rate, arguments.num_requests or 100, arguments.prompt_tokens, arguments.output_tokens, 0
+            arguments.rate,
+            arguments.num_requests or 100,
+            arguments.prompt_tokens or PROMPT_TOKENS,
+            arguments.output_tokens or OUTPUT_TOKENS,
+            0,
         )
         return TraceSlice(entries, len(entries), 0, 0, 0)
     return slice_trace(
@@ -125,7 +184,7 @@ def load(arguments: argparse.Namespace, profile: CapacityProfile) -> TraceSlice:
         num_requests=arguments.num_requests,
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_output_tokens=arguments.max_output_tokens,
-        speed=arguments.trace_speed,
+        speed=arguments.trace_speed or 1.0,
     )
 
 
@@ -138,7 +197,7 @@ def replay_live(arguments: argparse.Namespace) -> dict[str, Any]:
         seed=random.SystemRandom().randrange(1 << 32),
         base_url=arguments.compare,
         trace=arguments.trace,
-        trace_speed=arguments.trace_speed,
+        trace_speed=arguments.trace_speed or 1.0,
         trace_ids=True,
         num_requests=arguments.num_requests,
         max_prompt_tokens=arguments.max_prompt_tokens,
@@ -163,6 +222,14 @@ def show(document: dict[str, Any]) -> None:
         f"\n{engine['steps']:,} steps, {100 * engine['busy_share']:.0f}% of the time busy, {engine['preemptions']:,} "
         f"preemptions, {engine['cached_tokens']:,} tokens from the cache"
     )
+    trace = document["trace"]
+    if trace["num_skipped_without_answer"] or trace["num_skipped_prompt_too_long"]:
+        print(
+            f"Of {trace['num_read']:,} requests {trace['num_skipped_without_answer']:,} without an answer and "
+            f"{trace['num_skipped_prompt_too_long']:,} with a longer prompt are left out."
+        )
+    if failed := document["summary"]["num_failed"]:
+        print(f"Refused, because they are longer than the engine takes: {failed:,}.")
     for name, (low, high) in document.get("ranges", {}).items():
         print(f"{name:<32}{low:>12,.2f} to {high:,.2f}")
     for row in document.get("comparison", ()):

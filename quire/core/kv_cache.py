@@ -182,6 +182,17 @@ class KVCache:
         request.capacity = num_blocks * self.block_size
         return True
 
+    def give_back(self, request: Request, end: int) -> bool:
+        """Release the blocks behind position `end`, which were allocated for drafts. Returns whether any were."""
+        num_blocks = ceil_div(end, self.block_size)
+        released = [block for table in request.tables for block in table[num_blocks:] if block is not None]
+        for table in request.tables:
+            del table[num_blocks:]
+        for block in released:
+            self._release(block)
+        request.capacity = min(request.capacity, num_blocks * self.block_size)
+        return bool(released)
+
     def has_writable(self, request: Request) -> bool:
         """Whether the next position is in a block that may be written, or in one that is not allocated yet."""
         index = request.num_planned // self.block_size

@@ -8,8 +8,8 @@ lacks, and the tokens of the answer. Replicas report the digests of the blocks i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire.core.prefix_tree import DIGEST_BYTES, root_digest
@@ -41,10 +41,11 @@ class RoutedRequest:
     replica: int
     missing_tokens: int  # of the prompt; 0 once the first token has come
     num_answers: int
+    expected: list[bytes]  # blocks that the replica has once it has computed the prompt; empty then
 
 
 class ReplicaState:
-    """What is known of one replica."""
+    """What is known of one replica. One that keeps no prefixes has 0 blocks."""
 
     def __init__(self, max_requests: int, num_blocks: int) -> None:
         self.max_requests = max_requests
@@ -65,13 +66,22 @@ class ReplicaState:
     def has(self, digest: bytes) -> bool:
         return digest in self.prefixes or digest in self.expected
 
-    def expect(self, digests: Iterable[bytes]) -> None:
+    def expect(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The replica will have these blocks. Returns those that are new to it."""
+        new = []
         for digest in digests:
             if digest not in self.prefixes:
-                self.expected.pop(digest, None)
+                if self.expected.pop(digest, self) is self:
+                    new.append(digest)
                 self.expected[digest] = None
         while len(self.expected) > self.num_blocks:
             del self.expected[next(iter(self.expected))]
+        return new
+
+    def expect_no_more(self, digests: Iterable[bytes]) -> None:
+        """The request that was to compute these blocks has left before that."""
+        for digest in digests:
+            self.expected.pop(digest, None)
 
     def publish(self, published: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         for digest in published:
@@ -112,7 +122,8 @@ class Receipt:
 
     num_tokens: int
     chosen: Estimate
-    others: tuple[Estimate, ...] = field(default=())
+    others: tuple[Estimate, ...]
+    salt: bytes  # of the tenant
 
     def __str__(self) -> str:
         chosen = self.chosen
@@ -147,40 +158,43 @@ class Router:
         max_tokens: int,
         num_answers: int = 1,
         *,
-        without: int | None = None,
+        avoid: Collection[int] = (),
     ) -> int | None:
-        """The replica for a request, which is noted there. None if none is ready. `without` is not chosen."""
-        ready = [i for i, state in enumerate(self.replicas) if state.ready and i != without]
+        """The replica for a request, which is noted there. None if none is ready. `avoid`: if there is another."""
+        ready = [i for i, state in enumerate(self.replicas) if state.ready]
+        ready = [i for i in ready if i not in avoid] or ready
         if not ready:
             return None
         digests, cached = self._count_cached(tokens, salt, ready)
         estimates = [self._estimate(i, len(tokens), count, max_tokens) for i, count in zip(ready, cached, strict=True)]
-        chosen = self._best(estimates, digests)
-        receipt = Receipt(len(tokens), chosen, tuple(one for one in estimates if one is not chosen))
-        self._keep(request_id, receipt)
+        chosen = self._best(estimates, digests[0] if digests else array("Q", tokens[: self._block_size]).tobytes())
+        self._keep(request_id, Receipt(len(tokens), chosen, tuple(one for one in estimates if one is not chosen), salt))
         digests += self._chain(tokens, digests, salt)
         missing = len(tokens) - chosen.cached
         state = self.replicas[chosen.replica]
-        state.expect(digests)
+        expected = state.expect(digests)
         state.missing_tokens += missing
         state.num_answers += num_answers
-        self._routed[request_id] = RoutedRequest(chosen.replica, missing, num_answers)
+        self._routed[request_id] = RoutedRequest(chosen.replica, missing, num_answers, expected)
         return chosen.replica
 
     def begin(self, request_id: str) -> None:
         """The first token has come: the prompt is computed."""
         if (routed := self._routed.get(request_id)) is not None:
             self.replicas[routed.replica].missing_tokens -= routed.missing_tokens
-            routed.missing_tokens = 0
+            routed.missing_tokens, routed.expected = 0, []
 
     def end(self, request_id: str, num_output: int | None = None) -> None:
         """The request has left its replica, with an answer of `num_output` tokens if it has finished."""
-        self.begin(request_id)
-        if (routed := self._routed.pop(request_id, None)) is None:
+        if (routed := self._routed.get(request_id)) is None:
             return
-        self.replicas[routed.replica].num_answers -= routed.num_answers
-        if num_output is not None:
+        if num_output is None:
+            self.replicas[routed.replica].expect_no_more(routed.expected)
+        else:
             self._output.add(num_output)
+        self.begin(request_id)
+        self.replicas[routed.replica].num_answers -= routed.num_answers
+        del self._routed[request_id]
 
     def _estimate(self, replica: int, num_tokens: int, cached: int, max_tokens: int) -> Estimate:
         """The wait for prompts before it and for a free row, the rest of the prompt, and the answer."""
@@ -192,10 +206,12 @@ class Router:
         prompt_s = (state.missing_tokens + num_tokens - cached) * state.token_s.value
         return Estimate(replica, cached, prompt_s + (1 + before) * answer_s, state.num_answers)
 
-    def _best(self, estimates: Sequence[Estimate], digests: Sequence[bytes]) -> Estimate:
-        """The earliest end. Of equal ones rendezvous hashing takes one, so that a new prefix has one home."""
+    def _best(self, estimates: Sequence[Estimate], first: bytes) -> Estimate:
+        """The earliest end. Of equal ones rendezvous hashing takes one, so that a new prefix has one home.
+
+        `first` is the prompt's first block: its digest, or the tokens of a shorter prompt.
+        """
         least = min(one.seconds for one in estimates)
-        first = digests[0] if digests else b""
         tied = [one for one in estimates if one.seconds - least < TIE_S]
         return max(tied, key=lambda one: blake2b(first + bytes([one.replica % 256]), digest_size=8).digest())
 

@@ -99,6 +99,7 @@ class Scheduler:
         self._blocked: Blocked | None = None
         self._updates: list[Update] = []  # results of the current operation
         self._may_exit = False  # whether a request has ever been allowed to exit early
+        self._has_draft_blocks = False  # whether running requests may hold blocks that were allocated for drafts
         self._in_operation = False  # still True at the next operation if an exception interrupted this one
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -349,8 +350,23 @@ class Scheduler:
             free = (self._count_spare_blocks() + num_groups) // num_groups  # one is for this request's own last token
             end = min(start + 1 + count, (ceil_div(request.capacity, size) + free) * size)
             if end > request.capacity:
-                self.kv.grow(request, end, [])
+                self._has_draft_blocks |= self.kv.grow(request, end, [])
         return max(0, min(1 + count, request.capacity - start))
+
+    def _give_back_draft_blocks(self) -> bool:
+        """Release the blocks that were allocated for drafts and hold none, since others need them. Returns whether
+        there were some. A request keeps those for its next token."""
+        if not self._has_draft_blocks:
+            return False
+        self._has_draft_blocks = has_released = False
+        for each in self.running:
+            if each.drafts is not None or each.num_drafts_in_flight:
+                self._has_draft_blocks = True
+                continue
+            end = max(each.num_planned, len(each.tokens) + each.num_expected)
+            if each.capacity > end:
+                has_released |= self.kv.give_back(each, end)
+        return has_released
 
     def _count_spare_blocks(self) -> int:
         """Free blocks that no running request needs for its tokens and its next one."""
@@ -461,7 +477,8 @@ class Scheduler:
                     self.kv.publish_planned(request)
 
     def _grow_rows(self, plan: Plan, growing: list[tuple[Request, int]]) -> bool:
-        """Add the rows that need new blocks, in order. While blocks are short, the last running request is preempted.
+        """Add the rows that need new blocks, in order. While blocks are short, those of drafts that were not right are
+        released, and then the last running request is preempted.
 
         Returns whether a request was preempted.
         """
@@ -470,6 +487,8 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 continue
             while not self._add_grown_row(plan, request, count):
+                if self._give_back_draft_blocks():
+                    continue
                 victims = self._beams_of(self.running[-1])
                 num_in_flight = sum(victim.num_in_flight - (victim in plan.requests) for victim in victims)
                 if request in victims and num_in_flight:
@@ -499,7 +518,11 @@ class Scheduler:
         num_reserved = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
         num_reserved += sum(self._folded_blocks(group.root) for group in self._beam_groups)
         while quota > 0 and num_rows > 0 and budget > 0 and (request := self._peek_waiting()) is not None:
-            if request.num_rows > num_rows or not self._allocate(request, plan, num_reserved):
+            if request.num_rows > num_rows:
+                return
+            if not self._allocate(request, plan, num_reserved):
+                if self._give_back_draft_blocks():
+                    continue
                 return
             heapq.heappop(self._waiting)
             self._leave_queue(request)
@@ -573,6 +596,7 @@ class Scheduler:
         if request.drafts is not None:
             verified, request.drafts = request.drafts, None
             if len(verified):
+                self._has_draft_blocks = True
                 plan.drafts[len(plan.requests)] = verified
                 request.num_drafts_in_flight = len(verified)
         plan.requests.append(request)

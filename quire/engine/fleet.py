@@ -17,14 +17,17 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
-from quire.core.request import Request
+from quire.core.request import Finish, Request
 from quire.core.routing import ReplicaState, Router
 from quire.engine.mailbox import Mailbox
 from quire.engine.memory import CPU_SHARE, GIB, free_bytes
 from quire.engine.messages import Ready, StepOutputs
 from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
-from quire.errors import EngineClosed, InvalidParams
+from quire.errors import EngineClosed, InvalidParams, QuireError
 from quire.kernels.cuda_driver import count_devices
+from quire.kernels.isa import usable_cores
+
+SILENT_S = 5.0  # a replica whose engine has said nothing for longer gets no request that another one can have
 
 log = logging.getLogger("quire.fleet")
 
@@ -62,16 +65,23 @@ class Fleet:
             )
             for index, (member_config, environment) in enumerate(divide(config, num_replicas))
         ]
+        self._has_prefix_cache = config.prefix_cache
         self._router: Router | None = None
-        self._owners: dict[str, Supervised] = {}  # of requests in flight, by id
-        self._computed = [0] * num_replicas  # tokens, at the last step of each replica
+        self._owners: dict[str, Supervised | None] = {}  # of requests in flight, by id; None: it is in `_waiting`
+        self._names: dict[str, str] = {}  # under which the router knows a request: the id of the first of its group
+        self._waiting: list[list[InFlightRequest]] = []  # groups for the first replica that is ready
+        self._last = [StepOutputs()] * num_replicas  # of each replica since its last start
+        self._closing = False
 
     # ── the client's methods ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> Ready:
         """Start all replicas and wait until they have loaded the model. The result describes them together."""
         ready = await asyncio.gather(*(member.start() for member in self.members))
-        states = [ReplicaState(each.max_requests, each.num_blocks) for each in ready]
+        num_blocks = [each.num_blocks if self._has_prefix_cache else 0 for each in ready]
+        states = [ReplicaState(each.max_requests, count) for each, count in zip(ready, num_blocks, strict=True)]
+        for state, member in zip(states, self.members, strict=True):
+            state.ready = member.health()  # one may have died while others loaded
         self._router = Router(states, self._block_size)
         return Ready(
             vocab_size=ready[0].vocab_size,
@@ -91,6 +101,7 @@ class Fleet:
                 raise InvalidParams(f"A request with the id {request.id!r} is running; choose another.")
         mailbox = Mailbox()
         group = [InFlightRequest(request, mailbox) for request in requests]
+        self._names.update((request.id, requests[0].id) for request in requests)
         unfinished_ids = {request.id for request in requests}
         num_tokens = 0
         try:
@@ -110,6 +121,10 @@ class Fleet:
     def abort(self, request_id: str) -> None:
         if (owner := self._owners.get(request_id)) is not None:
             owner.abort(request_id)
+        for group in self._waiting:
+            for in_flight in [one for one in group if one.request.id == request_id]:
+                group.remove(in_flight)
+                in_flight.mailbox.put([Update(request_id, [], Finish.ABORT)])
 
     def health(self) -> bool:
         """Whether a replica is ready."""
@@ -120,10 +135,11 @@ class Fleet:
         """Whether no replica will be started again."""
         return all(member.gone for member in self.members)
 
-    def receipts(self, request_id: str) -> list[str]:
-        """Why recent requests went where they went: those whose id is `request_id` with a number behind it."""
+    def receipts(self, request_id: str, salt: bytes) -> list[str]:
+        """Why a tenant's recent requests went where they went: those named `request_id` and a number."""
         known = self._router.receipts if self._router is not None else {}
-        return [str(receipt) for name, receipt in known.items() if name.startswith(f"{request_id}-")]
+        found = [receipt for name, receipt in known.items() if name.rpartition("-")[0] == request_id]
+        return [str(receipt) for receipt in found if receipt.salt == salt]
 
     def describe(self) -> list[dict[str, int | float | bool]]:
         """What the router knows of each replica."""
@@ -143,40 +159,50 @@ class Fleet:
 
     async def close(self) -> None:
         """End all replicas. Requests still open end with EngineClosed."""
+        self._closing = True
+        self._fail_waiting(EngineClosed("The server was shut down before the request ended."))
         await asyncio.gather(*(member.close() for member in self.members))
 
     # ── routing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _place(self, group: Sequence[InFlightRequest], without: int | None = None) -> bool:
-        """Give a group to a replica. False if `without` is the only one left."""
-        index = self._choose(group, without)
-        if index is None:
-            return False
-        member = self.members[index]
+    def _place(self, group: list[InFlightRequest]) -> None:
+        """Give a group to a replica. While none is ready, the group waits."""
+        index = self._choose(group)
+        member = None if index is None else self.members[index]
         for in_flight in group:
             self._owners[in_flight.request.id] = member
-        member.adopt(group)
-        return True
+        if member is not None:
+            member.adopt(group)
+        elif self._closing or all(member.gone for member in self.members):
+            raise EngineClosed("The engines have been shut down.")
+        else:
+            self._waiting.append(group)
 
-    def _choose(self, group: Sequence[InFlightRequest], without: int | None) -> int | None:
-        """The replica for a group. While none is ready, one that will be: it keeps the group until then."""
+    def _choose(self, group: Sequence[InFlightRequest]) -> int | None:
         assert self._router is not None, "start() comes first"
         first = group[0]
+        name = self._names[first.request.id]
         index = self._router.choose(
-            first.request.id,
+            name,
             [*first.request.prompt, *first.output],
             first.request.salt,
             first.request.max_tokens - len(first.output),
             len(group),
-            without=without,
+            avoid={index for index, member in enumerate(self.members) if member.silent_s > SILENT_S},
         )
         if index is not None:
-            log.debug("request %s: %s", first.request.id, self._router.receipts[first.request.id])
-            return index
-        alive = [i for i, member in enumerate(self.members) if not member.gone and i != without]
-        if not alive and without is None:
-            raise EngineClosed("The engines have been shut down.")
-        return alive[0] if alive and without is None else None
+            log.debug("request %s: %s", name, self._router.receipts[name])
+        return index
+
+    def _place_waiting(self) -> None:
+        groups, self._waiting = self._waiting, []
+        for group in filter(None, groups):
+            self._place(group)
+
+    def _fail_waiting(self, error: QuireError) -> None:
+        groups, self._waiting = self._waiting, []
+        for group in filter(None, groups):
+            group[0].mailbox.fail(error)
 
     def _begin(self, request_id: str, num_tokens: int) -> None:
         if num_tokens and self._router is not None:
@@ -187,6 +213,7 @@ class Fleet:
             self._router.end(requests[0].id, num_output)
         for request in requests:
             self._owners.pop(request.id, None)
+            self._names.pop(request.id, None)
 
     # ── what the supervisors call ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,6 +222,7 @@ class Fleet:
             partial(self._on_step, index),
             partial(self._on_ready, index),
             partial(self._on_restart, index),
+            self._on_end,
             partial(self._hand_over, index),
         )
 
@@ -204,33 +232,45 @@ class Fleet:
             if outputs.prefixes_lost:
                 state.forget()
             state.publish(outputs.published, outputs.evicted)
-            num_tokens = outputs.computed_tokens - self._computed[index]
-            if outputs.step_s is not None and num_tokens > 0:
-                state.measure(num_tokens, max(1, outputs.num_running), outputs.step_s)
-        self._computed[index] = outputs.computed_tokens
+            measure_step(state, outputs, self._last[index])
+        self._last[index] = outputs
         self._callbacks.on_step(outputs, index)
 
     def _on_ready(self, index: int, ready: Ready) -> None:
         if self._router is not None:
             self._router.replicas[index].ready = True
+            self._place_waiting()
 
     def _on_restart(self, index: int, reason: str) -> None:
-        self._computed[index] = 0
+        self._last[index] = StepOutputs()
         if self._router is not None:
             self._router.replicas[index].forget()
             self._router.replicas[index].ready = False
         self._callbacks.on_restart(reason, index)
 
     def _hand_over(self, index: int, groups: list[list[InFlightRequest]]) -> None:
-        """A replica has died. Its requests continue on the others that are ready, if there are any."""
-        if self._router is None:
+        """A replica has died. Its requests continue on the others that are ready, or on the first that is."""
+        if self._router is None or self._closing:
             return
         self._router.replicas[index].ready = False
         for group in groups:
-            self._router.end(group[0].request.id)
-            if any(state.ready for state in self._router.replicas):
-                self.members[index].release(group)
-                self._place(group)
+            self._router.end(self._names[group[0].request.id])
+            self.members[index].release(group)
+            self._place(group)
+
+    def _on_end(self, error: QuireError) -> None:
+        """A replica will not be started again. Its supervisor's task has not ended yet."""
+        if sum(not member.gone for member in self.members) <= 1:
+            self._fail_waiting(error)
+
+
+def measure_step(state: ReplicaState, outputs: StepOutputs, before: StepOutputs) -> None:
+    """Tell the router how long a step took. Drafts that it verified are tokens neither of prompts nor of rows."""
+    num_drafted = sum(outputs.drafted.values()) - sum(before.drafted.values())
+    num_tokens = outputs.computed_tokens - before.computed_tokens - num_drafted
+    num_rows = max(1, outputs.num_running, before.num_running)  # those that ended with the step are in `before`
+    if outputs.step_s is not None and num_tokens > 0:
+        state.measure(num_tokens, num_rows, outputs.step_s)
 
 
 def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, Mapping[str, str] | None]]:
@@ -245,9 +285,16 @@ def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, 
                 f"replicas is {num_replicas}, but this machine has {num_devices} GPU(s), and each replica needs one. "
                 "Lower it, or set device to 'cpu'."
             )
-        return [(config, {**os.environ, "CUDA_VISIBLE_DEVICES": str(index)}) for index in range(num_replicas)]
-    threads = max(1, (config.threads or os.cpu_count() or 1) // num_replicas)
+        names = device_names(num_devices)
+        return [(config, {**os.environ, "CUDA_VISIBLE_DEVICES": name}) for name in names[:num_replicas]]
+    threads = max(1, (config.threads or usable_cores()) // num_replicas)
     kv_memory = config.kv_memory
     if kv_memory is None and config.num_blocks is None:
         kv_memory = CPU_SHARE * free_bytes("cpu") / GIB / num_replicas
     return [(replace(config, threads=threads, kv_memory=kv_memory), None)] * num_replicas
+
+
+def device_names(num_devices: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the devices that this process sees. It may itself see a part of the machine's."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return visible[:num_devices] if visible[0] else [str(index) for index in range(num_devices)]

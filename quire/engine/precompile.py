@@ -114,6 +114,11 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
         "windows": sorted(set(model.windows), key=str),
         "attention_softcap": model.attention_softcap,
         "logit_softcap": model.logit_softcap,
+        "rotates": model.structure.rotates,
+        "has_slopes": model.structure.slopes is not None,
+        "gated": model.structure.gated,
+        "layer_norm": model.structure.norm == "layer",
+        "norm_bias": model.structure.norm_bias,
         "speculates": config.speculate != "off" and (config.exact or bool(parse_speculate(config.speculate))),
     }
 

@@ -92,6 +92,7 @@ class EngineCallbacks:
     on_step: Callable[[StepOutputs], None] = lambda outputs: None  # after each step of the engine
     on_ready: Callable[[Ready], None] = lambda ready: None  # an engine, the first or a later one, has loaded the model
     on_restart: Callable[[str], None] = lambda reason: None  # before each restart, with the reason
+    on_end: Callable[[QuireError], None] = lambda error: None  # there will be no other engine
     hand_over: Callable[[list[list[InFlightRequest]]], None] = lambda groups: None
 
 
@@ -176,6 +177,11 @@ class Supervised:
         return self._writer is not None
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's last message. One that can answer does so every second, but for long steps."""
+        return time.monotonic() - self._last_message_s
+
+    @property
     def gone(self) -> bool:
         """Whether the supervisor has stopped: there will be no other engine."""
         return self._task is None or self._task.done()
@@ -239,6 +245,7 @@ class Supervised:
         error = EngineError(f"The engine {what}.")
         self._callbacks.hand_over(self._groups())
         self._fail_all(error)
+        self._callbacks.on_end(error)
         if not self._ready.done():
             self._ready.set_exception(error)
 
@@ -342,10 +349,10 @@ class Supervised:
         self._writer = self._channel
         if not self._ready.done():
             self._ready.set_result(ready)
-        self._callbacks.on_ready(ready)
         for group in self._groups():
             self._send_requests(group)
         self._send_next_quarantined()
+        self._callbacks.on_ready(ready)
 
     def _groups(self) -> list[list[InFlightRequest]]:
         """The requests that are not quarantined, those that were submitted together in one list."""

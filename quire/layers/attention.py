@@ -9,7 +9,7 @@ from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.linear import JoinedLinear, Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 
@@ -44,7 +44,7 @@ class Attention:
         softcap: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
-        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        qk_norm: tuple[Norm, Norm] | None = None,
         wide_norm: bool = False,
         sinks: bool = False,
         qkv: Sequence[Part] | None = None,

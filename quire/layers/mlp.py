@@ -1,19 +1,19 @@
-"""GatedMLP: down(activation(gate(x)) * up(x)), with gate and up in one matrix."""
+"""GatedMLP: down(activation(gate(x)) * up(x)), with gate and up in one matrix. MLP: down(activation(up(x)))."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
 from quire.layers.linear import Linear
-from quire.layers.source import Part, Source
+from quire.layers.source import Part, Source, fused_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class GatedMLP:
-    """The feed-forward half of a layer, under `name` in the checkpoint."""
+    """The feed-forward half of a layer, under `name` in the checkpoint. With `fused`, gate and up are stored as one."""
 
     def __init__(
         self,
@@ -23,10 +23,13 @@ class GatedMLP:
         *,
         hidden_size: int,
         intermediate_size: int,
-        activation: Literal["silu", "gelu_tanh"] = "silu",
+        activation: str = "silu",
         bias: bool = False,
+        fused: bool = False,
     ) -> None:
         gate_up = [Part(f"{name}.{layer}_proj", intermediate_size, split="rows") for layer in ("gate", "up")]
+        if fused:
+            gate_up = fused_parts(Part(f"{name}.gate_up_proj", 0, split="rows"), [intermediate_size] * 2)
         self.gate_up = Linear(source, gate_up, hidden_size, bias=bias)
         down = Part(f"{name}.down_proj", hidden_size, split="columns")
         self.down = Linear(source, [down], intermediate_size, bias=bias)
@@ -43,3 +46,30 @@ class GatedMLP:
         if self.fused is not None and weight.data is not None:
             return self.fused.gated_linear(x, weight.data, self.activation)
         return self.activate(self.gate_up(x))
+
+
+class MLP:
+    """The same without a gate. `transposed` matrices are stored as (in, out)."""
+
+    def __init__(
+        self,
+        source: Source,
+        ops: Kernels,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        up = Part(f"{name}.up_proj", intermediate_size, split="rows", transposed=transposed)
+        down = Part(f"{name}.down_proj", hidden_size, split="columns", transposed=transposed)
+        self.up = Linear(source, [up], hidden_size, bias=bias)
+        self.down = Linear(source, [down], intermediate_size, bias=bias)
+        self.activation = activation
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden_size] -> [tokens, hidden_size]"""
+        return self.down(self.ops.activate(self.up(x), self.activation))

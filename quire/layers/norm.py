@@ -1,4 +1,4 @@
-"""RMSNorm: scale a vector to unit mean square, then each of its dimensions by a weight."""
+"""RMSNorm scales a vector to unit mean square, LayerNorm to mean 0 and variance 1. A weight scales each dimension."""
 
 from __future__ import annotations
 
@@ -12,22 +12,10 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """With `offset` the checkpoint holds weight - 1, as Gemma's do. The weight is multiplied by `factor`."""
+    """With `offset` the checkpoint holds weight - 1, as Gemma's do."""
 
-    def __init__(
-        self,
-        source: Source,
-        ops: Kernels,
-        name: str,
-        *,
-        size: int,
-        eps: float,
-        offset: bool = False,
-        factor: float = 1.0,
-    ) -> None:
+    def __init__(self, source: Source, ops: Kernels, name: str, *, size: int, eps: float, offset: bool = False) -> None:
         self.weight = source.vector([Part(f"{name}.weight", size)], plus_one=offset)
-        if factor != 1.0 and self.weight is not None:  # a Survey has no values
-            self.weight = self.weight * ops.arrays.put([factor], "float32")  # in float32, whatever the weights' type
         self.eps = eps
         self.ops = ops
 
@@ -42,3 +30,30 @@ class RMSNorm:
             return self(x), x
         normed, total = self.ops.rms_norm(x, self.weight, self.eps, residual)
         return normed, total
+
+
+class LayerNorm:
+    """With `has_bias` the norm adds a bias to each dimension."""
+
+    def __init__(
+        self, source: Source, ops: Kernels, name: str, *, size: int, eps: float, has_bias: bool = True
+    ) -> None:
+        self.weight = source.vector([Part(f"{name}.weight", size)])
+        self.bias = source.vector([Part(f"{name}.bias", size)]) if has_bias else None
+        self.eps = eps
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> [..., size]"""
+        normed: Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return normed
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        if residual is None:
+            return self(x), x
+        normed, total = self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
+        return normed, total
+
+
+Norm = RMSNorm | LayerNorm

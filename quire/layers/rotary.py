@@ -83,6 +83,11 @@ def yarn_magnitude(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def longrope_magnitude(factor: float, original_max_len: int) -> float:
+    """LongRoPE's attention factor, for a context `factor` times as long as the original."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_len)) if factor > 1 else 1.0
+
+
 def _blend(kept: Floats, stretched: Floats, share: NDArray[Any]) -> Floats:
     share = np.clip(share, np.float32(0), np.float32(1))
     blended: Floats = kept * share + stretched * (1 - share)

@@ -6,25 +6,30 @@ torch nor files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.kernels.routing import ExpertActivation, Routing
+from quire.models.structure import Structure
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """How RoPE is scaled beyond the context of the first training."""
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_max_len: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: derived from `factor`
+    attention_factor: float | None = None  # yarn, longrope; None: derived from `factor`
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    short_divisors: tuple[float, ...] = ()  # longrope, one a frequency: of engines up to the original length
+    long_divisors: tuple[float, ...] = ()  # longrope: of engines with a longer context
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +123,16 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
+    embedding_multiplier: float = 1.0
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None  # then `head_dim` is the latent's, and there is one key head
-    embedding_multiplier: float = 1.0
-    logit_multiplier: float = 1.0
     attention_sinks: bool = False  # one more term in the softmax of each head
-    wide_qk_norm: bool = False  # the norm of queries and keys is over all heads together
+    structure: Structure = field(default_factory=Structure)  # of families that `models/transformer.py` builds
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = SamplingDefaults()

@@ -7,7 +7,8 @@ from the configuration. The engine runs a Decoder and holds the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
@@ -16,12 +17,13 @@ from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.latent_attention import LatentAttention
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import Experts
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
 from quire.models.config import ModelConfig
+from quire.quant.affine import AffineWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,10 +71,18 @@ class Decoder:
             multiplier=config.embedding_multiplier,
         )
         self.layers = layers
-        self.norm = build_norm(config, source, ops, "model.norm", size, factor=config.logit_multiplier)
+        self.norm = build_norm(config, source, ops, "model.norm", size)
         tied = config.tie_embeddings
         head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
+        scale, has_bias = config.structure.logit_scale, config.structure.head_bias
+        if scale is not None or has_bias:
+            bias = source.vector([Part("lm_head.bias", vocab)]) if has_bias else None
+            head = AffineWeight(head, scale=scale, bias=bias)
         self.head = Head(head, ops, softcap=config.logit_softcap)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The input of the first layer, [n, hidden_size]. A family may add positions, or norm it."""
+        return self.embedding(tokens)
 
     def __call__(
         self,
@@ -89,7 +99,8 @@ class Decoder:
         `taps` keeps the hidden states after its layers.
         """
         assert len(kv) == len(self.layers)
-        x, residual = self.run_layers(range(len(kv)), self.embedding(tokens), positions, paging, kv, ends, taps)
+        x = self.embed(tokens, positions)
+        x, residual = self.run_layers(range(len(kv)), x, positions, paging, kv, ends, taps)
         return self.norm.add(x, residual)[0]
 
     def run_layers(
@@ -119,11 +130,19 @@ class Decoder:
 
 
 def build_attention(
-    config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, *, qk_norm: bool
+    config: ModelConfig,
+    source: Source,
+    ops: Kernels,
+    index: int,
+    rotary: RotaryTable | None,
+    *,
+    qk_norm: bool,
+    **options: Any,
 ) -> Attention | LatentAttention:
-    """Layer `index`'s attention, under its usual name."""
+    """Layer `index`'s attention, under its usual name. `options` are more arguments of `Attention`."""
     name = f"model.layers.{index}.self_attn"
     if config.latent is not None:
+        assert rotary is not None
         return LatentAttention(
             source,
             ops,
@@ -136,14 +155,12 @@ def build_attention(
             rotary=rotary,
             bias=config.output_bias,
         )
-    norms = None
-    if qk_norm:
-        heads = (config.num_heads, config.num_kv_heads) if config.wide_qk_norm else (1, 1)
-        query_norm, key_norm = (
-            build_norm(config, source, ops, f"{name}.{letter}_norm", count * config.head_dim)
-            for letter, count in zip("qk", heads, strict=True)
-        )
-        norms = query_norm, key_norm
+    norms, is_wide = None, config.structure.qk_norm == "whole"
+    if qk_norm or config.structure.qk_norm is not None:
+        norm = partial(build_norm, config, source, ops)
+        widths = [heads if is_wide else 1 for heads in (config.num_heads, config.num_kv_heads)]
+        q, k = (norm(f"{name}.{each}_norm", width * config.head_dim) for each, width in zip("qk", widths, strict=True))
+        norms = q, k
     return Attention(
         source,
         ops,
@@ -159,17 +176,23 @@ def build_attention(
         bias=config.attention_bias,
         output_bias=config.output_bias,
         qk_norm=norms,
-        wide_norm=config.wide_qk_norm,
+        wide_norm=is_wide,
         sinks=config.attention_sinks,
+        **options,
     )
 
 
-def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | Experts:
+def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP | Experts:
     """Layer `index`'s MLP or mixture of experts, under its usual name."""
     if config.experts is not None and config.experts.layers[index]:
         name = f"model.layers.{index}.mlp"
         return Experts(source, ops, name, hidden_size=config.hidden_size, config=config.experts)
-    return GatedMLP(
+    structure = config.structure
+    wiring: dict[str, Any] = {"fused": structure.fused_gate_up}
+    if not structure.gated:
+        wiring = {"transposed": structure.transposed}
+    build: Any = GatedMLP if structure.gated else MLP
+    mlp: GatedMLP | MLP = build(
         source,
         ops,
         f"model.layers.{index}.mlp",
@@ -177,10 +200,12 @@ def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> 
         intermediate_size=config.intermediate_size,
         activation=config.activation,
         bias=config.mlp_bias,
+        **wiring,
     )
+    return mlp
 
 
-def build_norm(
-    config: ModelConfig, source: Source, ops: Kernels, name: str, size: int, *, factor: float = 1.0
-) -> RMSNorm:
-    return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset, factor=factor)
+def build_norm(config: ModelConfig, source: Source, ops: Kernels, name: str, size: int) -> Norm:
+    if config.structure.norm == "layer":
+        return LayerNorm(source, ops, name, size=size, eps=config.norm_eps, has_bias=config.structure.norm_bias)
+    return RMSNorm(source, ops, name, size=size, eps=config.norm_eps, offset=config.norm_offset)

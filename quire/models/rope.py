@@ -5,13 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.arrays import Arrays
-from quire.layers.rotary import Floats, RotaryTable, plain_frequencies, stretch_llama3, stretch_yarn, yarn_magnitude
+from quire.layers.rotary import (
+    Floats,
+    RotaryTable,
+    longrope_magnitude,
+    plain_frequencies,
+    stretch_llama3,
+    stretch_yarn,
+    yarn_magnitude,
+)
 from quire.models.config import Rope, RopeScaling
 
 
 def rotary_table(rope: Rope, max_len: int, arrays: Arrays) -> RotaryTable:
     return RotaryTable(
-        frequencies(rope),
+        frequencies(rope, max_len),
         max_len=max_len,
         interleaved=rope.interleaved,
         arrays=arrays,
@@ -19,17 +27,23 @@ def rotary_table(rope: Rope, max_len: int, arrays: Arrays) -> RotaryTable:
     )
 
 
-def frequencies(rope: Rope) -> Floats:
-    """Radians a token, [dim / 2]."""
+def frequencies(rope: Rope, max_len: int = 0) -> Floats:
+    """Radians a token, [dim / 2]. Only longrope depends on the longest context."""
     plain = plain_frequencies(rope.dim, rope.theta)
+    if rope.scaling is not None and rope.scaling.kind == "longrope":
+        is_long = max_len > rope.scaling.original_max_len
+        divisors = rope.scaling.long_divisors if is_long else rope.scaling.short_divisors
+        return np.divide(plain, np.array(divisors, np.float32))
     if rope.divisors is not None:
         plain = np.divide(plain, np.array(rope.divisors, np.float32))
     return plain if rope.scaling is None else _stretch(plain, rope.theta, rope.scaling)
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    if scaling is None or scaling.kind != "yarn":
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
+    if scaling.kind == "longrope" and scaling.attention_factor is None:
+        return longrope_magnitude(scaling.factor, scaling.original_max_len)
     return yarn_magnitude(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
 
 

@@ -26,8 +26,9 @@ async def list_replicas(request: Request) -> Response:
 @router.get("/replicas/receipts/{request_id}", responses=response_schemas(ReceiptList))
 async def read_receipts(request: Request, request_id: str) -> Response:
     """Why the requests of a recent HTTP request went to their replicas. `request_id` is its x-request-id."""
-    client = request_context(request).service.client
-    found = client.receipts(request_id) if isinstance(client, Fleet) else []
+    context = request_context(request)
+    client = context.service.client
+    found = client.receipts(request_id, context.tenant.salt) if isinstance(client, Fleet) else []
     if not found:
         raise ReceiptNotFound(
             f"There is no receipt for the request {show(request_id)}; they are kept for the last requests of a server "

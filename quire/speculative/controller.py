@@ -24,7 +24,7 @@ from quire.speculative.calibration import Calibration
 from quire.speculative.choice import Node, StepCosts, choose_nodes
 from quire.speculative.draft_tree import UNKNOWN_ODDS, keep_allowed, merge, reach, trunk_first
 from quire.speculative.drafting import Drafting
-from quire.speculative.eligibility import has_prompt, may_be_drafted, may_draft, may_draft_next
+from quire.speculative.eligibility import has_prompt, is_forced, may_be_drafted, may_draft, may_draft_next
 from quire.speculative.grammar_drafts import fit_to_grammar
 from quire.speculative.guard import Guard
 from quire.speculative.ledger import Ledger
@@ -37,6 +37,7 @@ MAX_LOSS, GRACE = 0.008, 8.0  # of the engine's ledger
 GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
 DEVICE_FORGETTING = 0.1  # a step, of what is known about a row's drafts on the device that are not verified
 DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
+IDLE_LOSS, IDLE_GRACE = 0.005, 1.0  # of the engine's time, by asking for drafts of which none is verified
 
 
 class Controller:
@@ -75,6 +76,7 @@ class Controller:
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
         self._peek_s = 0.0  # of `promises_gain`, for each request
         self._delays = Ledger(DELAY_LOSS, DELAY_GRACE)  # of plain steps, by that
+        self._idle = Ledger(IDLE_LOSS, IDLE_GRACE)  # of such calls, while nothing has been gained that pays for them
         self._asked_s = 0.0  # of `propose`, in models and plug-ins
         self._begin_s = self._end_s = 0.0
         self._clock = time.perf_counter
@@ -93,14 +95,18 @@ class Controller:
 
         A step that computes prompts has no drafts: its duration grows with every token.
         """
-        self._begin_s, self._asked_s = self._clock(), 0.0
+        self._begin_s, self._propose_s, self._asked_s = self._clock(), 0.0, 0.0
         self._has_gap = self._is_pipelined
         step_s = self._plain_s(running, may_admit)
         if step_s is None:
             return
-        if self.ledger.may_lose(0.0, step_s):
+        if self.ledger.may_lose(0.0, step_s) and self._may_ask(running, step_s):
             self._choose(running, step_s)
-        self._propose_s = self._clock() - self._begin_s
+            self._propose_s = self._clock() - self._begin_s
+
+    def _may_ask(self, running: Sequence[Request], step_s: float) -> bool:
+        """While speculation gains nothing, calls of which no draft is verified take little of the engine's time."""
+        return self.ledger.balance_s > 0.0 or self._idle.may_lose(0.0, step_s) or any(map(is_forced, running))
 
     def _plain_s(self, running: Sequence[Request], may_admit: bool) -> float | None:
         """The duration of the next step without drafts, if it may have some."""
@@ -186,7 +192,11 @@ class Controller:
         elif not num_drafts:
             seconds = step_s + asked_s  # nothing else is gained or lost
             self._delays.add(step_s, step_s)
-        self.ledger.add(seconds, step_s * (1 + num_accepted / num_rows))
+        plain_s = step_s * (1 + num_accepted / num_rows)
+        idle_s = 0.0 if num_drafts else propose_s - asked_s
+        is_gaining = self.ledger.balance_s > 0.0
+        self.ledger.add(seconds + (idle_s if is_gaining else 0.0), plain_s)
+        self._idle.add(step_s + (0.0 if is_gaining else idle_s), step_s)
         for row, request in enumerate(plan.requests):
             if (record := self._records.get(request.id)) is not None:
                 record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
@@ -238,6 +248,8 @@ class Controller:
         for row, tree in zip(rows, trees, strict=True):
             if tree is not None:
                 nodes += self._nodes(row, running[row], tree)
+        if not nodes and not asked:
+            return
         chosen: dict[int, list[int]] = {}
         for node in self._choose_nodes(sorted(nodes), running, step_s, gap_s=self._gap_s):
             chosen.setdefault(node.row, []).append(node.number)
@@ -296,8 +308,9 @@ class Controller:
         return min(self._max_drafts, request.max_len - len(request.tokens) - 1)
 
     def _pauses(self, request: Request) -> bool:
-        record = self._records.setdefault(request.id, Record())
-        return record.pauses(request.constraint is not None and bool(request.constraint.forced()))
+        if (record := self._records.get(request.id)) is None:
+            record = self._records[request.id] = Record()
+        return record.pauses(is_forced(request))
 
     def _ask(self, requests: Sequence[Request]) -> tuple[list[Drafts | None], float]:
         """For each request the best of the proposers' drafts, with those that its grammar forces. And the seconds that

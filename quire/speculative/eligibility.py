@@ -36,3 +36,8 @@ def may_be_drafted(request: Request) -> bool:
 def has_prompt(request: Request) -> bool:
     """Whether a running request has more tokens to compute than its last one. Then the step is not free for drafts."""
     return len(request.tokens) + request.num_expected - request.num_planned > 1
+
+
+def is_forced(request: Request) -> bool:
+    """Whether the request's grammar allows one next token only. Then it is a draft that cannot be wrong."""
+    return request.constraint is not None and bool(request.constraint.forced())

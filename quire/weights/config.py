@@ -11,9 +11,10 @@ from pathlib import Path
 from quire.errors import UnsupportedModel
 from quire.models.config import ModelConfig
 from quire.quant.ggml_types import GGMLType
-from quire.weights.fields import read_json
+from quire.weights.fields import Fields, read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_config import config_from_gguf
+from quire.weights.gguf_families import with_longrope
 from quire.weights.json_config import config_from_json
 
 __all__ = ["config_from_gguf", "config_from_json", "read_config", "read_directory_config", "read_gguf_config"]
@@ -38,16 +39,20 @@ def read_directory_config(directory: Path) -> ModelConfig:
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    shapes = {name: info.shape for name, info in file.tensors.items()}
-    return config_from_gguf(file.metadata, shapes, rope_divisors(file), where=str(file.path))
+    shapes, where = {name: info.shape for name, info in file.tensors.items()}, str(file.path)
+    config = config_from_gguf(file.metadata, shapes, rope_divisors(file), where=where)
+    short, long = (rope_divisors(file, f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if short is None or long is None:
+        return config
+    return with_longrope(config, Fields(file.metadata, where, f"{file.metadata['general.architecture']}."), short, long)
 
 
-def rope_divisors(file: GGUFFile) -> list[float] | None:
-    """The values of rope_freqs.weight, or None if the file has no such tensor."""
-    info = file.tensors.get("rope_freqs.weight")
+def rope_divisors(file: GGUFFile, name: str = "rope_freqs.weight") -> list[float] | None:
+    """The values of that tensor, or None if the file has no such tensor."""
+    info = file.tensors.get(name)
     if info is None:
         return None
     if info.type is not GGMLType.F32:
-        raise UnsupportedModel(f"{file.path}: rope_freqs.weight is of type {info.type.name}; quire supports F32 only.")
+        raise UnsupportedModel(f"{file.path}: {name} is of type {info.type.name}; quire supports F32 only.")
     values: list[float] = file.raw(info.name).copy().view("<f4").ravel().tolist()
     return values

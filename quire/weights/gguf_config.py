@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.models.config import ModelConfig, Rope
@@ -22,6 +23,7 @@ from quire.weights.gguf_experts import (
     read_qwen2moe,
     read_qwen3moe,
 )
+from quire.weights.gguf_families import GGUF_FAMILIES
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
 
@@ -93,33 +95,6 @@ def read_gemma3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None
     )
 
 
-ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], ModelConfig]] = {
-    "llama": read_llama,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-    "gemma3": read_gemma3,
-    "qwen2moe": lambda fields, shapes, divisors: read_qwen2moe(
-        fields, shapes, plain_config(fields, shapes, "qwen2_moe", divisors)
-    ),
-    "qwen3moe": lambda fields, shapes, divisors: read_qwen3moe(
-        fields, shapes, plain_config(fields, shapes, "qwen3_moe", divisors)
-    ),
-    "olmoe": lambda fields, shapes, divisors: read_olmoe(
-        fields, shapes, plain_config(fields, shapes, "olmoe", divisors)
-    ),
-    "deepseek2": lambda fields, shapes, divisors: read_deepseek(
-        fields, shapes, lambda own: plain_config(own, shapes, "deepseek", divisors, interleaved=True)
-    ),
-    "gpt-oss": lambda fields, shapes, divisors: read_gpt_oss(
-        fields, shapes, plain_config(fields, shapes, "gpt_oss", divisors)
-    ),
-    "granitemoe": lambda fields, shapes, divisors: read_granitemoe(
-        fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
-    ),
-}
-EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe")
-
-
 def plain_config(
     fields: Fields,
     shapes: Shapes,
@@ -128,6 +103,7 @@ def plain_config(
     *,
     theta: float = 10_000.0,
     interleaved: bool = False,
+    eps_key: str = "attention.layer_norm_rms_epsilon",
 ) -> ModelConfig:
     """The values that all architectures share. `theta` is the default of rope.freq_base."""
     num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length")
@@ -149,12 +125,40 @@ def plain_config(
             fields, head_dim=head_dim, max_len=max_len, theta=theta, interleaved=interleaved, divisors=divisors
         ),
         windows=(None,) * num_layers,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number(eps_key),
         tie_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
         output_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
     )
+
+
+ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], ModelConfig]] = {
+    "llama": read_llama,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+    "gemma3": read_gemma3,
+    **{architecture: partial(read, plain_config) for architecture, read in GGUF_FAMILIES.items()},
+    "qwen2moe": lambda fields, shapes, divisors: read_qwen2moe(
+        fields, shapes, plain_config(fields, shapes, "qwen2_moe", divisors)
+    ),
+    "qwen3moe": lambda fields, shapes, divisors: read_qwen3moe(
+        fields, shapes, plain_config(fields, shapes, "qwen3_moe", divisors)
+    ),
+    "olmoe": lambda fields, shapes, divisors: read_olmoe(
+        fields, shapes, plain_config(fields, shapes, "olmoe", divisors)
+    ),
+    "deepseek2": lambda fields, shapes, divisors: read_deepseek(
+        fields, shapes, lambda own: plain_config(own, shapes, "deepseek", divisors, interleaved=True)
+    ),
+    "gpt-oss": lambda fields, shapes, divisors: read_gpt_oss(
+        fields, shapes, plain_config(fields, shapes, "gpt_oss", divisors)
+    ),
+    "granitemoe": lambda fields, shapes, divisors: read_granitemoe(
+        fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
+    ),
+}
+EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe")
 
 
 def vocab_size(fields: Fields, shapes: Shapes) -> int:

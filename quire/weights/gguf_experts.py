@@ -9,7 +9,8 @@ from dataclasses import replace
 from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
-from quire.weights.json_experts import MAX_EXPERTS, with_latent, with_multipliers
+from quire.weights.json_experts import MAX_EXPERTS, with_latent
+from quire.weights.json_modern import with_multipliers
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,7 +36,7 @@ def read_qwen3moe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelCo
 
 def read_olmoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
     experts = read_experts(fields, shapes, plain, read_routing(fields, normalize=False))
-    return replace(plain, wide_qk_norm=True, experts=experts)
+    return replace(plain, structure=replace(plain.structure, qk_norm="whole"), experts=experts)
 
 
 def read_granitemoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
@@ -43,11 +44,10 @@ def read_granitemoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> Model
         raise fields.unsupported("it has a shared expert, which quire does not support in this architecture.")
     config = replace(plain, experts=read_experts(fields, shapes, plain, read_routing(fields, normalize=True)))
     return with_multipliers(
-        config,
+        replace(config, attention_scale=fields.number("attention.scale", plain.scale)),
         embedding=fields.number("embedding_scale", 1.0),
         residual=fields.number("residual_scale", 1.0),
-        attention=fields.number("attention.scale", plain.scale),
-        logits=1.0 / fields.number("logit_scale", 1.0),
+        logits=fields.number("logit_scale", 1.0),
     )
 
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from quire.models.config import ModelConfig, Rope
-from quire.weights import json_experts
-from quire.weights.fields import Fields, check_heads, default_head_dim
-from quire.weights.json_experts import read_granitemoe, read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
-from quire.weights.rope import gemma_ropes_from_json, rope_from_json
+from quire.weights.fields import Fields
+from quire.weights.json_classics import CLASSICS
+from quire.weights.json_experts import EXPERT_FAMILIES
+from quire.weights.json_modern import MODERN
+from quire.weights.json_plain import MAX_LAYERS, Windows, plain_config, qwen_windows, windows_by_type
+from quire.weights.rope import gemma_ropes_from_json
 from quire.weights.sampling import sampling_from_json
-
-MAX_LAYERS = 4096
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-Windows = tuple[int | None, ...]
 
 # Gemma 3's published configurations omit the defaults of its configuration class.
 GEMMA3_DEFAULTS = {
@@ -118,22 +115,6 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     )
 
 
-def read_deepseek(fields: Fields, model_type: str) -> ModelConfig:
-    def plain(head_dim: int) -> ModelConfig:
-        given = {key: value for key, value in fields.values.items() if key != "head_dim"}
-        return plain_config(Fields(given, fields.where), "deepseek", head_dim=head_dim)
-
-    return json_experts.read_deepseek(fields, model_type, plain)
-
-
-def read_gpt_oss(fields: Fields) -> ModelConfig:
-    config = json_experts.read_gpt_oss(fields, plain_config(fields, "gpt_oss", head_dim=64))
-    window = fields.count("sliding_window", 128)
-    by_type = windows_by_type(fields, config.num_layers, window)
-    alternating = tuple(None if index % 2 else window for index in range(config.num_layers))
-    return replace(config, windows=by_type or alternating)
-
-
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "llama": read_llama,
     "mistral": read_mistral,
@@ -142,84 +123,14 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "gemma3_text": read_gemma3,
     "gemma3": read_gemma3,
     "mimo": read_mimo,
-    "mixtral": lambda fields: read_mixtral(fields, plain_config(fields, "mixtral")),
-    "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
-    "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
-    "gpt_oss": read_gpt_oss,
-    "deepseek_v2": lambda fields: read_deepseek(fields, "deepseek_v2"),
-    "deepseek_v3": lambda fields: read_deepseek(fields, "deepseek_v3"),
-    "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
-    "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
+    **CLASSICS,
+    **MODERN,
+    **EXPERT_FAMILIES,
 }
 
 
 def gemma_global_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
     return gemma_ropes_from_json(fields, head_dim=head_dim, max_len=max_len)[0]
-
-
-def plain_config(
-    fields: Fields,
-    family: str,
-    *,
-    head_dim: int | None = None,
-    activation_key: str = "hidden_act",
-    read_rope: Callable[..., Rope] = rope_from_json,
-) -> ModelConfig:
-    """The values that all families share. `head_dim` is the family's default."""
-    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    num_layers, max_len = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.count("max_position_embeddings")
-    head_dim = fields.count("head_dim", head_dim or default_head_dim(hidden_size, num_heads))
-    return ModelConfig(
-        family=family,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=check_heads(fields, num_heads, fields.count("num_key_value_heads", num_heads)),
-        head_dim=head_dim,
-        max_len=max_len,
-        rope=read_rope(fields, head_dim=head_dim, max_len=max_len),
-        windows=(None,) * num_layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        activation=read_activation(fields, activation_key),
-    )
-
-
-def read_activation(fields: Fields, key: str) -> Literal["silu", "gelu_tanh"]:
-    name = fields.text(key, "silu")
-    if name not in ACTIVATIONS:
-        raise fields.unsupported(f"{key} {name!r} is not supported; quire has {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
-
-
-def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Windows | None:
-    """The window of each layer from `layer_types`, or None if the configuration has no such list."""
-    types = fields.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.bad(f"layer_types must be a list with an entry for each of {num_layers} layers")
-    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
-        raise fields.unsupported(f"layer type {unknown[0]!r} is not supported; quire has full and sliding_attention.")
-    if window is None and "sliding_attention" in types:
-        raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def plain_qwen(fields: Fields, family: str) -> ModelConfig:
-    config = plain_config(fields, family)
-    return replace(config, windows=qwen_windows(fields, config.num_layers))
-
-
-def qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    if not fields.flag("use_sliding_window", False):
-        return (None,) * num_layers
-    window = fields.count("sliding_window", 4096)
-    first = fields.count("max_window_layers", 28, least=0)
-    by_type = windows_by_type(fields, num_layers, window)
-    return by_type or tuple(window if index >= first else None for index in range(num_layers))
 
 
 def gemma_windows(fields: Fields, num_layers: int) -> Windows:

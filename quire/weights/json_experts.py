@@ -9,6 +9,8 @@ from dataclasses import replace
 from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
+from quire.weights.json_modern import with_multipliers
+from quire.weights.json_plain import plain_config, qwen_windows, windows_by_type
 
 MAX_EXPERTS = 4096
 SILU_FACTOR = 1.702  # of gpt-oss's gate
@@ -47,7 +49,13 @@ def read_olmoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     routing = read_routing(fields, normalize=fields.flag("norm_topk_prob", False))
     experts = all_layers(fields, plain, routing)
-    return replace(plain, wide_qk_norm=True, attention_bias=bias, output_bias=bias, experts=experts)
+    return replace(
+        plain,
+        structure=replace(plain.structure, qk_norm="whole"),
+        attention_bias=bias,
+        output_bias=bias,
+        experts=experts,
+    )
 
 
 def read_granitemoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
@@ -55,11 +63,10 @@ def read_granitemoe(fields: Fields, plain: ModelConfig) -> ModelConfig:
     experts = all_layers(fields, plain, read_routing(fields))
     config = replace(plain, attention_bias=bias, output_bias=bias, experts=experts)
     return with_multipliers(
-        config,
+        replace(config, attention_scale=fields.number("attention_multiplier", 1.0)),
         embedding=fields.number("embedding_multiplier", 1.0),
         residual=fields.number("residual_multiplier", 1.0),
-        attention=fields.number("attention_multiplier", 1.0),
-        logits=1.0 / fields.number("logits_scaling", 1.0),
+        logits=fields.number("logits_scaling", 1.0),
     )
 
 
@@ -151,20 +158,6 @@ def deepseek_layers(fields: Fields, plain: ModelConfig, routing: Routing, *, is_
     )
 
 
-def with_multipliers(
-    config: ModelConfig, *, embedding: float, residual: float, attention: float, logits: float
-) -> ModelConfig:
-    """Granite's multipliers. All outputs of layers are multiplied by `residual`, and so is what a norm reads. A norm of
-    x * residual is one of x with a smaller epsilon, so the embedding is divided by it instead."""
-    return replace(
-        config,
-        embedding_multiplier=embedding / residual,
-        norm_eps=config.norm_eps / residual**2,
-        attention_scale=attention,
-        logit_multiplier=logits,
-    )
-
-
 def all_layers(fields: Fields, plain: ModelConfig, routing: Routing) -> ExpertsConfig:
     check_activation(fields, plain)
     return ExpertsConfig(routing, plain.intermediate_size, (True,) * plain.num_layers)
@@ -185,3 +178,36 @@ def sparse_layers(fields: Fields, plain: ModelConfig) -> ExpertsConfig:
 def check_activation(fields: Fields, plain: ModelConfig) -> None:
     if plain.activation != "silu":
         raise fields.unsupported(f"experts with activation {plain.activation!r} are not supported; quire has silu.")
+
+
+def read_deepseek_family(fields: Fields, model_type: str) -> ModelConfig:
+    def plain(head_dim: int) -> ModelConfig:
+        given = {key: value for key, value in fields.values.items() if key != "head_dim"}
+        return plain_config(Fields(given, fields.where), "deepseek", head_dim=head_dim)
+
+    return read_deepseek(fields, model_type, plain)
+
+
+def read_gpt_oss_windows(fields: Fields) -> ModelConfig:
+    config = read_gpt_oss(fields, plain_config(fields, "gpt_oss", head_dim=64))
+    window = fields.count("sliding_window", 128)
+    by_type = windows_by_type(fields, config.num_layers, window)
+    alternating = tuple(None if index % 2 else window for index in range(config.num_layers))
+    return replace(config, windows=by_type or alternating)
+
+
+def plain_qwen(fields: Fields, family: str) -> ModelConfig:
+    config = plain_config(fields, family)
+    return replace(config, windows=qwen_windows(fields, config.num_layers))
+
+
+EXPERT_FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
+    "mixtral": lambda fields: read_mixtral(fields, plain_config(fields, "mixtral")),
+    "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
+    "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
+    "gpt_oss": read_gpt_oss_windows,
+    "deepseek_v2": lambda fields: read_deepseek_family(fields, "deepseek_v2"),
+    "deepseek_v3": lambda fields: read_deepseek_family(fields, "deepseek_v3"),
+    "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
+    "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
+}

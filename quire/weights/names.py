@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 
+from quire.weights.family_names import GGUF, canonical_name
+
 GGUF_TOP = {
     "model.embed_tokens": "token_embd",
+    "model.embed_positions": "position_embd",
+    "model.embed_norm": "token_embd_norm",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
@@ -19,6 +23,7 @@ GGUF_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -72,10 +77,12 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 
-UNREAD_GGUF = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight")
+UNREAD_GGUF = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight"
+)
 UNREAD_SAFETENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias|"
-    r"model\.mtp_layers\..*"
+    r"model\.mtp_layers\..*|.*\.(attn|attention|self_attention)\.(masked_)?bias"
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -85,7 +92,7 @@ def gguf_name(name: str, family: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in GGUF_TOP:
         return f"{GGUF_TOP[stem]}.{suffix}"
-    table = GGUF_LAYERS.get(family, GGUF_LAYER)
+    table = {**GGUF_LAYERS.get(family, GGUF_LAYER), **GGUF.get(family, {})}
     match = LAYER.fullmatch(stem)
     if match and suffix == "e_score_correction_bias":
         return f"blk.{match[1]}.exp_probs_b.bias"
@@ -100,12 +107,12 @@ def safetensors_name(name: str, family: str) -> str:
     return name
 
 
-def text_name(name: str) -> str:
-    """A safetensors name without the text model prefix of multimodal checkpoints."""
+def text_name(name: str, family: str = "llama") -> str:
+    """The canonical name of a safetensors name: without the text model prefix of multimodal checkpoints."""
     for prefix, canonical in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return canonical + name.removeprefix(prefix)
-    return name
+    return canonical_name(name, family)
 
 
 def is_draft_layer(name: str, num_layers: int) -> bool:
@@ -116,6 +123,6 @@ def is_draft_layer(name: str, num_layers: int) -> bool:
 
 def may_stay_unread(name: str, *, tied: bool) -> bool:
     """Whether a file may have this tensor although the model does not use it."""
-    if tied and name in ("lm_head.weight", "output.weight"):
+    if tied and name in ("lm_head.weight", "embed_out.weight", "output.weight"):
         return True
     return bool(UNREAD_GGUF.fullmatch(name) or UNREAD_SAFETENSORS.fullmatch(name))

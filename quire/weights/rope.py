@@ -15,7 +15,7 @@ from quire.weights.fields import Fields
 
 LayerKind = Literal["full_attention", "sliding_attention"]
 
-KINDS = "default, linear, llama3 and yarn"
+KINDS = "default, linear, llama3, yarn and longrope"
 
 
 def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
@@ -60,17 +60,17 @@ def old_rope(
     scaling: Fields | None = None,
 ) -> Rope:
     return Rope(
-        dim=rotated_dim(config, head_dim),
+        dim=(dim := rotated_dim(config, head_dim)),
         theta=config.number(theta_key, theta),
-        scaling=None if scaling is None else scaling_from_json(scaling, max_len),
+        scaling=None if scaling is None else scaling_from_json(scaling, max_len, dim),
     )
 
 
 def new_rope(parameters: Fields, theta: float = 10_000.0, *, head_dim: int, max_len: int) -> Rope:
     return Rope(
-        dim=rotated_dim(parameters, head_dim),
+        dim=(dim := rotated_dim(parameters, head_dim)),
         theta=parameters.number("rope_theta", theta),
-        scaling=scaling_from_json(parameters, max_len),
+        scaling=scaling_from_json(parameters, max_len, dim),
     )
 
 
@@ -84,7 +84,7 @@ def rotated_dim(fields: Fields, head_dim: int) -> int:
     return dim
 
 
-def scaling_from_json(fields: Fields, max_len: int) -> RopeScaling | None:
+def scaling_from_json(fields: Fields, max_len: int, dim: int) -> RopeScaling | None:
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind == "default":
         return None
@@ -95,7 +95,30 @@ def scaling_from_json(fields: Fields, max_len: int) -> RopeScaling | None:
         return llama3_scaling(fields, original)
     if kind == "yarn":
         return yarn_scaling(fields, fields.number("factor", max_len / original), original)
+    if kind == "longrope":
+        return longrope_scaling(fields, fields.number("factor", max_len / original), original, dim)
     raise fields.unsupported(f"rope type {kind!r} is not supported; quire has {KINDS}.")
+
+
+def longrope_scaling(fields: Fields, factor: float, original: int, dim: int) -> RopeScaling:
+    short, long = (read_divisors(fields, key, dim // 2) for key in ("short_factor", "long_factor"))
+    return RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=fields.optional_number("attention_factor"),
+        short_divisors=short,
+        long_divisors=long,
+    )
+
+
+def read_divisors(fields: Fields, key: str, count: int) -> tuple[float, ...]:
+    values = fields.get(key)
+    if not isinstance(values, list) or len(values) != count or any(type(each) not in (int, float) for each in values):
+        raise fields.bad(f"{key} must be a list of {count} numbers, one for each frequency")
+    if any(not 0 < each < math.inf for each in values):
+        raise fields.bad(f"{key} has a number that is not above 0")
+    return tuple(map(float, values))
 
 
 def llama3_scaling(fields: Fields, original: int) -> RopeScaling:

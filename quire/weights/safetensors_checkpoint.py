@@ -16,6 +16,7 @@ from quire.quant.weight import Weight
 from quire.weights import mxfp4
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.experts import safetensors_part
+from quire.weights.family_names import file_name
 from quire.weights.names import safetensors_name, text_name
 from quire.weights.safetensors import SafetensorsFiles
 
@@ -100,12 +101,12 @@ class DensePart:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a Hugging Face directory. Without a family, all tensors have canonical names."""
+    """The tensors of a Hugging Face directory."""
 
-    def __init__(self, files: SafetensorsFiles, family: str = "") -> None:
+    def __init__(self, files: SafetensorsFiles, family: str = "llama") -> None:
         self.files = files
         self.family = family
-        self._stored_names = {text_name(name): name for name in files.tensors}
+        self._stored_names = {text_name(name, family): name for name in files.tensors}
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -116,7 +117,10 @@ class SafetensorsCheckpoint:
         if part.stacked and cols is not None and f"{part.name}_blocks" in self.files.tensors:
             return mxfp4.of_directory(self.files, replace(part, transposed=False), cols)
         name = safetensors_name(part.name, self.family)
-        return DensePart(self.files, self._stored_names.get(name, name), part, cols)
+        return DensePart(self.files, self._stored_name(name), part, cols)
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name) or file_name(name, self.family)
 
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         return None

@@ -9,11 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from quire.batch.job import JobFiles, JobReport, JobRun, describe_job, open_ledger, sort_windows, unfinished_rows
+from quire.batch.job import (
+    JobFiles,
+    JobReport,
+    JobRun,
+    check_output,
+    check_unchanged,
+    describe_job,
+    model_digest,
+    run_job,
+    sort_windows,
+    unfinished_rows,
+)
+from quire.batch.ledger import ENTRY, Ledger, identity, to_json, write_whole
 from quire.batch.output import write_output
-from quire.batch.rows import RowDefaults, Rows
+from quire.batch.parquet import ParquetRows, decode_columns
+from quire.batch.rows import RowDefaults, Rows, file_digest
 from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidParams
 
@@ -58,18 +73,19 @@ class Echo:
 
 
 def run(files: JobFiles, echo: Echo, *, resume: bool = False, workers: int = 4) -> JobReport:
+    check_output(files)
     rows = Rows(files.input)
     survey = rows.survey()
-    job = {"num_rows": survey.num_rows}
-    with open_ledger(files, job, resume) as ledger:
+    digest = file_digest(files.input)
+    with Ledger.open(files.ledger, {"num_rows": survey.num_rows, "input": digest}, resume=resume) as ledger:
         report = JobReport(survey.num_rows, ledger.num_finished)
         waiting = unfinished_rows(rows, survey.repeated, ledger.finished, DEFAULTS)
         try:
             asyncio.run(JobRun(echo, ledger, report, None).answer_rows(sort_windows(waiting), workers))
         except EngineError:
             return report
-        write_output(files.output, ledger.answers())
-        ledger.remove()
+        check_unchanged(files, ledger, digest)
+        ledger.complete(write_output(files.output, ledger.answers()), files.output)
     return report
 
 
@@ -163,4 +179,105 @@ def test_a_full_disk_leaves_a_job_that_can_go_on(files, monkeypatch):
     echo = Echo(2)
     run(files, echo, resume=True)
     assert echo.num_answers == 0
+    assert not files.ledger.exists()
     assert len(files.output.read_text().splitlines()) == 63
+
+
+@pytest.mark.parametrize("text", ["", '"a"\n', '"other"\n' * 63])
+def test_an_input_that_changes_while_the_job_runs(files, text):
+    class Changing(Echo):
+        async def post(self, path, body, request_id):
+            files.input.write_text(text)
+            return await super().post(path, body, request_id)
+
+    before = files.input.read_text()
+    with pytest.raises(InvalidParams, match="has changed"):
+        run(files, Changing(1))
+    assert not files.output.exists()
+    files.input.write_text(before)
+    run(files, Echo(1), resume=True)
+    assert len(files.output.read_text().splitlines()) == 63
+
+
+def test_an_answer_is_on_the_disk_before_the_next_one_comes(files, monkeypatch):
+    """The last answer takes long. Those before it do not wait for it in memory."""
+    monkeypatch.setattr("quire.batch.job.FLUSH_S", 0.01)
+    index = files.ledger / "index"
+
+    class Slow(Echo):
+        async def post(self, path, body, request_id):
+            if self.num_answers == 60:
+                async with asyncio.timeout(10):
+                    while index.stat().st_size < 62 * ENTRY.itemsize:  # two of the rows are bad ones
+                        await asyncio.sleep(0.005)
+            return await super().post(path, body, request_id)
+
+    run(files, Slow(1), workers=1)
+    assert files.output.exists()
+
+
+def test_random_ids_of_tool_calls_are_replaced(files):
+    calls = iter(range(1000))
+
+    class Caller(Echo):
+        async def post(self, path, body, request_id):
+            message = {"tool_calls": [{"id": f"call_{next(calls)}"} for _ in range(2)]}
+            return 200, msgspec.json.encode({"choices": [{"index": 0, "message": message}]})
+
+    outputs = []
+    for name in ("a", "b"):
+        run(replace(files, output=files.output.with_name(name)), Caller(1))
+        outputs.append(files.output.with_name(name).read_text())
+    assert outputs[0] == outputs[1]
+    choices = [json.loads(text)["response"]["body"].get("choices", []) for text in outputs[0].splitlines()]
+    ids = [call["id"] for row in choices for choice in row for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == len(ids) == 122
+
+
+def test_a_job_that_was_killed_after_its_output_was_written(files):
+    """All that is left to do is to delete the ledger; the model is not needed."""
+    run(files, Echo(1, fails_at=50))
+    partial = files.output.with_name("partial")
+    partial.write_text("the answers")
+    write_whole(files.ledger / "written", to_json(identity(partial)))
+    partial.replace(files.output)
+    report = run_job(files, EngineConfig(), files.input.parent / "no model", DEFAULTS, resume=True)
+    assert (report.num_rows, report.num_resumed) == (63, 63)
+    assert not files.ledger.exists()
+    assert files.output.read_text() == "the answers"
+
+
+def test_values_of_a_table_become_those_of_json():
+    body = {
+        "messages": [{"role": "user", "content": "a", "name": None}],
+        "stop": None,
+        "logit_bias": {"5": 1, "6": None},
+    }
+    row = decode_columns({"custom_id": "a", "url": None, "body": body})
+    limits = decode_columns({"max_tokens": 4.0, "temperature": 0.5, "top_p": float("nan")})
+    assert repr(limits["max_tokens"]) == "4"  # and not 4.0, which is no number of tokens
+    assert limits["temperature"] == 0.5
+    assert row == {"custom_id": "a", "body": {"messages": [{"role": "user", "content": "a"}], "logit_bias": {"5": 1}}}
+
+
+def test_models_are_told_apart(tmp_path):
+    (tmp_path / "m").mkdir()
+    first = tmp_path / "m" / "model.gguf"
+    first.write_bytes(bytes(3_000_000))
+    assert model_digest(tmp_path / "m") == model_digest(first)
+    data = bytearray(first.read_bytes())
+    data[1_500_000:1_520_000] = b"x" * 20_000
+    same = model_digest(first)
+    first.write_bytes(bytes(data))
+    assert model_digest(first) != same
+
+
+def test_ids_of_a_table_that_repeat(tmp_path):
+    """A column of numbers with a null in it is one of floats; its ids are those of whole numbers."""
+    table = pyarrow.table({"id": [4.0, None, 1.0, 4.0], "prompt": ["a", "b", "c", "d"]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    rows = ParquetRows(tmp_path / "in.parquet")
+    survey = rows.survey()
+    assert (survey.num_rows, survey.repeated) == (4, {2, 3})  # the second row's id is its number
+    found = list(unfinished_rows(rows, survey.repeated, [1, 0, 0, 0], DEFAULTS))
+    assert [(row.index, row.id) for row in found] == [(1, "1"), (2, "1"), (3, "4")]

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from quire.batch.job import WINDOW_ROWS, sort_windows
-from quire.batch.rows import CHAT, COMPLETIONS, BadRow, Row, RowDefaults, Rows, file_digest, make_row, row_seed
+from quire.batch.rows import (
+    CHAT,
+    COMPLETIONS,
+    BadRow,
+    Row,
+    RowDefaults,
+    Rows,
+    TextRows,
+    file_digest,
+    make_row,
+    row_seed,
+)
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.cpu
@@ -73,6 +84,8 @@ def test_a_prompt_is_a_question_with_chat():
         ({"url": ["/v1/completions"], "body": {}}, "asks for"),
         ({"method": "GET", "url": CHAT, "body": {}}, "GET"),
         ({"prompt": "x", "stream": True}, "stream"),
+        ({"url": CHAT, "body": {"messages": []}, "temperature": 0.5}, '"temperature" beside body'),
+        ({"custom_id": True, "prompt": "x"}, "id is true"),
         ({"custom_id": "x" * 513, "prompt": "x"}, "512"),
         ({"custom_id": {}, "prompt": "x"}, "id is {}"),
     ],
@@ -87,21 +100,41 @@ def test_a_seed_depends_on_job_and_id_alone():
     assert all(0 <= row_seed(seed, "\ud800") < 2**63 for seed in range(99))
 
 
+def decoded(rows):
+    return [raw for _, raw in rows.unfinished(bytes(rows.survey().num_rows))]
+
+
 def test_lines_of_a_file(tmp_path: Path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n\n  \n"b"\r\n{"prompt": \n\xff\n[')
-    decoded = list(Rows(path))
-    assert decoded[:2] == [{"prompt": "a"}, "b"]
-    assert [type(one) for one in decoded[2:]] == [ValueError] * 3
-    assert Rows(path).survey().num_rows == 5
+    assert decoded(Rows(path))[:2] == [{"prompt": "a"}, "b"]
+    assert [type(one) for one in decoded(Rows(path))[2:]] == [ValueError] * 3
 
 
 def test_lines_of_a_text_file(tmp_path: Path):
     path = tmp_path / "in.txt"
-    path.write_bytes('{"a"\n\nzwölf \n'.encode() + b"\xff")
-    decoded = list(Rows(path))
-    assert decoded[:2] == ['{"a"', "zwölf"]
-    assert isinstance(decoded[2], ValueError)
+    path.write_bytes('{"a"\n\n\tzwölf \r\n{"id": "0"}\n'.encode() + b"\xff")
+    assert decoded(TextRows(path))[:3] == ['{"a"', "\tzwölf ", '{"id": "0"}']
+    assert isinstance(decoded(TextRows(path))[3], ValueError)
+    assert not TextRows(path).survey().repeated  # a line that looks like a row with the id 0 is a prompt
+
+
+@pytest.mark.parametrize("kind", [Rows, TextRows])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, kind):
+    path = tmp_path / "in"
+    path.write_bytes(b'\xef\xbb\xbf"a"\n"b"\n')
+    assert decoded(kind(path)) == (["a", "b"] if kind is Rows else ['"a"', '"b"'])
+    path.write_bytes(b"\xef\xbb\xbf")
+    assert decoded(kind(path)) == []
+
+
+def test_finished_rows_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "in.jsonl"
+    path.write_text('"a"\n\n"b"\n"c"\n')
+    rows = Rows(path)
+    monkeypatch.setattr(rows, "decode", lambda line: line.decode())
+    assert list(rows.unfinished([1, 0, 1])) == [(1, '"b"')]
+    assert list(rows.unfinished([0, 1])) == [(0, '"a"')]  # the third row was appended later
 
 
 def test_ids_that_repeat(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from quire.bench import phases
 from quire.capacity.profile import EngineSizes, load_profile
+from quire.capacity.step_cost import StepShape
 from quire.config import EngineConfig
 
 pytestmark = pytest.mark.model
@@ -18,9 +20,9 @@ pytestmark = pytest.mark.model
 SMALL = ("--max-len", "256", "--kv-memory", "0.1", "--max-requests", "4", "--max-tokens-per-step", "32")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,7 @@ def test_a_measured_engine_is_saved_and_simulated(profile):
     saved = load_profile(profile)
     assert saved.sizes.max_requests == 4
     assert saved.sizes.max_tokens_per_step == 32
+    assert saved.sizes.itl_target_s == 0.05  # a server's on a CPU; it did not disturb the measurement
     assert saved.cost.coefficients[0] >= 0
     done = run("simulate", "--profile", profile, "--rate", 50, "--num-requests", 30, "--json")
     assert done.returncode == 0, done.stderr
@@ -58,9 +61,43 @@ def test_a_measured_engine_is_saved_and_simulated(profile):
     assert "ttft_ms p99" in text
 
 
+def test_a_profile_is_found_without_its_name(profile, tmp_path):
+    """Options of the scheduler do not change which profile it is; it is refused on another machine."""
+    target = phases.profile_path(EngineConfig())
+    kept = tmp_path / "quire" / "capacity" / target.name
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(profile.read_bytes())
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("QUIRE_CACHE", None)
+    more = ("--rate", 50, "--num-requests", 9, "--max-len", 255, "--batching", "static", "--batch-size", 4)
+    done = run("simulate", *more, environment=environment)
+    assert done.returncode == 0, done.stderr
+    kept.write_text(kept.read_text().replace(load_profile(profile).machine, "Another CPU, 99 threads"))
+    done = run("simulate", *more, environment=environment)
+    assert done.returncode == 2
+    assert "measured on Another CPU" in done.stderr
+
+
+def test_an_engine_with_room_for_nothing(tmp_path):
+    done = run("bench", "phases", "--max-len", 18, "--max-requests", 1, "--kv-memory", 0.1)
+    assert done.returncode == 2
+    assert "a fit needs" in done.stderr
+
+
+def test_steps_without_prompts_do_not_count_as_prefill():
+    """Two chunks of prompts, one step of both rows, and one in which the other row has ended."""
+    shapes = [StepShape(16, 0, (0.0,), (9.0,)), StepShape(9, 2, (1.0,), (9.0,)), StepShape(2, 2, (9.0,), (0.0,))]
+    shapes.append(StepShape(1, 1, (9.0,), (0.0,)))
+    steps = [phases.MeasuredStep(shape, 0.1) for shape in shapes]
+    result = phases.summarize(phases.Scenario(2, 12), steps)
+    assert result.prefill_s == pytest.approx(0.2)
+    assert result.decode_s == pytest.approx(0.1)
+
+
 def test_where_a_profile_is_kept_depends_on_what_decides_costs():
     base = EngineConfig()
-    assert phases.profile_path(base) == phases.profile_path(EngineConfig(max_requests=3, seed=1))
+    scheduling = EngineConfig(max_requests=3, seed=1, max_len=99, batching="static", batch_size=4, itl_target_ms=9)
+    assert phases.profile_path(base) == phases.profile_path(scheduling)
     assert phases.profile_path(base) != phases.profile_path(EngineConfig(kv_dtype="int8"))
     assert phases.profile_path(base).suffix == ".json"
 
@@ -75,6 +112,11 @@ def test_where_a_profile_is_kept_depends_on_what_decides_costs():
         (("--rate", 1, "--profile", "none.json"), "quire bench phases"),
         (("--trace", "none.csv", "--profile", "PROFILE"), "cannot be read"),
         (("--rate", 1, "--profile", "PROFILE", "--max-requests", 99), "below max_requests"),
+        (("--rate", 1, "--profile", "PROFILE", "--max-len", 257), "max_len is 257"),
+        (("--rate", 1, "--profile", "PROFILE", "--kv-dtype", "int8"), "kv_dtype is part of"),
+        (("--rate", 1, "--profile", "PROFILE", "gemma3:270m"), "--profile is of smollm2:135m"),
+        (("--rate", 1, "--trace-speed", 2), "--trace-speed needs --trace"),
+        (("--trace", "x.csv", "--prompt-tokens", 2), "--prompt-tokens needs --rate"),
     ],
 )
 def test_wrong_arguments(profile, arguments, part):

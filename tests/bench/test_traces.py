@@ -65,6 +65,11 @@ class TestReading:
         [
             ("", "neither"),
             ("a,b,c\n1,2,3", "neither"),
+            ('{"timestamp": NaN, "input_length": 5, "output_length": 5, "hash_ids": [0]}', "line 1"),
+            ('{"timestamp": Infinity, "input_length": 5, "output_length": 5, "hash_ids": [0]}', "line 1"),
+            ('{"timestamp": 0, "input_length": 1e300, "output_length": 5, "hash_ids": []}', "line 1"),
+            ('{"timestamp": 0, "input_length": Infinity, "output_length": 5, "hash_ids": []}', "line 1"),
+            ('{"timestamp": 0, "input_length": 0, "output_length": 5, "hash_ids": []}', "line 1"),
             ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
             ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,4", "line 2"),
             ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4", "line 2"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 
+from quire import __version__
 from quire.bench.serve.traces import TraceRequest
 from quire.bench.simulate import arrivals, compare, ranges, simulate
 from quire.capacity.profile import CapacityProfile, EngineSizes, load_profile
@@ -157,3 +159,53 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text):
         load_profile(tmp_path / "p.json")
     with pytest.raises(InvalidParams, match="bench phases"):
         load_profile(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("sizes", "num_blocks"), 0),
+        (("sizes", "num_blocks"), "9"),
+        (("sizes", "block_size"), -4),
+        (("sizes", "depth"), 0),
+        (("sizes", "max_len"), 1.5),
+        (("sizes", "windows"), [0]),
+        (("sizes", "windows"), [None, 8]),
+        (("sizes", "itl_target_s"), float("nan")),
+        (("sizes", "prefix_cache"), "yes"),
+        (("cost", "coefficients"), [1.0]),
+        (("cost", "coefficients"), [float("nan")] * (4 + 2 * len(KNOTS))),
+        (("median_error",), None),
+    ],
+)
+def test_a_profile_with_a_wrong_value_is_refused(tmp_path, path, value):
+    PROFILE.save(tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    *parents, last = path
+    target = document
+    for name in parents:
+        target = target[name]
+    target[last] = value
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidParams, match="is not a profile"):
+        load_profile(tmp_path / "p.json")
+
+
+def test_a_profile_of_another_version_is_refused(tmp_path):
+    PROFILE.save(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    (tmp_path / "p.json").write_text(text.replace(f'"quire": "{__version__}"', '"quire": "0.0.9"'))
+    with pytest.raises(InvalidParams, match=r"measured with quire 0\.0\.9"):
+        load_profile(tmp_path / "p.json")
+
+
+def test_blocks_may_be_named_by_hashes():
+    entries = [TraceRequest(float(index), 600, 2, (2**64 - 1, -5)) for index in range(2)]
+    first, second = arrivals(entries)
+    assert first.prompt == second.prompt
+    assert 0 <= min(first.prompt) <= max(first.prompt) < 2**63
+    sizes = replace(SIZES, num_blocks=600, max_len=1000, max_tokens_per_step=900)
+    found = Simulation(replace(PROFILE, sizes=sizes)).run(
+        arrivals([*entries, TraceRequest(500.0, 600, 2, (2**64 - 1, 7))])
+    )
+    assert [request.cached_tokens for request in found] == [0, 599, 512]

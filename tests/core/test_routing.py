@@ -122,7 +122,7 @@ def test_what_is_not_ready_is_not_chosen():
     routing = router(2)
     routing.replicas[0].ready = False
     assert {routing.choose(str(index), prompt(index), b"", 5) for index in range(10)} == {1}
-    assert routing.choose("x", prompt(1), b"", 5, without=1) is None
+    assert routing.choose("x", prompt(1), b"", 5, avoid={1}) == 1  # there is no other
     routing.replicas[1].ready = False
     assert routing.choose("y", prompt(1), b"", 5) is None
 
@@ -181,3 +181,39 @@ def test_times_are_measured():
     assert state.decode_step_s(2) == state.decode_step_s(3) == state.decode_step_s(64) == 0.03
     state.measure(40, 40, 0.1)
     assert state.decode_step_s(64) == 0.1
+
+
+def test_what_is_to_be_avoided_is_the_last_choice():
+    routing = router(3)
+    publish(routing, 1, prompt(1))
+    assert routing.choose("a", [*prompt(1), 5], b"", 5, avoid={1}) != 1
+    assert routing.choose("b", [*prompt(1), 5], b"", 5, avoid={0, 2}) == 1
+
+
+def test_short_prompts_spread():
+    assert {router(4).choose("a", prompt(seed, 3), b"", 10) for seed in range(40)} == set(range(4))
+
+
+def test_replicas_that_keep_no_prefixes():
+    """Nothing counts as cached there, also not what they have just computed."""
+    routing = router(2, num_blocks=0)
+    homes = set()
+    for number in range(40):
+        homes.add(routing.choose(str(number), [*prompt(1), number], b"", 10))
+        assert routing.receipts[str(number)].chosen.cached == 0
+        routing.begin(str(number))
+    assert homes == {0, 1}
+
+
+def test_a_refused_request_leaves_nothing_behind():
+    routing = router(2)
+    chosen = routing.choose("a", [*prompt(1), 5], b"", 10)
+    routing.end("a")
+    assert not routing.replicas[chosen].expected
+    routing.choose("b", [*prompt(1), 5], b"", 10)
+    routing.begin("b")
+    routing.end("b")  # a client that has left after the first token
+    assert routing.replicas[chosen].expected
+    routing.choose("c", [*prompt(1), 5], b"", 10)
+    routing.end("c")  # its blocks are those of the one before
+    assert len(routing.replicas[chosen].expected) == 10

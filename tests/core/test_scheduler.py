@@ -475,6 +475,49 @@ def test_drafts_take_blocks_that_nobody_needs() -> None:
     assert not scheduler.counters.preemptions
 
 
+def test_blocks_of_drafts_are_given_back_before_somebody_is_preempted() -> None:
+    """The first request holds a block more than it will ever need. The second one grows into it."""
+    scheduler = make(num_blocks=6, prefix_cache=False)
+    first, second = ask("first", 3, max_tokens=9), ask("second", 3, max_tokens=9, first=300)
+    for request in (first, second):
+        scheduler.add(request)
+    step(scheduler)
+    scheduler.reserve(first, 16)
+    assert len(first.tables[0]) == 4
+    while scheduler.has_work:
+        step(scheduler)
+    assert not scheduler.counters.preemptions
+    assert scheduler.kv.pool.num_free == 6
+
+
+def test_blocks_of_drafts_are_given_back_to_a_request_that_waits() -> None:
+    scheduler = make(num_blocks=8, prefix_cache=False)
+    first, second = ask("first", 3, max_tokens=9), ask("second", 20, max_tokens=1, first=300)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.reserve(first, 24)
+    scheduler.add(second)
+    assert scheduler.kv.pool.num_free < 5
+    assert set(step(scheduler)) == {"first", "second"}
+
+
+def test_blocks_of_drafts_that_are_being_verified_are_kept() -> None:
+    scheduler = make(num_blocks=6, prefix_cache=False)
+    first, second = ask("first", 3, max_tokens=12), ask("second", 3, max_tokens=9, first=300)
+    scheduler.add(first)
+    step(scheduler)
+    first.drafts = Drafts([7] * 10)
+    plan = scheduler.schedule()
+    assert plan is not None
+    held = list(first.tables[0])
+    assert len(held) == 4
+    scheduler.add(second)
+    behind = scheduler.schedule()
+    assert behind is not None
+    assert not scheduler._give_back_draft_blocks()
+    assert first.tables[0] == held
+
+
 def ask_to_exit(name: str, num_prompt: int, first: int) -> Request:
     prompt = [first + index for index in range(num_prompt)]
     return Request(name, prompt, SamplingParams(max_tokens=None, early_exit=0.5), max_tokens=30)

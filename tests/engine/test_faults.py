@@ -7,13 +7,13 @@ import queue
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled, Update
 from quire.core.request import Finish, Request
@@ -21,7 +21,7 @@ from quire.engine import process
 from quire.engine.async_client import AsyncClient
 from quire.engine.engine import Engine
 from quire.engine.faults import explain_kernel_errors, explain_out_of_memory, is_out_of_memory
-from quire.engine.messages import AddingRequests, EngineRequest, Refused
+from quire.engine.messages import AddingRequests, EngineRequest, Refused, Start
 from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select_torch
 from quire.kernels.torch_arrays import TorchArrays
@@ -412,7 +412,7 @@ def test_an_order_that_cannot_be_added_is_refused_and_the_process_goes_on(monkey
     sent: list[Any] = []
     link = SimpleNamespace(send=sent.append, closed=False)
     engine = engine_with()
-    loop = process.EngineLoop(engine, link, Path("none"))  # type: ignore[arg-type]
+    loop = process.EngineLoop(engine, link, Start(EngineConfig(), "none"))  # type: ignore[arg-type]
     good, bad, other = (EngineRequest.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
     loop._submit([good])
     failing_once(monkeypatch, engine, "_enqueue", RuntimeError("a bug"))

@@ -12,11 +12,13 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
+from quire.core.routing import ReplicaState
 from quire.core.structured import StructuredOutputs
 from quire.engine import fleet as fleets
-from quire.engine.fleet import Fleet, FleetCallbacks, divide
+from quire.engine.fleet import Fleet, FleetCallbacks, divide, measure_step
+from quire.engine.messages import StepOutputs
 from quire.engine.supervisor import Supervised
-from quire.errors import EngineClosed, InvalidParams, ModelNotFound, PromptTooLong, QuireError
+from quire.errors import EngineClosed, EngineError, InvalidParams, ModelNotFound, PromptTooLong, QuireError
 
 pytestmark = pytest.mark.model
 
@@ -119,9 +121,13 @@ def test_replicas_share_the_work_and_change_no_answer(default_model, expected):
         assert ready.num_blocks == 2 * 512
         answers = await collect_all(client)
         used = {
-            int(receipt.split(":")[0].split()[1]) for index in range(16) for receipt in client.receipts(f"r{index}")
+            int(receipt.split(":")[0].split()[1])
+            for index in range(16)
+            for receipt in client.receipts(f"r{index}", b"")
         }
         assert used == {0, 1}
+        assert not client.receipts("r", b"")
+        assert not client.receipts("r1", b"another tenant")
         assert all(state["answers"] == state["waiting_prompt_tokens"] == 0 for state in client.describe())
         assert all(state["cached_blocks"] > 0 for state in client.describe())
         return answers
@@ -224,7 +230,8 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
 
 
 def test_how_a_machine_is_divided(monkeypatch):
-    monkeypatch.setattr(fleets.os, "cpu_count", lambda: 9)
+    monkeypatch.setattr(fleets, "usable_cores", lambda: 9)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     parts = divide(EngineConfig(device="cpu"), 2)
     assert [part.threads for part, _ in parts] == [4, 4]
     assert parts[0][0].kv_memory == parts[1][0].kv_memory > 0
@@ -236,3 +243,152 @@ def test_how_a_machine_is_divided(monkeypatch):
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in parts] == ["0", "1"]
     with pytest.raises(InvalidParams, match="2 GPU"):
         divide(EngineConfig(), 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in divide(EngineConfig(), 2)] == ["3", "GPU-5"]
+
+
+def test_samples_of_one_prompt_that_end_apart(default_model):
+    """The first sample has ended when the replica dies. The router forgets the others where they end."""
+
+    async def scenario(client, ready, restarts):
+        group = groups(3, max_tokens=200)[2]
+        group[0].max_tokens = 3
+        ended = []
+
+        async def collect_ends():
+            async for updates in client.submit(group):
+                ended.extend(update.id for update in updates if update.finish)
+
+        working = asyncio.ensure_future(collect_ends())
+        await wait_until(lambda: ended)
+        kill(client, client.members.index(client._owners[group[1].id]))
+        await working
+        assert ended[0] == group[0].id
+        assert not client._owners
+        assert not client._names
+        assert not client._router._routed
+        assert [(state["answers"], state["waiting_prompt_tokens"]) for state in client.describe()] == [(0, 0)] * 2
+
+    run(default_model, scenario)
+
+
+def fail_spawn(error):
+    async def spawn():
+        raise error
+
+    return spawn
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("spawn", [never, fail_spawn(OSError("no process"))])
+def test_requests_go_to_the_first_replica_that_is_ready(default_model, expected, spawn):
+    """Both die, and one does not come back: the other one answers the requests of both."""
+
+    async def scenario(client, ready, restarts):
+        working = [asyncio.ensure_future(collect(client, group)) for group in groups(16)]
+        await asyncio.sleep(0.2)
+        client.members[0]._spawn = spawn
+        for replica in range(2):
+            kill(client, replica)
+        return await asyncio.gather(*working)
+
+    assert run(default_model, scenario) == expected
+
+
+def test_requests_fail_when_no_replica_comes_back(default_model):
+    async def scenario(client, ready, restarts):
+        working = [asyncio.ensure_future(collect(client, group)) for group in groups(6, max_tokens=400)]
+        await asyncio.sleep(0.2)
+        for replica in range(2):
+            client.members[replica]._spawn = fail_spawn(OSError("no process"))
+            kill(client, replica)
+        ends = await asyncio.gather(*working, return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineError}
+        assert client.gone
+        assert not client._owners
+
+    run(default_model, scenario)
+
+
+def test_a_request_that_waits_for_a_replica_can_be_aborted(default_model):
+    async def scenario(client, ready, restarts):
+        for replica in range(2):
+            client.members[replica]._spawn = never
+            kill(client, replica)
+        await wait_until(lambda: len(restarts) == 2)
+        group = groups(3)[2]
+        working = asyncio.ensure_future(collect(client, group))
+        await wait_until(lambda: client._owners)
+        for request in group:
+            client.abort(request.id)
+        assert set((await working)[1].values()) == {Finish.ABORT}
+        late = asyncio.ensure_future(collect(client, groups(1)[0]))
+        await wait_until(lambda: client._owners)
+        await client.close()
+        with pytest.raises(EngineClosed):
+            await late
+
+    run(default_model, scenario)
+
+
+def test_a_replica_that_hangs_gets_no_new_requests(default_model, monkeypatch):
+    monkeypatch.setattr(fleets, "SILENT_S", 1.5)
+
+    async def scenario(client, ready, restarts):
+        os.kill(client.members[0].process_id, signal.SIGSTOP)
+        await wait_until(lambda: client.members[0].silent_s > 1.5)
+        answers = await asyncio.wait_for(collect_all(client, 6), 30)
+        assert all(client._router.receipts[group[0].id].chosen.replica == 1 for group in groups(6))
+        os.kill(client.members[0].process_id, signal.SIGKILL)
+        return answers
+
+    assert len(run(default_model, scenario)) == 6
+
+
+def test_a_replica_that_answers_nonsense_is_replaced(default_model, expected):
+    """Its requests continue on the other one, which is not blamed."""
+
+    async def main():
+        restarts, readers = [], []
+        callbacks = FleetCallbacks(on_restart=lambda reason, replica: restarts.append(replica))
+        client = Fleet(CONFIG, default_model, 2, callbacks=callbacks)
+        spawn = client.members[0]._spawn
+
+        async def spawn_and_keep():
+            readers.append(await spawn())
+            return readers[-1]
+
+        client.members[0]._spawn = spawn_and_keep
+        await client.start()
+        try:
+            working = asyncio.ensure_future(collect_all(client))
+            for attempt, nonsense in enumerate((b"\x05\0\0\0junk!", b"\xff" * 8)):
+                await wait_until(lambda: client.members[0].health())
+                await asyncio.sleep(0.1)
+                readers[-1].feed_data(nonsense)
+                await wait_until(lambda least=attempt: len(restarts) > least)
+            assert restarts == [0, 0]
+            return await working
+        finally:
+            await client.close()
+
+    assert asyncio.run(main()) == expected
+
+
+def test_which_steps_are_measured():
+    """Rows that end with a step are in it, and verified drafts are no prompts."""
+    state = ReplicaState(64, 100)
+    guess = state.token_s.value
+    first = StepOutputs(num_running=16, computed_tokens=500)
+    step = StepOutputs(step_s=0.03, num_running=0, computed_tokens=516)
+    measure_step(state, step, first)
+    assert state.decode_step_s(16) == 0.03
+    drafting = StepOutputs(step_s=0.04, num_running=16, computed_tokens=516 + 16 + 40, drafted={"suffix": 40})
+    measure_step(state, drafting, StepOutputs(num_running=16, computed_tokens=516))
+    assert state.token_s.value == guess
+    prompt = StepOutputs(step_s=0.13, num_running=16, computed_tokens=572 + 116, drafted={"suffix": 40})
+    measure_step(state, prompt, drafting)
+    assert state.token_s.value == pytest.approx(0.001, rel=0.05)

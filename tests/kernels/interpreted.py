@@ -6,24 +6,19 @@ there, so float16 is used.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from triton.runtime import interpreter
 
-from quire.kernels import Fused, reference, select_torch
+from quire.kernels import reference
 from quire.kernels.cuda.activation import activate
 from quire.kernels.cuda.attention.decode import decode_attention
 from quire.kernels.cuda.attention.dispatch import Work, attention, find_splits
 from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.norm import layer_norm, rms_norm
-from quire.kernels.cuda.rope import store_kv
 from quire.kernels.paging import LayerCache
 from tests.cuda.sampling import check_logits_processors, check_logprobs, check_random
-from tests.models import test_unrotated as unrotated
 from tests.tools.paged import PagedCache
 from tests.tools.trees import draw_paths, paths_of
 
@@ -115,24 +110,6 @@ def check_activations() -> None:
         close(activate(x.half(), activation), reference.activate(x.half(), activation))
 
 
-def check_alibi_model() -> None:
-    """A BLOOM on the GPU's ops: a prompt, and a token after it."""
-    kernels = {"store_kv": store_kv, "attention": attention, "layer_norm": layer_norm, "activate": activate}
-    ops = replace(select_torch("cpu"), **kernels, fused=Fused(None, None, None))  # type: ignore[arg-type]
-    unrotated.STEPS = [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
-    theirs = unrotated.theirs("bloom", "gelu_tanh")
-    with TemporaryDirectory() as folder, torch.no_grad():
-        model = unrotated.build(Path(folder), theirs, ops, "bloom", "gelu_tanh")
-        paged = unrotated.paged()
-        paged.layers = [
-            LayerCache(layer.k.transpose(1, 2).contiguous(), layer.v.transpose(1, 2).contiguous(), 0, 4)
-            for layer in paged.layers
-        ]
-        for layer in paged.layers:
-            layer.k.zero_(), layer.v.zero_()  # a GPU's cache is finite everywhere
-        unrotated.assert_agrees(theirs, model, unrotated.run(model, paged))
-
-
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     half = expected.dtype == torch.float16
     torch.testing.assert_close(got, expected, atol=2e-3 if half else 1e-5, rtol=2e-3 if half else 1e-5)
@@ -165,4 +142,3 @@ if __name__ == "__main__":
         check_logits_processors(size, torch.device("cpu"))
     for size, softcap in ((1, None), (5, 12.0), (4100, None), (4100, 12.0)):
         check_logprobs(size, torch.float32, torch.device("cpu"), softcap, equals=softcap is None)
-    check_alibi_model()

@@ -16,7 +16,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.cpu
 
-SCRIPTS = ["interpreted", "interpreted_speculation exact", "interpreted_speculation", "interpreted_drafter exact"]
+SCRIPTS = [
+    "interpreted",
+    "interpreted_families",
+    "interpreted_speculation exact",
+    "interpreted_speculation",
+    "interpreted_drafter exact",
+]
 
 
 @pytest.fixture(scope="module")

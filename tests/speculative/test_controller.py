@@ -220,6 +220,40 @@ def test_the_time_of_a_plugin_is_charged() -> None:
     assert 1 <= proposer.num_calls <= 4  # 8 steps of grace, and 0.8% of the time
 
 
+def test_asking_quires_own_proposers_takes_little_time_while_nothing_is_verified() -> None:
+    """A call takes a twentieth of a step and has no drafts. When they come and are right, it is called in each step."""
+
+    class Late(Scripted):
+        def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+            now[0] += 0.0005
+            return super().propose(contexts, max_drafts)
+
+    def right_from_500_on(context: Context, most: int, ahead: list[int], rng: random.Random) -> Drafts | None:
+        return chain(ahead[:most]) if len(context.tokens) > 503 else None
+
+    now, answer = [0.0], [token % 97 for token in range(1200)]
+    proposer = Late("late", {"a": answer}, right_from_500_on)
+    controller = Controller([proposer], 64, 97, 12.0)
+    controller._clock = lambda: now[0]
+    request = Request("a", [1, 2, 3], max_tokens=1200)
+    request.num_planned = 2
+    num_calls, num_steps = 0, 0
+    while request.num_output < 1200:
+        controller.propose([request], may_admit=False)
+        drafts, request.drafts = request.drafts, None
+        count = 1 + (len(drafts) if drafts else 0)
+        now[0] += 0.01 * (1 + (count - 1) / 12)
+        plan = Plan(1, [request], [request.num_planned], [count], [count], {0: drafts} if drafts else {})
+        controller.observe(plan, Sampled([[0]], accepted={0: list(range(count - 1))} if drafts else {}))
+        request.tokens += answer[request.num_output : request.num_output + count]
+        request.num_planned = len(request.tokens) - 1
+        num_steps += 1
+        if request.num_output == 500:
+            num_calls = proposer.num_calls
+    assert num_calls <= 20 + 0.005 * 500 * 20  # the grace of a step, and half a percent
+    assert num_steps < 500 + 700 / 3
+
+
 def test_the_proposer_whose_drafts_are_right_is_verified_whatever_odds_both_give() -> None:
     """Both have drafts for every step. The one that boasts is wrong."""
     answers = {"a": [token % 97 for token in range(400)]}

@@ -23,6 +23,7 @@ from quire.layers.source import Part
 from quire.models.config import ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
+from quire.models.structure import Structure
 from quire.quant.dense import Dense
 from quire.quant.ggml_types import GGMLType
 from quire.quant.panels import PanelWeight, join
@@ -290,6 +291,12 @@ def fitting(config: ModelConfig, head_dim: int = 16) -> ModelConfig:
 
 
 FITTING = {family: fitting(config) for family, config in FAMILIES.items()} | {
+    "cohere2": replace(
+        fitting(FAMILIES["llama"]),
+        family="cohere2",
+        windows=(9, None, 9),
+        structure=Structure(norm="layer", parallel=True, shared_norm=True, unrotated=(1,), logit_scale=0.5),
+    ),
     "odd": replace(
         fitting(FAMILIES["qwen3"], 32),
         num_heads=3,

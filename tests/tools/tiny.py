@@ -23,6 +23,7 @@ from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
+from quire.models.structure import Structure
 from quire.weights.random_tensors import RandomTensors
 
 CPU = "cpu"
@@ -39,6 +40,16 @@ LLAMA = ModelConfig(
     rope=Rope(8),
     windows=(None,) * 3,
 )
+CLASSIC = replace(
+    LLAMA,
+    num_kv_heads=4,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="gelu_tanh",
+    tie_embeddings=True,
+    structure=Structure(norm="layer", norm_bias=True, gated=False),
+)
 FAMILIES = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, family="mistral", windows=(12,) * 3),
@@ -47,6 +58,14 @@ FAMILIES = {
     "gemma3": replace(
         LLAMA, family="gemma3", windows=(9, 9, None), local_rope=Rope(8, 1000.0), activation="gelu_tanh",
         tie_embeddings=True,
+    ),
+    "bloom": replace(
+        CLASSIC, family="bloom", structure=replace(
+            CLASSIC.structure, qkv_groups=4, embedding_norm=True, slopes=(0.25, 0.0625, 0.015625, 0.00390625)
+        ),
+    ),
+    "gpt2": replace(
+        CLASSIC, family="gpt2", structure=replace(CLASSIC.structure, qkv_groups=1, transposed=True, num_positions=512)
     ),
 }  # fmt: skip
 

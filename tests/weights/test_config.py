@@ -353,7 +353,7 @@ def test_json_yarn():
     assert ratio == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "su", "mrope"])
 def test_unknown_rope_type(kind):
     for parameters in ({"rope_scaling": {"type": kind, "factor": 2.0}}, {"rope_parameters": {"rope_type": kind}}):
         with pytest.raises(UnsupportedModel, match=kind):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 from quire.errors import InvalidParams
 
 BLOCK_TOKENS = 512
+MAX_TOKENS = 1 << 24  # of a prompt or an answer
 TIME = re.compile(r"([\d-]+[ T][\d:]+)(\.\d+)?(Z|[+-][\d:]+)?")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -33,8 +35,10 @@ class TraceRequest:
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1 or self.output_tokens < 0:
+        if not 1 <= self.prompt_tokens <= MAX_TOKENS or not 0 <= self.output_tokens <= MAX_TOKENS:
             raise ValueError(f"{self.prompt_tokens} prompt tokens and {self.output_tokens} output tokens")
+        if not math.isfinite(self.at_s):
+            raise ValueError(f"a time of {self.at_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def read_mooncake(file: TextIO, path: Path) -> Iterator[TraceRequest]:
             continue
         try:
             yield mooncake_request(json.loads(line))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise bad_line(path, number, error) from None
 
 

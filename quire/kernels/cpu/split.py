@@ -48,7 +48,7 @@ class SplitModel:
         self._first = Tape(native, max_tokens)
         taps = Taps(tuple(tap for tap in tap_layers if tap < layer))
         tokens, positions = StepTokens(self._first), StepTokens(self._first, True)
-        x, residual = model.run_layers(range(layer), model.embedding(tokens), positions, groups, kv, None, taps)
+        x, residual = model.run_layers(range(layer), model.embed(tokens, positions), positions, groups, kv, None, taps)
         self._state, *self._first_taps = finish(self._first, [x + residual, *taps.states], max_tokens)
 
         self._second = Tape(native, max_tokens)

@@ -1,6 +1,7 @@
 """The tokenizer files of a Hugging Face model directory: reads and checks them for `Tokenizer.from_directory`.
 
-Only tokenizer.json is required.
+Only tokenizer.json is required. In its place a directory may have vocab.json and merges.txt, as OPT's and the first
+files of GPT-2 do: byte-level BPE with GPT-2's rules.
 """
 
 from __future__ import annotations
@@ -73,28 +74,50 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
     """Read the files of a directory."""
     if not path.is_dir():
         raise ModelNotFound(f"{path} is not a directory.")
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
     return TokenizerFiles(
         path,
-        _read_backend(path / "tokenizer.json"),
-        _read_json(path / "tokenizer_config.json"),
+        _read_backend(path / "tokenizer.json", tokenizer_config),
+        tokenizer_config,
         _read_json(path / "special_tokens_map.json"),
         _read_json(path / "generation_config.json"),
         _read_json(path / "config.json"),
     )
 
 
-def _read_backend(path: Path) -> Backend:
+def _read_backend(path: Path, tokenizer_config: Mapping[str, Any]) -> Backend:
     from tokenizers import Tokenizer as Backend
 
-    if not path.is_file():
+    parts = path.with_name("vocab.json"), path.with_name("merges.txt")
+    if not path.is_file() and not all(part.is_file() for part in parts):
         raise BadModelFile(f"{path.parent} has no tokenizer.json, so its model cannot read text. Save one beside it.")
     try:
-        backend = Backend.from_file(str(path))
+        backend = Backend.from_file(str(path)) if path.is_file() else _read_gpt2(*parts, tokenizer_config)
     except Exception as error:
-        raise BadModelFile(f"{path} cannot be read as a tokenizer: {error}.") from error
+        name = path if path.is_file() else f"{parts[0]} with merges.txt"
+        raise BadModelFile(f"{name} cannot be read as a tokenizer: {error}.") from error
     # tokenizer.json may enable these, but quire refuses a text that is too long instead of truncating it.
     backend.no_truncation()
     backend.no_padding()
+    return backend
+
+
+def _read_gpt2(vocabulary: Path, merges: Path, tokenizer_config: Mapping[str, Any]) -> Backend:
+    """GPT-2's tokenizer from its two files. `add_bos_token` puts the first token before each text."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE.from_file(str(vocabulary), str(merges)))
+    prefix = tokenizer_config.get("add_prefix_space") is True
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    backend.decoder = decoders.ByteLevel()
+    named = {name: text for name in _SPECIAL_NAMES if (text := _content(tokenizer_config.get(name))) is not None}
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in dict.fromkeys(named.values())])
+    if tokenizer_config.get("add_bos_token") is True and "bos_token" in named:
+        bos = named["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
     return backend
 
 

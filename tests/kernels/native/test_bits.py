@@ -165,9 +165,8 @@ def model_step(name: str, family: str) -> Iterable[Tensor]:
     source: Any = PanelSource(native_of(name), mixed)
     source.plain = ExactWeights()
     model = MODELS[config.family](config, source, ops)
-    for layer in model.layers:
-        table = layer.attention.rotary.table
-        table[...] = rotary_table(*table.shape).numpy()
+    for rotary in filter(None, (layer.attention.rotary for layer in model.layers)):
+        rotary.table[...] = rotary_table(*rotary.table.shape).numpy()
     windows = sorted(set(config.windows), key=lambda window: window or 0)
     cache = NativePagedCache(
         ops_of(name), "bfloat16", kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=200,

@@ -18,7 +18,8 @@ from tests.tools.tiny import MIXTURES, TinyEngine
 
 pytestmark = pytest.mark.cpu
 
-CACHE_OF = dict(zip(FITTING, ("float32", "bfloat16", "int8", "bfloat16", "float32", "int8"), strict=True))
+CACHE_TYPES = ("float32", "bfloat16", "int8", "bfloat16", "float32", "int8", "bfloat16", "int8", "float32")
+CACHE_OF = dict(zip(FITTING, CACHE_TYPES, strict=True))
 CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "bfloat16"}
 CONFIGS = FITTING | MIXTURES
 

@@ -35,7 +35,7 @@ class Loop:
         self.steps: list[list[Tensor]] = []
 
     def __call__(self, tokens: Tensor, positions: Tensor, paging: Any, kv: Sequence[Any]) -> Tensor:
-        x, residual = self.model.embedding(tokens), None
+        x, residual = self.model.embed(tokens, positions), None
         sums = []
         for layer, cache in zip(self.model.layers, kv, strict=True):
             x, residual = layer(x, residual, positions, paging, cache)

@@ -133,3 +133,30 @@ def test_a_path_that_is_not_there(tmp_path):
         load_tokenizer(tmp_path / "none.gguf")
     with pytest.raises(ModelNotFound):
         Tokenizer.from_directory(tmp_path / "none")
+
+
+def test_two_files_of_gpt2(tmp_path: Path) -> None:
+    """As OPT's directories have them, against transformers' class."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["h e", "l l", "he ll", "Ġ w", "hell o"]
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *alphabet, *(pair.replace(" ", "") for pair in merges)]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_bos_token": True,
+        **{name: {"content": "</s>", "__type": "AddedToken"} for name in ("bos_token", "eos_token", "unk_token")},
+        "pad_token": "<pad>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_directory(tmp_path)
+    for text in ("hello world", "  héllo\nhell 123", "<pad>hello</s> ", ""):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+    assert ours.decode(ours.encode("  héllo\nworld")) == "  héllo\nworld"
+    (tmp_path / "merges.txt").write_text("h e l\n")
+    with pytest.raises(BadModelFile, match=r"merges.txt cannot be read as a tokenizer"):
+        Tokenizer.from_directory(tmp_path)

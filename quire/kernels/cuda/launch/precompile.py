@@ -44,6 +44,11 @@ class Model:
     attention_softcap: float | None
     logit_softcap: float | None
     speculates: bool = False  # steps verify drafts
+    rotates: bool = True
+    has_slopes: bool = False  # ALiBi
+    gated: bool = True
+    layer_norm: bool = False  # in place of RMSNorm
+    norm_bias: bool = False
 
 
 class KernelCalls:
@@ -85,8 +90,7 @@ class KernelCalls:
         items, tiles = numbers(1 + FEW_ROWS * varlen_items.ITEM_FIELDS), Tiles(numbers(1 + 2 * FEW_ROWS))
         q, _, _ = self._heads(MANY_ROWS)
         cache, paging = self._cache(FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
-        model = self.model
-        self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
+        self.ops.attention(q, cache, paging, **self._scoring(window))
 
     def attend_to_singles(self, window: int | None, rows: int) -> None:
         from quire.kernels.cuda.attention.dispatch import Work
@@ -95,6 +99,10 @@ class KernelCalls:
         model = self.model
         q, k, v = self._heads(rows)
         cache, paging = self._cache(rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
+        if not model.rotates:
+            self.ops.store_kv(k, v, cache, longs(rows))
+            self.ops.attention(q, cache, paging, **self._scoring(window))
+            return
         self.ops.fused.rope_attention(
             q, k, v, longs(rows), torch_stub.empty(1, model.rotary_dim), model.interleaved, cache, paging,
             scale=model.scale, window=window, softcap=model.attention_softcap,
@@ -108,16 +116,17 @@ class KernelCalls:
         from quire.kernels.cuda.attention.verify import MANY_TOKENS, MAX_QUERIES, QUERIES, is_fastest
 
         model = self.model
-        group, scoring = model.num_heads // model.num_kv_heads, Scoring(model.scale, window, None, None)
+        group, options = model.num_heads // model.num_kv_heads, self._scoring(window)
+        scoring = Scoring(model.scale, window, options["slopes"], model.attention_softcap)
 
         def attend(tokens: int, queries: int, *, has_trees: bool) -> None:
             work = Work(True, False, splits={window: numbers(FEW_ROWS, FIELDS)}, max_queries=queries)
             work.masks = longs(tokens) if has_trees and not model.exact else None
             (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
             paging.paths = numbers(tokens, MAX_QUERIES) if model.exact else None
-            has_varlen = model.attention_softcap is None and varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
+            has_varlen = varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
             if has_trees or not has_varlen or is_fastest(queries, group, tokens):
-                self.ops.attention(q, cache, paging, scale=model.scale, window=window, softcap=model.attention_softcap)
+                self.ops.attention(q, cache, paging, **options)
 
         if not model.exact:
             for tokens, queries in ((FEW_ROWS, QUERIES[0]), *((MANY_TOKENS, queries) for queries in QUERIES)):
@@ -168,6 +177,11 @@ class KernelCalls:
         )
         fill_drafts(longs(4 * rows), starts, numbers(rows), longs(depth + 1, MAX_ROWS), rows)
 
+    def _scoring(self, window: int | None) -> dict[str, Any]:
+        model = self.model
+        slopes = torch_stub.empty(model.num_heads, dtype=torch_stub.DTYPES["float32"]) if model.has_slopes else None
+        return {"scale": model.scale, "window": window, "slopes": slopes, "softcap": model.attention_softcap}
+
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""
         from quire.kernels.cache_spec import KVCacheSpec
@@ -196,12 +210,21 @@ class KernelCalls:
             (model.vocab_size, model.hidden_size),
         ):  # fmt: skip
             self.ops.linear(self._rows(rows, num_in), self._rows(num_out, num_in))
+        if not model.gated:
+            up = self._rows(model.intermediate_size, model.hidden_size)
+            self.ops.activate(self.ops.linear(self._rows(rows, model.hidden_size), up), model.activation)
+            return
         gate_up = self._rows(2 * model.intermediate_size, model.hidden_size)
         self.ops.fused.gated_linear(self._rows(rows, model.hidden_size), gate_up, model.activation.partition("_")[0])
 
     def normalize(self) -> None:
         model = self.model
         x, weight = self._rows(FEW_ROWS, model.hidden_size), self._rows(model.hidden_size)
+        if model.layer_norm:
+            bias = self._rows(model.hidden_size) if model.norm_bias else None
+            self.ops.layer_norm(x, weight, bias, 1e-5)
+            self.ops.layer_norm(x, weight, bias, 1e-5, x)
+            return
         self.ops.rms_norm(x, weight, 1e-5)
         self.ops.rms_norm(x, weight, 1e-5, x)
         self.ops.rms_norm(self._heads(FEW_ROWS)[0], self._rows(model.head_dim), 1e-5)
