@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gpt_neox": Transformer,  # and Pythia: attention and MLP in parallel, a quarter of a head rotates
     "gpt_oss": Llama,  # experts with biases, attention sinks, windows in every other layer
     "granitemoe": Llama,  # experts, and multipliers as Granite
+    "gptj": Transformer,  # attention and MLP in parallel, neighbours rotate, a bias on the output matrix
     "granite": Transformer,  # multipliers of embeddings, residuals, scores and logits
     "llama": Llama,
     "mistral": Llama,  # sliding windows: `ModelConfig.windows`

@@ -51,6 +51,20 @@ HUGGING_FACE: dict[str, FamilyNames] = {
     "glm4": FamilyNames(layer=NORMS_AFTER),
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
+    "gptj": FamilyNames(
+        "transformer.",
+        "h",
+        {"wte": "embed_tokens", "ln_f": "norm"},
+        {
+            "ln_1": "input_layernorm",
+            "attn.q_proj": "self_attn.q_proj",
+            "attn.k_proj": "self_attn.k_proj",
+            "attn.v_proj": "self_attn.v_proj",
+            "attn.out_proj": "self_attn.o_proj",
+            "mlp.fc_in": "mlp.up_proj",
+            "mlp.fc_out": "mlp.down_proj",
+        },
+    ),
     "gpt_neox": FamilyNames(
         "gpt_neox.",
         "layers",

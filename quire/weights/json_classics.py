@@ -44,6 +44,17 @@ def read_gpt_bigcode(fields: Fields) -> ModelConfig:
     return with_biases(config, scaled=fields.flag("scale_attn_weights", True))
 
 
+def read_gptj(fields: Fields) -> ModelConfig:
+    """Biases are on the MLP and on the output matrix. The first dimensions of a head rotate, as neighbours."""
+    structure = Structure(norm="layer", norm_bias=True, gated=False, parallel=True, shared_norm=True, head_bias=True)
+    config = gpt2_config(fields, "gptj", structure)
+    dim = fields.count("rotary_dim", config.head_dim, least=2, most=config.head_dim)
+    if dim % 2:
+        raise fields.bad(f"rotary_dim is {dim}, and must be even")
+    tied = fields.flag("tie_word_embeddings", False)
+    return replace(config, rope=Rope(dim, interleaved=True), mlp_bias=True, tie_embeddings=tied)
+
+
 def read_gpt_neox(fields: Fields) -> ModelConfig:
     """GPT-NeoX and Pythia."""
     fields = renamed(fields, {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})
@@ -203,6 +214,7 @@ CLASSICS: dict[str, Callable[[Fields], ModelConfig]] = {
     "gpt2": read_gpt2,
     "gpt_bigcode": read_gpt_bigcode,
     "gpt_neox": read_gpt_neox,
+    "gptj": read_gptj,
     "mpt": read_mpt,
     "opt": read_opt,
     "phi": read_phi,

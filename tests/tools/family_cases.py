@@ -69,6 +69,7 @@ CASES: dict[str, Case] = {
     "gpt2-narrow": Case("GPT2", {**GPT2, "n_embd": 72, "n_head": 3}, "LMHeadModel"),
     "gpt_neox": Case("GPTNeoX", {**COMMON, "rotary_pct": 0.25}),
     "gpt_neox-sequential": Case("GPTNeoX", {**COMMON, "use_parallel_residual": False}),
+    "gptj": Case("GPTJ", {**GPT2, "rotary_dim": 8}),
     "falcon-7b": Case(
         "Falcon",
         {**COMMON, "hidden_size": 71 * 16, "num_attention_heads": 71, "num_hidden_layers": 1, "ffn_hidden_size": 64},
