@@ -3,7 +3,7 @@
 //
 // A block of keys is [kv_heads][head_dim][lanes]. A vector holds one dimension of 16 tokens, so the scores of 16 keys
 // are computed in one register. `lanes` is the block size rounded up to 16. A block of values is
-// [kv_heads][block_size][head_dim]. INT8 blocks hold, for each head, the codes in that order and then `lanes` float32
+// [kv_heads][block_size][value_dim]. INT8 blocks hold, for each head, the codes in that order and then `lanes` float32
 // scales, one for each token: x = scale * code.
 #pragma once
 
@@ -18,12 +18,13 @@ enum class CacheType : uint8_t { F32, BF16, INT8 };
 struct CacheShape {
   CacheType type;
   int block_size, kv_heads, head_dim;
+  int value_dim;  // of a value's head; head_dim, but for latents
 
   int lanes() const { return static_cast<int>(round_up(block_size, kLanes)); }
   int item() const { return type == CacheType::F32 ? 4 : type == CacheType::BF16 ? 2 : 1; }
   int64_t scale_bytes() const { return type == CacheType::INT8 ? 4 * lanes() : 0; }
   int64_t key_head_bytes() const { return int64_t{head_dim} * lanes() * item() + scale_bytes(); }
-  int64_t value_head_bytes() const { return int64_t{head_dim} * block_size * item() + scale_bytes(); }
+  int64_t value_head_bytes() const { return int64_t{value_dim} * block_size * item() + scale_bytes(); }
 };
 
 constexpr int kMaxTreeTokens = 96;  // of one row, the root included; Python's limit is lower
@@ -63,13 +64,14 @@ struct AttentionCall {
   Rows rows;
   const float* q;        // [num_tokens][heads][head_dim], tokens q_stride floats apart
   int64_t q_stride;
-  float* out;            // the same with out_stride
+  float* out;            // [num_tokens][heads][value_dim], out_stride apart
   int64_t out_stride;
   int heads;
   float scale;
   int window;            // 0: none
   float softcap;         // 0: none
   const float* slopes;   // [heads] or null
+  const float* sinks;    // [heads] or null: the scores of one more key, whose value is zero
   float* partials;       // shared by the team: partial results of contexts that several threads share
   int64_t num_partials;  // size of `partials` in floats
 };

@@ -41,18 +41,18 @@ template <class Item>
 struct Attention {
   const AttentionCall& call;
   State state;
-  int group, head_dim;
+  int group, head_dim, value_dim;
   Workspace space;
   AttentionMask mask;
   OwnTokens<Item> own;
 
   explicit Attention(const AttentionCall& call)
-      : call(call), state{call.cache.shape.head_dim}, group(call.heads / call.cache.shape.kv_heads),
-        head_dim(call.cache.shape.head_dim), mask{call, nullptr}, own(call, mask, space, group) {
+      : call(call), state{call.cache.shape.value_dim}, group(call.heads / call.cache.shape.kv_heads),
+        head_dim(call.cache.shape.head_dim), value_dim(call.cache.shape.value_dim), mask{call, nullptr}, own(call, mask, space, group) {
     int task_queries = Tasks(call).tile_queries, most_queries = 0;
     for (int row = 0; row < call.rows.num_rows; ++row) most_queries = larger(most_queries, queries_of(row));
     int stretch_queries = smaller(task_queries * kStretchTasks, most_queries);
-    carve({task_queries, stretch_queries, group, head_dim, call.rows.paths != nullptr}, space);
+    carve({task_queries, stretch_queries, group, head_dim, value_dim, call.rows.paths != nullptr}, space);
     mask.queries = space.queries;
   }
 
@@ -84,7 +84,7 @@ struct Attention {
       for (int chunk = 1; chunk < task.last_chunk() - task.first_chunk(); ++chunk) {
         state.merge(1, total, total + int64_t{chunk} * rows * state.stride());
       }
-      state.finish(total, out_of(task, row));
+      state.finish(total, out_of(task, row), sink_of(task, row));
     }
   }
 
@@ -97,7 +97,11 @@ struct Attention {
 
   float* out_of(const Task& task, int row) const {
     int64_t head = int64_t{task.head} * group + row % group;
-    return call.out + token_of(task, row / group) * call.out_stride + head * head_dim;
+    return call.out + token_of(task, row / group) * call.out_stride + head * value_dim;
+  }
+
+  const float* sink_of(const Task& task, int row) const {
+    return call.sinks ? call.sinks + int64_t{task.head} * group + row % group : nullptr;
   }
 
   // The stretch's rows of q, [rows][head_dim]. The heads of a single query have this layout and are not copied.
@@ -156,7 +160,9 @@ struct Attention {
     run_chunk(source, q, chunk, first ? total : space.part);
     if (!first) state.merge(rows, total, space.part);
     if (!last) return;
-    for (int row = 0; row < rows; ++row) state.finish(total + row * state.stride(), out_of(task, row));
+    for (int row = 0; row < rows; ++row) {
+      state.finish(total + row * state.stride(), out_of(task, row), sink_of(task, row));
+    }
   }
 
   void set_bundles(int rows, const Chunk& chunk) {
@@ -240,7 +246,7 @@ struct Attention {
       int begin = larger(vectors.first * kLanes, bundle.begin), end = smaller(vectors.last * kLanes, bundle.read_end);
       const float* weights = space.scores + bundle.row * kChunkKeys;
       float* sums = into + bundle.row * state.stride();
-      weigh<ChunkItem>(bundle.count, weights, head_dim, chunk, begin, end, sums, state.stride());
+      weigh<ChunkItem>(bundle.count, weights, value_dim, chunk, begin, end, sums, state.stride());
     }
   }
 };

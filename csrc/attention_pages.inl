@@ -20,7 +20,7 @@ struct Pages {
   const uint8_t *keys, *values;    // of block 0
   int64_t key_block, value_block;  // bytes from one block to the next
   int64_t key_codes, value_codes;  // bytes before the scales of an INT8 head
-  int block_size, lanes, head_dim, item;
+  int block_size, lanes, head_dim, value_dim, item;
   bool scaled;
 
   Place find(int position) const { return {table[position / block_size], position % block_size}; }
@@ -47,6 +47,7 @@ static Pages open_pages(const Cache& cache, const Rows& rows, int row, int head)
   pages.block_size = shape.block_size;
   pages.lanes = shape.lanes();
   pages.head_dim = shape.head_dim;
+  pages.value_dim = shape.value_dim;
   pages.item = shape.item();
   pages.scaled = shape.type == CacheType::INT8;
   return pages;
@@ -66,6 +67,7 @@ QUIRE_INLINE void set_wanted(Chunk& chunk, int position, int first, int last) {
 static void locate(const Pages& pages, Chunk& chunk) {
   const int first = chunk.first_vector(), count = chunk.last_vector() - first;
   const int64_t slice = int64_t{kLanes} * pages.head_dim * pages.item;
+  const int64_t value_slice = int64_t{kLanes} * pages.value_dim * pages.item;
   int index = (chunk.position + first * kLanes) / pages.block_size;
   int offset = (chunk.position + first * kLanes) % pages.block_size;
   chunk.key_stride = pages.lanes;
@@ -77,7 +79,7 @@ static void locate(const Pages& pages, Chunk& chunk) {
     int64_t block = pages.table[index];
     const uint8_t *keys = pages.keys_of(block), *values = pages.values_of(block);
     chunk.keys[first + i] = keys + offset * pages.item;
-    chunk.values[first + i] = values + offset / kLanes * slice;
+    chunk.values[first + i] = values + offset / kLanes * value_slice;
     // The keys of 16 tokens are spread over their block. Its slices together are the whole block.
     chunk.stream[i] = keys + offset / kLanes * slice;
     chunk.stream[count + i] = chunk.values[first + i];
@@ -106,7 +108,7 @@ constexpr int kCopyKeys = kCopyVectors * kLanes;
 // A chunk's keys and values in float32, copied when they are first used.
 struct Copy {
   float* keys;          // [kChunkVectors / kCopyVectors][head_dim][kCopyKeys]
-  float* values;        // [kChunkKeys][head_dim]
+  float* values;        // [kChunkKeys][value_dim]
   float* key_scales;    // [kChunkKeys]
   float* value_scales;  // [kChunkKeys]
   int keys_until, values_until;  // the first vector of the chunk that is not copied yet
@@ -169,7 +171,7 @@ static void copy_keys(const Pages& pages, Copy& copy, int last, Chunk& chunk) {
 
 template <class Item>
 static void copy_value_vectors(const Pages& pages, const Copy& copy, int first, int last, const Chunk& chunk) {
-  const int size = kLanes * pages.head_dim;
+  const int size = kLanes * pages.value_dim;
   for (int vector = first; vector < last; ++vector) {
     const typename Item::Type* values = static_cast<const typename Item::Type*>(chunk.values[vector]);
     const void* ahead = chunk.stream[vector + chunk.last_vector() - 2 * chunk.first_vector() + kAhead];
@@ -186,9 +188,9 @@ static void copy_value_rows(const Pages& pages, const Copy& copy, int begin, int
   for (int key = begin; key < end; ++key) {
     Place place = pages.find(chunk.position + key);
     const uint8_t* values = pages.values_of(place.block);
-    const auto* row = reinterpret_cast<const typename Item::Type*>(values) + int64_t{place.offset} * pages.head_dim;
-    float* to = copy.values + key * pages.head_dim;
-    for (int d = 0; d < pages.head_dim; d += kLanes) store(to + d, Item::widen(row + d));
+    const auto* row = reinterpret_cast<const typename Item::Type*>(values) + int64_t{place.offset} * pages.value_dim;
+    float* to = copy.values + key * pages.value_dim;
+    for (int d = 0; d < pages.value_dim; d += kLanes) store(to + d, Item::widen(row + d));
   }
 }
 
@@ -205,7 +207,7 @@ static void copy_values(const Pages& pages, Copy& copy, int last, Chunk& chunk) 
     copy_value_rows<Item>(pages, copy, begin, end, chunk);
   }
   for (int vector = first; vector < last; ++vector) {
-    chunk.values[vector] = copy.values + vector * kLanes * pages.head_dim;
+    chunk.values[vector] = copy.values + vector * kLanes * pages.value_dim;
   }
   copy.values_until = last;
 }

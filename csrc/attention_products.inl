@@ -27,7 +27,7 @@ constexpr int vectors_at_once(int rows) {
 // Pointers to a chunk's keys, values and scales, one for each 16 keys. Only vectors with wanted keys have pointers.
 struct Chunk {
   const void* keys[kChunkVectors];    // [head_dim][16], dimensions key_stride items apart
-  const void* values[kChunkVectors];  // [16][head_dim]
+  const void* values[kChunkVectors];  // [16][value_dim]
   const float* key_scales[kChunkVectors];
   const float* value_scales[kChunkVectors];
   int64_t key_stride;
@@ -117,7 +117,7 @@ static void score_vectors(const float* q, int head_dim, const Chunk& chunk, int 
 
 // sums[r] += weights[r] . values of the keys [begin, end), for D vectors of dimensions from `dim` on.
 template <class Item, int R, int D>
-static void weigh_vectors(const float* weights, int head_dim, const Chunk& chunk, int begin, int end, int dim,
+static void weigh_vectors(const float* weights, int value_dim, const Chunk& chunk, int begin, int end, int dim,
                           float* sums, int64_t sums_stride) {
   using Type = typename Item::Type;
   f32 total[R][D];
@@ -129,11 +129,11 @@ static void weigh_vectors(const float* weights, int head_dim, const Chunk& chunk
   const int offset = chunk.last_vector() - 2 * chunk.first_vector() + kAhead;
   for (int key = begin; key < end;) {
     int vector = key / kLanes;
-    int64_t place = int64_t{key % kLanes} * head_dim + dim;
+    int64_t place = int64_t{key % kLanes} * value_dim + dim;
     int last = (vector + 1) * kLanes < end ? (vector + 1) * kLanes : end;
     const Type* values = static_cast<const Type*>(chunk.values[vector]) + place;
     const Type* ahead = Item::paged ? static_cast<const Type*>(chunk.stream[vector + offset]) + place : values;
-    for (; key < last; ++key, values += head_dim, ahead += head_dim) {
+    for (; key < last; ++key, values += value_dim, ahead += value_dim) {
       f32 x[D];
 #pragma GCC unroll 8
       for (int v = 0; v < D; ++v) {
@@ -162,10 +162,10 @@ static void score_some(int count, const float* q, int head_dim, const Chunk& chu
 }
 
 template <class Item, int R, int D = vectors_at_once(R)>
-static void weigh_some(int count, const float* weights, int head_dim, const Chunk& chunk, int begin, int end, int dim,
+static void weigh_some(int count, const float* weights, int value_dim, const Chunk& chunk, int begin, int end, int dim,
                        float* sums, int64_t stride) {
-  if (count == D) return weigh_vectors<Item, R, D>(weights, head_dim, chunk, begin, end, dim, sums, stride);
-  if constexpr (D > 1) weigh_some<Item, R, D - 1>(count, weights, head_dim, chunk, begin, end, dim, sums, stride);
+  if (count == D) return weigh_vectors<Item, R, D>(weights, value_dim, chunk, begin, end, dim, sums, stride);
+  if constexpr (D > 1) weigh_some<Item, R, D - 1>(count, weights, value_dim, chunk, begin, end, dim, sums, stride);
 }
 
 // The size of the first part if `count` is divided as evenly as possible into the fewest parts of at most `limit`.
@@ -189,16 +189,16 @@ static void score(int rows, const float* q, int head_dim, const Chunk& chunk, in
 
 // Adds the weighted values of the chunk's keys [begin, end).
 template <class Item, int R = kMaxRows>
-static void weigh(int rows, const float* weights, int head_dim, const Chunk& chunk, int begin, int end, float* sums,
+static void weigh(int rows, const float* weights, int value_dim, const Chunk& chunk, int begin, int end, float* sums,
                   int64_t stride) {
   if (rows == R) {
-    int last = head_dim / kLanes;
+    int last = value_dim / kLanes;
     for (int vector = 0, count; vector < last; vector += count) {
       count = even_part(last - vector, vectors_at_once(R));
-      weigh_some<Item, R>(count, weights, head_dim, chunk, begin, end, vector * kLanes, sums, stride);
+      weigh_some<Item, R>(count, weights, value_dim, chunk, begin, end, vector * kLanes, sums, stride);
     }
   } else if constexpr (R > 1) {
-    weigh<Item, R - 1>(rows, weights, head_dim, chunk, begin, end, sums, stride);
+    weigh<Item, R - 1>(rows, weights, value_dim, chunk, begin, end, sums, stride);
   }
 }
 

@@ -15,14 +15,14 @@ QUIRE_INLINE f32 minus_infinity() { return set1(-__builtin_inff()); }
 // The softmax of one row over some keys, as floats: the weighted sum of values, the sum of weights in 16 lanes, and the
 // largest score.
 struct State {
-  int head_dim;
+  int value_dim;
 
-  int64_t stride() const { return head_dim + 2 * kLanes; }
-  float* weight(float* row) const { return row + head_dim; }
-  float* highest(float* row) const { return row + head_dim + kLanes; }
+  int64_t stride() const { return value_dim + 2 * kLanes; }
+  float* weight(float* row) const { return row + value_dim; }
+  float* highest(float* row) const { return row + value_dim + kLanes; }
 
   void clear_sums(float* row) const {
-    for (int d = 0; d < head_dim; d += kLanes) store(row + d, zero());
+    for (int d = 0; d < value_dim; d += kLanes) store(row + d, zero());
   }
 
   // Merges the softmax of later keys into consecutive rows. One call of `exp` computes the factors of 16 rows.
@@ -35,22 +35,29 @@ struct State {
       store(later_fades, exp(load(later_fades)));
       for (int i = 0; i < count; ++i, row += stride(), later += stride()) {
         const f32 fade = set1(fades[i]), later_fade = set1(later_fades[i]);
-        for (int d = 0; d < head_dim + kLanes; d += kLanes) {
+        for (int d = 0; d < value_dim + kLanes; d += kLanes) {
           store(row + d, fma(load(row + d), fade, load(later + d) * later_fade));
         }
       }
     }
   }
 
-  void finish(const float* row, float* out) const {
-    f32 total = set1(sum(load(row + head_dim)));
-    for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(row + d) / total + zero());
+  // With a sink, its weight is a part of the mass.
+  void finish(float* row, float* out, const float* sink) const {
+    f32 total = set1(sum(load(row + value_dim)));
+    if (sink) {
+      const float top = *highest(row), common = top > *sink ? top : *sink;
+      const f32 fade = exp(set1(top - common));
+      total = fma(total, fade, exp(set1(*sink - common)));
+      for (int d = 0; d < value_dim; d += kLanes) store(row + d, load(row + d) * fade);
+    }
+    for (int d = 0; d < value_dim; d += kLanes) store(out + d, load(row + d) / total + zero());
   }
 
  private:
   // Sets the largest score to the larger of both. The weights of each are scaled by e to its distance below that.
   void set_common(float* row, const float* later, float& below, float& later_below) const {
-    float top = *highest(row), later_top = later[head_dim + kLanes], common = top > later_top ? top : later_top;
+    float top = *highest(row), later_top = later[value_dim + kLanes], common = top > later_top ? top : later_top;
     below = top - common;
     later_below = later_top - common;
     *highest(row) = common;

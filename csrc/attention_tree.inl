@@ -31,7 +31,7 @@ struct OwnTokens {
   const AttentionMask& mask;
   Workspace& space;
   State state;
-  int group, head_dim;
+  int group, head_dim, value_dim;
   bool in_place;  // false: from a copy
   Chunk slots;    // keys and values by slot; `position` is the multiple of 16 before the first own token
 
@@ -39,8 +39,8 @@ struct OwnTokens {
   float key_scales[kLanes], value_scales[kLanes], ones[kLanes];
 
   OwnTokens(const AttentionCall& call, const AttentionMask& mask, Workspace& space, int group)
-      : call(call), mask(mask), space(space), state{call.cache.shape.head_dim}, group(group),
-        head_dim(call.cache.shape.head_dim) {}
+      : call(call), mask(mask), space(space), state{call.cache.shape.value_dim}, group(group),
+        head_dim(call.cache.shape.head_dim), value_dim(call.cache.shape.value_dim) {}
 
   // Finds the keys and values of a row's own tokens.
   void open(const Pages& pages, const Task& task) {
@@ -162,7 +162,7 @@ struct OwnTokens {
     for (int first = depths.first, last; first < depths.last; first = last) {
       for (last = first + 1; last < depths.last && path[last] == path[last - 1] + 1;) ++last;
       const int begin = slots.begin + path[first], end = slots.begin + path[last - 1] + 1;
-      weigh<SlotItem>(count, weights, head_dim, slots, begin, end, sums, state.stride());
+      weigh<SlotItem>(count, weights, value_dim, slots, begin, end, sums, state.stride());
     }
   }
 };

@@ -54,13 +54,13 @@ struct Carver {
 // The sizes of the arrays that a call needs.
 struct Sizes {
   int task_queries, stretch_queries;  // upper bounds
-  int group, head_dim;
+  int group, head_dim, value_dim;
   bool trees;
 };
 
-static void carve_copy(Carver& carver, int64_t head_dim, int num_keys, Copy& copy) {
-  copy.keys = carver.take<float>(head_dim * num_keys);
-  copy.values = carver.take<float>(head_dim * num_keys);
+static void carve_copy(Carver& carver, const Sizes& sizes, int64_t num_keys, Copy& copy) {
+  copy.keys = carver.take<float>(sizes.head_dim * num_keys);
+  copy.values = carver.take<float>(sizes.value_dim * num_keys);
   copy.key_scales = carver.take<float>(kChunkKeys);
   copy.value_scales = carver.take<float>(kChunkKeys);
 }
@@ -69,17 +69,17 @@ static size_t carve(uint8_t* data, const Sizes& sizes, Workspace& space) {
   Carver carver{data};
   const int64_t task_rows = int64_t{sizes.task_queries} * sizes.group;
   const int64_t stretch_rows = int64_t{sizes.stretch_queries} * sizes.group;
-  const int64_t stride = State{sizes.head_dim}.stride();
+  const int64_t stride = State{sizes.value_dim}.stride();
   space.q = carver.take<float>(stretch_rows * sizes.head_dim);
   space.scores = carver.take<float>(task_rows * kChunkKeys);
   space.total = carver.take<float>(stretch_rows * stride);
   space.part = carver.take<float>(task_rows * stride);
-  carve_copy(carver, sizes.head_dim, kChunkKeys, space.copy);
+  carve_copy(carver, sizes, kChunkKeys, space.copy);
   space.queries = carver.take<Query>(sizes.task_queries);
   space.bundles = carver.take<Bundle>(task_rows);
   if (sizes.trees) {
     space.own_scores = carver.take<float>(task_rows * kChunkKeys);
-    carve_copy(carver, sizes.head_dim, kOwnKeys, space.own_copy);
+    carve_copy(carver, sizes, kOwnKeys, space.own_copy);
   }
   return carver.used;
 }

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_experts.h"
 #include "bindings.h"
 #include "kv_move.h"
 #include "panel_store.h"
@@ -25,23 +26,9 @@ using nb::literals::operator""_a;
 namespace quire {
 namespace {
 
-using Quantized = std::pair<Address, int64_t>;          // Activations: address (0: none) and columns
 using Group = std::tuple<Address, int64_t, Address>;    // tables, table stride, slots
 using GroupMoves = std::tuple<Address, Address, int64_t>;  // sources, targets, their number
-using Layer = std::tuple<std::string, int, int, int, View, View, int>;  // arguments of make_cache, and the group
-
-Activations rows_of(const Quantized& rows, bool by_rows = true) {
-  return {reinterpret_cast<uint8_t*>(rows.first), rows.second, by_rows};
-}
-
-Activation parse_activation(const std::string& name) {
-  if (name == "silu") return Activation::SILU;
-  if (name == "gelu") return Activation::GELU;
-  if (name == "gelu_tanh") return Activation::GELU_TANH;
-  if (name == "relu") return Activation::RELU;
-  if (name.empty()) return Activation::NONE;
-  throw nb::value_error(("there is no activation '" + name + "'.").c_str());
-}
+using Layer = std::tuple<std::string, int, int, int, int, View, View, int>;  // arguments of make_cache, and the group
 
 CacheType parse_cache_type(const std::string& name) {
   if (name == "float32") return CacheType::F32;
@@ -51,8 +38,9 @@ CacheType parse_cache_type(const std::string& name) {
 }
 
 // `keys` and `values`: the address of block 0, and bytes from one block to the next.
-Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, View keys, View values) {
-  return {{parse_cache_type(type), block_size, kv_heads, head_dim},
+Cache make_cache(const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim, View keys,
+                 View values) {
+  return {{parse_cache_type(type), block_size, kv_heads, head_dim, value_dim},
           reinterpret_cast<uint8_t*>(keys.first),
           reinterpret_cast<uint8_t*>(values.first),
           keys.second,
@@ -74,7 +62,7 @@ void add_norm(Program& program, View x, View residual, View sum, Address weight,
   auto op = std::make_unique<NormOp>();
   op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
               reinterpret_cast<const float*>(weight), reinterpret_cast<const float*>(bias), centered, eps, 0, groups,
-              size, floats(y), y.second, rows_of(quantized)};
+              size, floats(y), y.second, activations_of(quantized)};
   program.add(std::move(op));
 }
 
@@ -82,16 +70,17 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
                 Address bias, const std::string& activation, Quantized gated, int64_t few_rows) {
   auto op = std::make_unique<MatmulOp>();
   op->call = {weight.view,
-              {floats(x), x.second, rows_of(quantized)},
+              {floats(x), x.second, activations_of(quantized)},
               0,
               floats(y),
               y.second,
               reinterpret_cast<const float*>(bias),
               parse_activation(activation),
-              rows_of(gated),
+              activations_of(gated),
               nullptr,
               nullptr,
-              few_rows};
+              few_rows,
+              0.0f};
   op->quantize = quantize;
   program.add_product(std::move(op));
 }
@@ -123,10 +112,10 @@ void add_gather(Program& program, View x, View y, int64_t size, Address order) {
   program.add(std::move(op));
 }
 
-void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
-               View values, int group, View k, View v) {
+void add_store(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim,
+               View keys, View values, int group, View k, View v) {
   auto op = std::make_unique<StoreOp>();
-  op->cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->cache = make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values);
   op->group = group;
   op->k = floats(k);
   op->v = floats(v);
@@ -135,12 +124,12 @@ void add_store(Program& program, const std::string& type, int block_size, int kv
   program.add(std::move(op));
 }
 
-void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim, View keys,
-                   View values, int group, View q, View out, int heads, float scale, int window, float softcap,
-                   Address slopes, Address partials, int64_t num_partials) {
+void add_attention(Program& program, const std::string& type, int block_size, int kv_heads, int head_dim,
+                   int value_dim, View keys, View values, int group, View q, View out, int heads, float scale, int window, float softcap,
+                   Address slopes, Address sinks, Address partials, int64_t num_partials) {
   auto op = std::make_unique<AttentionOp>();
   op->call = {};
-  op->call.cache = make_cache(type, block_size, kv_heads, head_dim, keys, values);
+  op->call.cache = make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values);
   op->call.q = floats(q);
   op->call.q_stride = q.second;
   op->call.out = floats(out);
@@ -150,6 +139,7 @@ void add_attention(Program& program, const std::string& type, int block_size, in
   op->call.window = window;
   op->call.softcap = softcap;
   op->call.slopes = reinterpret_cast<const float*>(slopes);
+  op->call.sinks = reinterpret_cast<const float*>(sinks);
   op->call.partials = reinterpret_cast<float*>(partials);
   op->call.num_partials = num_partials;
   op->group = group;
@@ -242,7 +232,7 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
   std::vector<Best> best(y.first ? 0 : static_cast<size_t>(threads) * rows.size());
   Product product{kernels_named(isa),
                   {weight.view,
-                   {floats(gathered), gathered.second, rows_of(quantized, false)},
+                   {floats(gathered), gathered.second, activations_of(quantized, false)},
                    static_cast<int64_t>(rows.size()),
                    floats(y),
                    y.second,
@@ -251,7 +241,8 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
                    {nullptr, 0, false},
                    y.first ? nullptr : best.data(),
                    nullptr,
-                   few_rows},
+                   few_rows,
+                   0.0f},
                   floats(x),
                   x.second,
                   rows.data()};
@@ -270,11 +261,11 @@ Choice multiply(const std::string& isa, int threads, int64_t few_rows, const Pan
 // Layers of groups that have no moves are left out.
 void move_tokens(int threads, const std::vector<Layer>& layers, const std::vector<GroupMoves>& groups) {
   std::vector<LayerMoves> moved;
-  for (const auto& [type, block_size, kv_heads, head_dim, keys, values, group] : layers) {
+  for (const auto& [type, block_size, kv_heads, head_dim, value_dim, keys, values, group] : layers) {
     if (static_cast<size_t>(group) >= groups.size()) continue;
     const auto& [sources, targets, count] = groups[static_cast<size_t>(group)];
     if (count == 0) continue;
-    moved.push_back({make_cache(type, block_size, kv_heads, head_dim, keys, values),
+    moved.push_back({make_cache(type, block_size, kv_heads, head_dim, value_dim, keys, values),
                      {reinterpret_cast<const int64_t*>(sources), reinterpret_cast<const int64_t*>(targets), count}});
   }
   ReleasedGil released;
@@ -291,6 +282,16 @@ std::vector<std::string> built() {
 
 }  // namespace
 
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::SILU;
+  if (name == "gelu") return Activation::GELU;
+  if (name == "gelu_tanh") return Activation::GELU_TANH;
+  if (name == "relu") return Activation::RELU;
+  if (name == "clamped_silu") return Activation::CLAMPED_SILU;
+  if (name.empty()) return Activation::NONE;
+  throw nb::value_error(("there is no activation '" + name + "'.").c_str());
+}
+
 const KernelTable& kernels_named(const std::string& isa) {
   const KernelTable* table = find_kernels(isa.c_str());
   if (!table) throw nb::value_error(("kernels for '" + isa + "' were not built.").c_str());
@@ -298,7 +299,9 @@ const KernelTable& kernels_named(const std::string& isa) {
 }
 
 void bind_program(nb::module_& module) {
-  nb::class_<Program>(module, "Program")
+  nb::class_<Program> program(module, "Program");
+  bind_experts(program);
+  program
       .def("__init__",
            [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
       .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
@@ -311,11 +314,11 @@ void bind_program(nb::module_& module) {
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
       .def("gather", add_gather, nb::kw_only(), "x"_a, "y"_a, "size"_a, "order"_a)
-      .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+      .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a,
            "values"_a, "group"_a, "k"_a, "v"_a)
-      .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "keys"_a,
+      .def("attention", add_attention, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a,
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
-           "partials"_a, "num_partials"_a)
+           "sinks"_a, "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
            "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
@@ -327,11 +330,11 @@ void bind_program(nb::module_& module) {
   module.def("quantized_row_bytes", Activations::row_bytes, "cols"_a);
   module.def(
       "cache_bytes",
-      [](const std::string& type, int block_size, int kv_heads, int head_dim) {
-        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, {}, {}).shape;
+      [](const std::string& type, int block_size, int kv_heads, int head_dim, int value_dim) {
+        const CacheShape shape = make_cache(type, block_size, kv_heads, head_dim, value_dim, {}, {}).shape;
         return std::make_pair(shape.key_head_bytes(), shape.value_head_bytes());
       },
-      "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a);
+      "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a);
 }
 
 }  // namespace quire

@@ -10,6 +10,7 @@
 
 #include "attention.inl"
 #include "elementwise.inl"
+#include "experts.inl"
 #include "logits.inl"
 #include "sample.inl"
 
@@ -19,6 +20,7 @@ namespace QUIRE_ISA {
 const KernelTable& kernels() {
   static const KernelTable table = {QUIRE_ISA_NAME, kRowGrain, matmul,   quantize,  norm,          rope,
                                     activate_rows,  add_rows,  store_kv, attention, join_attention,
+                                    route,          gather,    matmul_part, join_experts,
                                     {find_largest, count_from, count_same, collect_from, sum_exp, rough_sums,
                                      draw, draw_candidates, ban},
                                     {apply_bitmask, softcap}};

@@ -12,7 +12,7 @@
 
 namespace quire {
 
-enum class Activation : uint8_t { NONE, SILU, GELU, GELU_TANH, RELU };
+enum class Activation : uint8_t { NONE, SILU, GELU, GELU_TANH, RELU, CLAMPED_SILU };
 
 // Rows in float32 or, for quantized panels, activations in int8. Kernels may read kSpareRows rows after the last one;
 // their values are ignored.
@@ -43,6 +43,13 @@ struct MatmulCall {
   Best* best;         // or null: the largest of each row, [workers][rows]; the result is that of worker 0
   const MatmulCall* following;  // the next product, whose weights may be prefetched; or null
   int64_t few_rows;  // up to this many rows codes are unpacked in registers, for each tile again (tune.h)
+  float limit;       // of CLAMPED_SILU: gate and up are limited to it
+};
+
+// Some units of a product, for all of its rows. A unit is 32 outputs, of a gated product the gate and what it multiplies.
+struct MatmulPart {
+  MatmulCall call;
+  Span units;
 };
 
 // Groups of `size` values, `groups` in each of `rows` rows: y = x / rms(x) * weight, or with `centered` (LayerNorm)
@@ -96,6 +103,60 @@ struct AddCall {
   int64_t rows, size;
 };
 
+// How a token's experts follow from its logits (kernels/routing.py).
+struct RouteCall {
+  const float* logits;  // [rows][experts]
+  int64_t logits_stride;
+  const float* bias;  // [experts] or null
+  float* routes;      // [rows][2 * top_k]: the weights, then the experts' numbers
+  int64_t routes_stride;
+  int64_t rows;
+  int experts, top_k;
+  bool softmax, normalize;
+  float factor;
+  int groups, top_groups, group_scores;
+};
+
+// The tokens of one expert in a step: pairs of a token and a rank, [first, first + count) in the order of experts.
+struct Bucket {
+  int expert;
+  int64_t first, count;
+};
+
+// A bucket's rows of activations that hold all buckets. Padding of tiles at most doubles the rows of a bucket.
+static inline Activations bucket_rows(const Activations& all, const Bucket& bucket) {
+  if (!all.data) return {nullptr, 0, false};
+  return {all.data + 2 * bucket.first * Activations::row_bytes(all.cols), all.cols, false};
+}
+
+struct ExpertsCall {
+  const float* x;  // [rows][hidden]
+  int64_t x_stride;
+  const float* routes;  // as RouteCall writes them
+  int64_t routes_stride;
+  const float* shared;  // [rows][hidden], or null
+  int64_t shared_stride;
+  const float* shared_gate;  // [rows][1], or null
+  int64_t shared_gate_stride;
+  float* out;  // [rows][hidden]
+  int64_t out_stride;
+  int64_t rows, hidden;
+  int top_k;
+  float* gathered;        // [pairs][gathered_stride], for dense gate_up
+  int64_t gathered_stride;
+  Activations quantized;  // of the gathered rows; an expert's begin at row 2 * bucket.first
+  float* outputs;         // [pairs][outputs_stride]
+  int64_t outputs_stride;
+};
+
+// The pairs of a step by expert.
+struct Buckets {
+  const Bucket* list;
+  int64_t count;
+  const int32_t* tokens;     // [pairs]: the token of each pair
+  const int32_t* positions;  // [rows][top_k]: where a token's pairs are
+};
+
 struct KernelTable {
   const char* name;
   int64_t row_grain;  // parts of own rows begin at multiples of it
@@ -109,6 +170,10 @@ struct KernelTable {
                    int64_t v_stride, const Worker&);
   bool (*attention)(const AttentionCall&, Worker&);
   void (*join_attention)(const AttentionCall&, Worker&);
+  void (*route)(const RouteCall&, Worker&);
+  void (*gather)(const ExpertsCall&, const Buckets&, Worker&);
+  void (*matmul_part)(const MatmulPart&, const MatmulPart* next, Worker&);
+  void (*join_experts)(const ExpertsCall&, const Buckets&, Worker&);
   SampleKernels sample;
   LogitsKernels logits;
 };

@@ -37,7 +37,7 @@ void copy_token(const CacheShape& shape, const Slot& from, const Slot& to) {
     case 2: copy_keys<uint16_t>(shape, from, to); break;
     default: copy_keys<uint8_t>(shape, from, to);
   }
-  const int64_t bytes = int64_t{shape.head_dim} * shape.item();
+  const int64_t bytes = int64_t{shape.value_dim} * shape.item();
   std::memmove(to.values + to.offset * bytes, from.values + from.offset * bytes, static_cast<size_t>(bytes));
   if (shape.scale_bytes() == 0) return;
   const int64_t key_codes = shape.key_head_bytes() - shape.scale_bytes();

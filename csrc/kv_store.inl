@@ -10,7 +10,7 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 576;
 
 QUIRE_INLINE void convert_row(const float* x, int size, float* to) {
   for (int d = 0; d < size; d += kLanes) store(to + d, load(x + d));
@@ -49,7 +49,7 @@ QUIRE_INLINE void store_dense(const CacheShape& shape, int offset, const float* 
   Item row[kMaxHeadDim];
   convert_row(k, shape.head_dim, row);
   scatter(row, shape.head_dim, reinterpret_cast<Item*>(keys) + offset, shape.lanes());
-  convert_row(v, shape.head_dim, reinterpret_cast<Item*>(values) + int64_t{offset} * shape.head_dim);
+  convert_row(v, shape.value_dim, reinterpret_cast<Item*>(values) + int64_t{offset} * shape.value_dim);
 }
 
 QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const float* k, const float* v, uint8_t* keys,
@@ -58,12 +58,12 @@ QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const flo
   float* key_scales = reinterpret_cast<float*>(keys + int64_t{shape.head_dim} * shape.lanes());
   key_scales[offset] = quantize_row(k, shape.head_dim, row);
   scatter(row, shape.head_dim, reinterpret_cast<int8_t*>(keys) + offset, shape.lanes());
-  float* value_scales = reinterpret_cast<float*>(values + int64_t{shape.head_dim} * shape.block_size);
-  int8_t* codes = reinterpret_cast<int8_t*>(values) + int64_t{offset} * shape.head_dim;
-  value_scales[offset] = quantize_row(v, shape.head_dim, codes);
+  float* value_scales = reinterpret_cast<float*>(values + int64_t{shape.value_dim} * shape.block_size);
+  int8_t* codes = reinterpret_cast<int8_t*>(values) + int64_t{offset} * shape.value_dim;
+  value_scales[offset] = quantize_row(v, shape.value_dim, codes);
 }
 
-// k and v are [num_tokens][kv_heads][head_dim], tokens k_stride and v_stride floats apart. The work is divided by
+// k is [num_tokens][kv_heads][head_dim], v [num_tokens][kv_heads][value_dim], tokens k_stride and v_stride floats apart. The work is divided by
 // heads too, because even a single token writes to many cache lines of its block of keys.
 static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, const float* k, int64_t k_stride,
                      const float* v, int64_t v_stride, const Worker& worker) {
@@ -75,7 +75,7 @@ static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, c
     const int64_t block = slots[token] / shape.block_size;
     const int offset = static_cast<int>(slots[token] % shape.block_size);
     const float* key = k + token * k_stride + head * shape.head_dim;
-    const float* value = v + token * v_stride + head * shape.head_dim;
+    const float* value = v + token * v_stride + head * shape.value_dim;
     uint8_t* keys = cache.keys + block * cache.key_stride + head * shape.key_head_bytes();
     uint8_t* values = cache.values + block * cache.value_stride + head * shape.value_head_bytes();
     switch (shape.type) {

@@ -529,6 +529,14 @@ QUIRE_INLINE f32 activate(f32 x, Activation activation) {
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 
+QUIRE_INLINE f32 gate_with(f32 gate, f32 up, const MatmulCall& call) {
+  if (call.activation != Activation::CLAMPED_SILU) return activate(gate, call.activation) * up;
+  const f32 limit = set1(call.limit);
+  gate = min(gate, limit);
+  up = min(max(up, zero() - limit), limit);
+  return gate * sigmoid(set1(1.702f) * gate) * (up + set1(1.0f));
+}
+
 // Columns 0 to 31 of the tile are the gate, columns 32 to 63 are what it multiplies. All rows are gated before any is
 // quantized: both have a long latency, which the other rows hide.
 static void finish_gated(const MatmulCall& call, const Tile& tile, float* products, int64_t stride, int64_t output) {
@@ -542,7 +550,7 @@ static void finish_gated(const MatmulCall& call, const Tile& tile, float* produc
         gate = gate + load(call.bias + at);
         up = up + load(call.bias + half + at);
       }
-      const f32 value = activate(gate, call.activation) * up;
+      const f32 value = gate_with(gate, up, call);
       if (call.y) store(call.y + (tile.first + r) * call.y_stride + at, value);
       store(row + part * kLanes, value);
     }
@@ -666,21 +674,21 @@ QUIRE_INLINE bool stores_unpacked(const MatmulCall& call, [[maybe_unused]] Span 
 #endif
 }
 
-static void matmul(const MatmulCall& call, Worker& worker) {
-  const bool quantized = call.weight.format.quantized();
+// The tiles of a product's rows, as the op that made its activations cut them.
+QUIRE_INLINE Tiling tiles_of(const MatmulCall& call, const Worker& worker) {
   const Activations& x = call.x.quantized;
-  const Tiling tiling = quantized ? cut_activations(x, call.rows, worker)
-                                  : cut_into_tiles(worker_rows(x, call.rows, worker), kMaxDenseTile);
-  Product product{call, Units::of(call, x, call.rows, worker),
-                  Units::of(call.following ? *call.following : call, x, call.rows, worker),
-                  find_multiplier(call.weight.format), tiling, stores_unpacked(call, tiling.rows), worker.index, nullptr, nullptr};
+  if (call.weight.format.quantized()) return cut_activations(x, call.rows, worker);
+  return cut_into_tiles(worker_rows(x, call.rows, worker), kMaxDenseTile);
+}
+
+static void multiply_units(const MatmulCall& call, const Units& units, const Units& following, const Worker& worker) {
+  const Tiling tiling = tiles_of(call, worker);
+  Product product{call, units, following, find_multiplier(call.weight.format), tiling,
+                  stores_unpacked(call, tiling.rows), worker.index, nullptr, nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
   uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);
   product.unpacked = memory + product_bytes;
-  for (int64_t row = 0; row < call.rows && call.best; row++)
-    call.best[worker.index * call.rows + row] = {-__builtin_inff(), 0};
-  const Units& units = product.units;
   const int64_t tiles = tiles_in_pass(call, tiling.tile(0));
 #ifdef __AMX_INT8__
   if (product.unpack) begin_tiles();
@@ -693,9 +701,23 @@ static void matmul(const MatmulCall& call, Worker& worker) {
 #ifdef __AMX_INT8__
   if (product.unpack) end_tiles();
 #endif
+}
+
+static void matmul(const MatmulCall& call, Worker& worker) {
+  const Activations& x = call.x.quantized;
+  for (int64_t row = 0; row < call.rows && call.best; row++)
+    call.best[worker.index * call.rows + row] = {-__builtin_inff(), 0};
+  const Units following = Units::of(call.following ? *call.following : call, x, call.rows, worker);
+  multiply_units(call, Units::of(call, x, call.rows, worker), following, worker);
   if (!call.best) return;
   worker.barrier();
   if (worker.index == 0) merge_best(call, worker.count());
+}
+
+static void matmul_part(const MatmulPart& part, const MatmulPart* next, Worker& worker) {
+  const Units units{part.call, part.call.activation != Activation::NONE, part.units};
+  if (!next) return multiply_units(part.call, units, units, worker);
+  multiply_units(part.call, units, {next->call, next->call.activation != Activation::NONE, next->units}, worker);
 }
 
 }  // namespace QUIRE_ISA

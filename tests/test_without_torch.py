@@ -19,8 +19,8 @@ from tests.test_imports import MODULES
 NEEDS_TORCH = {
     "engine.gpu_batch", "engine.gpu_drafter", "engine.gpu_graphs", "engine.gpu_runner", "engine.gpu_sampler",
     "engine.profile_run", "engine.torch_runner", "kernels.cpu.ops", "kernels.philox", "kernels.reference",
-    "kernels.reference_sampling", "kernels.torch_arrays", "quant.code_blocks", "quant.dense", "quant.gguf_blocks",
-    "quant.unpack",
+    "kernels.reference_experts", "kernels.reference_latent", "kernels.reference_sampling", "kernels.torch_arrays",
+    "quant.code_blocks", "quant.dense", "quant.gguf_blocks", "quant.unpack",
     "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle", "train.heads.exit",
     "train.heads.head", "train.heads.medusa", "train.loop", "train.run", "train.target", "train.vocabulary",
     "weights.dense_source",

@@ -13,6 +13,7 @@ from quire.config import DEFAULT_MODEL
 from quire.errors import ModelNotFound, UnsupportedModel
 from quire.kernels import isa
 from quire.kernels.cpu import native
+from quire.models.config import ModelConfig
 from quire.store import resolve
 
 
@@ -123,8 +124,13 @@ def describe_model(name: str) -> dict[str, Any]:
         "positions": config.structure.positions,
         "sampling": config.sampling.as_params(),
         "sampling_from": "the model" if config.sampling.from_model else "quire, because the model sets none",
-        "cache_bytes_per_token_float32": 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim,
+        "cache_bytes_per_token_float32": 4 * config.num_layers * config.num_kv_heads * cached_dims(config),
     }
+
+
+def cached_dims(config: ModelConfig) -> int:
+    """Of a key and a value. quire's CPU kernels store the values of a latent, which are a part of it, once more."""
+    return config.head_dim + (config.head_dim if config.latent is None else config.latent.rank)
 
 
 def readable(value: Any) -> str:

@@ -16,14 +16,16 @@ from quire.errors import EngineError, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, isa, select_native, select_torch
 from quire.kernels.cpu.native import DENSE_FORMATS, Missing, Native, find
 from quire.kernels.cuda_driver import find_capability
-from quire.models.config import ModelConfig
+from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.checkpoint import StoredPart
 
 log = logging.getLogger("quire.engine")
 
 INSTALL_TORCH = "Install it with: pip install 'quire[torch]'"
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 576
 HEAD_DIM_UNIT = 16
+EXPERT_UNIT = 32
 GPU_HEAD_DIMS = range(16, 257)  # from the minimum of a tensor core to the maximum of a program's registers
 MIN_CAPABILITY = (8, 0)  # the minimum of Triton, and the first with bfloat16
 MAX_REQUESTS = {"cpu": 64, "cuda": 512}
@@ -137,6 +139,8 @@ def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
             f"quire's own GPU kernels need a compute capability of {_version(MIN_CAPABILITY)}, and this GPU has "
             f"{_version(capability)}. Set kernels to 'torch', which is slower."
         )
+    if what := needs_reference(model):
+        raise UnsupportedModel(f"quire has no GPU kernels for {what} yet. Set kernels to 'torch', which is slower.")
     if model.head_dim not in GPU_HEAD_DIMS:
         raise UnsupportedModel(
             f"quire's own GPU kernels need heads of {GPU_HEAD_DIMS[0]} to {GPU_HEAD_DIMS[-1]} dimensions, and this "
@@ -149,6 +153,12 @@ def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
             f"quire's own GPU kernels need the package triton, which cannot be used here: {error}. Install the version "
             "that belongs to this torch, or set kernels to 'torch', which is slower."
         ) from error
+
+
+def needs_reference(model: ModelConfig) -> str | None:
+    """What of the model has no Triton kernel."""
+    missing = {"latent attention": model.latent, "experts": model.experts, "attention sinks": model.attention_sinks}
+    return next((what for what, is_there in missing.items() if is_there), None)
 
 
 def _version(capability: tuple[int, int]) -> str:
@@ -172,7 +182,26 @@ def find_obstacle(model: ModelConfig, dtype: str, device: str) -> str | None:
         return f"quire's own CPU kernels do not run on {device}"
     if dtype != "float32":
         return f"quire's own CPU kernels compute in float32, not in {dtype}"
+    if model.experts is not None and (size := find_odd_size(model, model.experts)):
+        return f"quire's own CPU kernels need experts of multiples of {EXPERT_UNIT}, and this model's have {size}"
+    if model.latent is not None:
+        return find_latent_obstacle(model.latent)
     return find_head_obstacle(model.head_dim, "model")
+
+
+def find_odd_size(model: ModelConfig, experts: ExpertsConfig) -> int | None:
+    """A size of the experts that quire's CPU kernels cannot compute."""
+    return next((size for size in (model.hidden_size, experts.intermediate_size) if size % EXPERT_UNIT), None)
+
+
+def find_latent_obstacle(latent: LatentConfig) -> str | None:
+    sizes = latent.rank, latent.rotated_dim, latent.value_dim
+    if all(size % HEAD_DIM_UNIT == 0 for size in sizes) and latent.head_dim <= MAX_LATENT_DIM:
+        return None
+    return (
+        f"quire's own CPU kernels need latents of multiples of {HEAD_DIM_UNIT} dimensions, at most {MAX_LATENT_DIM}, "
+        f"and this model's are {latent.rank} + {latent.rotated_dim}, with values of {latent.value_dim}"
+    )
 
 
 def find_head_obstacle(head_dim: int, whose: str) -> str | None:

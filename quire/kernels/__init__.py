@@ -46,6 +46,11 @@ class Kernels:
     activate: Callable[[Tensor, str], Tensor]
     silu_mul: Callable[..., Tensor]
     gelu_mul: Callable[..., Tensor]
+    route: Callable[..., Any]  # (ids, weights), or on a tape a value that only `experts` takes
+    experts: Callable[..., Any]
+    rope_latent: Callable[..., tuple[Any, Any]]
+    store_latent: Callable[..., None]
+    head_linear: Callable[..., Any]
     logits: Callable[[Array, float | None], Array]
     apply_token_bitmask: Callable[[Array, Array, Array], None]
     count_tokens: Callable[[Array, Array, Array], None]

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from quire.kernels.cache_spec import cache_shapes
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.reference_experts import experts, route
+from quire.kernels.reference_latent import head_linear, rope_latent, store_latent
 from quire.kernels.reference_sampling import beam_candidates, logprobs, sample
 from quire.kernels.sampling import IN_PROMPT
 from quire.kernels.taps import TappedModel
@@ -30,7 +32,9 @@ __all__ = [
     "beam_candidates",
     "cache_shapes",
     "count_tokens",
+    "experts",
     "gelu_mul",
+    "head_linear",
     "layer_norm",
     "linear",
     "logits",
@@ -40,9 +44,12 @@ __all__ = [
     "record",
     "rms_norm",
     "rope",
+    "rope_latent",
+    "route",
     "sample",
     "silu_mul",
     "store_kv",
+    "store_latent",
 ]
 
 
@@ -144,12 +151,14 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [tokens, heads, head_dim] -> [tokens, heads, head_dim], over the keys and values in the rows' block tables.
+    """q [tokens, heads, head_dim] -> [tokens, heads, value_dim], over the keys and values in the rows' block tables.
 
     Query head h reads key head h // (heads / kv_heads). A token at position p sees positions 0 to p, with a window w
     only p - w + 1 to p. slopes [heads] float32 adds slope * (key position - p) to each score (ALiBi); softcap c turns
-    scores s into c * tanh(s / c) before that. With `paging.paths` the tokens of a row may be a draft tree: a token sees
+    scores s into c * tanh(s / c) before that. sinks [heads] float32 are the scores of a key that each token sees in
+    addition, whose value is zero. With `paging.paths` the tokens of a row may be a draft tree: a token sees
     the context and its path, and its position is the length of the context plus its depth.
     """
     out = q.new_empty(*q.shape[:2], cache.v.shape[-1])
@@ -159,12 +168,19 @@ def attention(
         k, v = read_row(cache, paging, row, window)
         query_positions, key_positions, visible = see(paging, row, window, q.device)
         bias = None if slopes is None else slopes.float()[:, None, None] * (key_positions - query_positions[:, None])
-        out[start:stop] = attend(q[start:stop], k, v, visible, bias, scale, softcap)
+        out[start:stop] = attend(q[start:stop], k, v, visible, bias, scale, softcap, sinks)
     return out
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One row: q [n, heads, dim], k and v [m, kv_heads, dim], visible [n, m], bias [heads, n, m] -> [n, heads, dim]."""
     n, heads, _ = q.shape
@@ -174,7 +190,11 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.view_as(scores)
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[0]]
     return torch.einsum("kgnm,mkd->nkgd", weights, v.float()).reshape(n, heads, -1).to(q.dtype)
 
 

@@ -22,9 +22,9 @@ class Attention:
 
     `window` is the number of tokens that a token sees, itself included. `qk_norm`, one norm for queries and one for
     keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing
-    is rotated. `slopes` [num_heads] float32 are ALiBi's. `qkv` and `output` name the stored projections, if they do not
-    have the usual names. With `joined` the input is two tensors [tokens, hidden_size], whose projection is that of both
-    side by side.
+    is rotated. `slopes` [num_heads] float32 are ALiBi's. With `sinks`, each head's softmax has one more term. `qkv` and
+    `output` name the stored projections, if they do not have the usual names. With `joined` the input is two tensors
+    [tokens, hidden_size], whose projection is that of both side by side.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Attention:
         output_bias: bool = False,
         qk_norm: tuple[Norm, Norm] | None = None,
         wide_norm: bool = False,
+        sinks: bool = False,
         qkv: Sequence[Part] | None = None,
         output: Part | None = None,
         joined: bool = False,
@@ -70,6 +71,7 @@ class Attention:
         self.softcap = softcap
         self.qk_norm = qk_norm
         self.wide_norm = wide_norm
+        self.sinks = source.vector([Part(f"{name}.sinks.weight", num_heads, split="rows")]) if sinks else None
         self.ops = ops
 
     @property
@@ -92,8 +94,12 @@ class Attention:
         q, k = self._rope_and_store(q, k, v, positions, paging.slot_mapping[cache.group], cache)
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
-        out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes)
+        out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes, **self._more_options())
         return self.output(out.flatten(1))
+
+    def _more_options(self) -> dict[str, Any]:
+        """Options that not every backend's kernels take."""
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
     def _norm(self, x: Any, index: int) -> Any:
         """Queries (index 0) or keys (1), [tokens, heads, head_dim]."""

@@ -37,6 +37,8 @@ class Part:
     split: Literal["rows", "columns"] | None = None  # None: every rank has the whole part
     unit: int = 1  # rows or columns that are not split: those of a head
     columns: range | None = None  # None: all
+    expert: tuple[int, int] | None = None  # of a mixture, or a head of many: its index, and their number
+    stacked: bool = False  # the stored tensor has all experts or heads: its first axis is theirs
 
     @property
     def stored_rows(self) -> int:
@@ -44,9 +46,10 @@ class Part:
 
     def stored_shape(self, cols: int | None) -> Shape:
         """The stored tensor's shape, for a matrix of `cols` columns or, with None, a vector."""
+        stack = (self.expert[1],) if self.stacked and self.expert else ()
         if cols is None:
-            return (self.stored_rows,)
-        return (cols, self.stored_rows) if self.transposed else (self.stored_rows, cols)
+            return (*stack, self.stored_rows)
+        return (*stack, cols, self.stored_rows) if self.transposed else (*stack, self.stored_rows, cols)
 
     def width(self, cols: int) -> int:
         return cols if self.columns is None else len(self.columns)

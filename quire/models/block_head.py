@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.paging import LayerCache
 from quire.layers.attention import Attention
@@ -75,7 +76,7 @@ class BlockHead:
         self.config = config
         self.norms = [source.vector([Part(f"norms.{index}.weight", size)]) for index in range(NUM_INPUTS)]
         self.in_proj = source.matrix([Part("in_proj.weight", size)], NUM_INPUTS * size)
-        attentions = [target.layers[layer].attention for layer in config.kv_layers]
+        attentions = [plain_attention(target, layer) for layer in config.kv_layers]
         self.layers = [
             BlockLayer(config, source, ops, index, attention, size) for index, attention in enumerate(attentions)
         ]
@@ -87,3 +88,10 @@ class BlockHead:
         for layer, cache in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, positions, paging, cache)
         return self.norm.add(x, residual)[0]
+
+
+def plain_attention(target: Decoder, layer: int) -> Attention:
+    attention = target.layers[layer].attention
+    if not isinstance(attention, Attention):
+        raise UnsupportedModel("A block head reads keys and values of a target, and this one has latents instead.")
+    return attention

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.kernels.routing import ExpertActivation, Routing
 from quire.models.structure import Structure
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -65,6 +66,43 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP, in some of the layers."""
+
+    routing: Routing
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...]  # one a layer; the others have a plain MLP
+    shared_size: int = 0  # intermediate size of the expert that all tokens have; 0: there is none
+    shared_name: str = "shared_expert"
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a product
+    router_bias: bool = False
+    has_correction: bool = False  # a vector that is added to the scores for the choice
+    bias: bool = False  # on the experts' matrices
+    activation: ExpertActivation = "silu"
+    limit: float = 0.0  # of "clamped_silu"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention (MLA), of one head where it is not said."""
+
+    rank: int  # of the latent, which all heads share
+    rotated_dim: int  # of queries and keys, behind the rest; all heads share the keys'
+    key_dim: int  # of the queries and keys that do not rotate
+    value_dim: int
+    query_rank: int = 0  # of the latent that queries are projected from; 0: from the hidden state
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rotated_dim
+
+    @property
+    def head_dim(self) -> int:
+        """What the cache holds of a token."""
+        return self.rank + self.rotated_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only transformer."""
 
@@ -91,6 +129,9 @@ class ModelConfig:
     logit_softcap: float | None = None
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
     embedding_multiplier: float = 1.0
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None  # then `head_dim` is the latent's, and there is one key head
+    attention_sinks: bool = False  # one more term in the softmax of each head
     structure: Structure = field(default_factory=Structure)  # of families that `models/transformer.py` builds
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()

@@ -16,7 +16,9 @@ from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.moe import Experts
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    attention: Attention
+    attention: Attention | LatentAttention
 
     def __call__(
         self,
@@ -136,9 +138,23 @@ def build_attention(
     *,
     qk_norm: bool,
     **options: Any,
-) -> Attention:
+) -> Attention | LatentAttention:
     """Layer `index`'s attention, under its usual name. `options` are more arguments of `Attention`."""
     name = f"model.layers.{index}.self_attn"
+    if config.latent is not None:
+        assert rotary is not None
+        return LatentAttention(
+            source,
+            ops,
+            name,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            config=config.latent,
+            scale=config.scale,
+            eps=config.norm_eps,
+            rotary=rotary,
+            bias=config.output_bias,
+        )
     norms, is_wide = None, config.structure.qk_norm == "whole"
     if qk_norm or config.structure.qk_norm is not None:
         norm = partial(build_norm, config, source, ops)
@@ -161,12 +177,16 @@ def build_attention(
         output_bias=config.output_bias,
         qk_norm=norms,
         wide_norm=is_wide,
+        sinks=config.attention_sinks,
         **options,
     )
 
 
-def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP:
-    """Layer `index`'s MLP, under its usual name."""
+def build_mlp(config: ModelConfig, source: Source, ops: Kernels, index: int) -> GatedMLP | MLP | Experts:
+    """Layer `index`'s MLP or mixture of experts, under its usual name."""
+    if config.experts is not None and config.experts.layers[index]:
+        name = f"model.layers.{index}.mlp"
+        return Experts(source, ops, name, hidden_size=config.hidden_size, config=config.experts)
     structure = config.structure
     wiring: dict[str, Any] = {"fused": structure.fused_gate_up}
     if not structure.gated:

@@ -20,6 +20,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "bloom": Transformer,  # ALiBi, a norm of the embeddings
     "cohere": Transformer,  # Command R: attention and MLP in parallel, LayerNorms without bias
     "cohere2": Transformer,  # Command R7B: as Cohere, with windows, and global layers that do not rotate
+    "deepseek": Llama,  # V2, V2-Lite and V3: latent attention and experts: `ModelConfig.latent`
     "falcon": Transformer,  # 7B: one key head, attention and MLP in parallel. RW models: ALiBi
     "falcon_40b": Transformer,  # as Falcon, with grouped key heads and two norms a layer
     "gemma2": Transformer,  # norms before and after, soft caps
@@ -29,6 +30,8 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "gpt2": Transformer,  # learned positions, transposed matrices, LayerNorms, an MLP without a gate
     "gpt_bigcode": Transformer,  # StarCoder: as GPT-2 with one key head
     "gpt_neox": Transformer,  # and Pythia: attention and MLP in parallel, a quarter of a head rotates
+    "gpt_oss": Llama,  # experts with biases, attention sinks, windows in every other layer
+    "granitemoe": Llama,  # experts, and multipliers as Granite
     "gptj": Transformer,  # attention and MLP in parallel, neighbours rotate, a bias on the output matrix
     "granite": Transformer,  # multipliers of embeddings, residuals, scores and logits
     "llama": Llama,
@@ -44,6 +47,10 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "smollm3": Transformer,  # every fourth layer does not rotate
     "starcoder2": Transformer,  # LayerNorms, an MLP without a gate
     "mimo": Llama,  # a Qwen2 with layers for multi-token prediction: `ModelConfig.num_mtp_layers`
+    "mixtral": Llama,  # experts
+    "olmoe": partial(Llama, qk_norm=True),  # experts; whole queries and keys are normed
     "qwen2": Llama,  # Qwen2 and Qwen2.5. Biases on q, k and v: `ModelConfig.attention_bias`
+    "qwen2_moe": Llama,  # experts, one of which all tokens have
+    "qwen3_moe": partial(Llama, qk_norm=True),  # experts
     "qwen3": partial(Llama, qk_norm=True),  # each head of q and k is normed before rotation
 }

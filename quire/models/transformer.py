@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.kernels import Kernels
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.layers.attention import Attention
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.norm import Norm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source, fused_parts
@@ -144,7 +145,7 @@ def build_positions(config: ModelConfig, source: Source) -> Weight | None:
 
 def build_wired_attention(
     config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable | None
-) -> Attention:
+) -> Attention | LatentAttention:
     structure, dim = config.structure, config.head_dim
     name = f"model.layers.{index}.self_attn"
     stored: dict[str, Any] = {"transposed": structure.transposed, "unit": dim}

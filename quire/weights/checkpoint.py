@@ -99,7 +99,8 @@ class Checkpoint(Protocol):
 
 def part_bytes(tensor_bytes: int, part: Part, cols: int | None) -> int:
     """Bytes of a part, from the bytes of the tensor that stores it."""
-    return tensor_bytes * part.rows * part.width(cols or 1) // (part.stored_rows * (cols or 1))
+    num_experts = part.expert[1] if part.stacked and part.expert else 1
+    return tensor_bytes * part.rows * part.width(cols or 1) // (num_experts * part.stored_rows * (cols or 1))
 
 
 class CheckpointSource:

@@ -84,6 +84,8 @@ class DenseSource(CheckpointSource):
         if not any(stored.quantized for stored in found):
             return self._dense(parts, cols)
         weight = self.checkpoint.weight(parts, cols, self.device, self.dtype)
+        if weight is None and len(parts) == 1:  # of a type that torch's ops cannot keep packed
+            return self._dense(parts, cols)
         if weight is None:
             return Stacked([self._as_stored([part], cols) for part in parts])
         for stored in found:

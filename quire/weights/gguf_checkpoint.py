@@ -18,6 +18,7 @@ from quire.quant.ggml_types import PANEL_FORMATS, check_supported
 from quire.quant.panels import ROWS_IN_PANEL
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import Work, part_bytes
+from quire.weights.experts import gguf_part
 from quire.weights.gguf import GGUFFile, TensorInfo
 from quire.weights.names import gguf_name
 
@@ -42,7 +43,9 @@ class GGUFPart:
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        return {self.name: self.part.stored_shape(self.cols)}
+        """A matrix of one row is a vector in the file, as Qwen2-MoE's gate of the shared expert."""
+        shape = self.part.stored_shape(self.cols)
+        return {self.name: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape}
 
     @property
     def info(self) -> TensorInfo:
@@ -72,7 +75,7 @@ class GGUFPart:
 
         from quire.quant.gguf_blocks import GGUFBlocks
 
-        data = torch.from_numpy(self.file.read(self.name, slice(0, 1)))
+        data = torch.from_numpy(self._read_vector())
         values = GGUFBlocks(self.info.type, data, self.info.cols).dense()[0]
         out.copy_(torch.cat([values[run.start : run.stop : run.step] for run in self.part.stored_runs(0, len(out))]))
 
@@ -90,7 +93,7 @@ class GGUFPart:
 
     def unpack(self, native: Native) -> NDArray[np.float32]:
         check_supported(self.info.type)
-        values = dequantize(native, self.info, self.file.read(self.name, slice(0, 1)), self.info.cols)[0]
+        values = dequantize(native, self.info, self._read_vector(), self.info.cols)[0]
         runs = self.part.stored_runs(0, self.part.rows)
         return np.concatenate([values[run.start : run.stop : run.step] for run in runs])
 
@@ -130,9 +133,17 @@ class GGUFPart:
         data = self._read(start, stop)
         return data if self.part.columns is None else np.ascontiguousarray(data[:, self.row_bytes])
 
+    @property
+    def expert(self) -> int:
+        """The part's entry of the stored tensor's first axis, if that is one of experts."""
+        return self.part.expert[0] if self.part.stacked and self.part.expert else 0
+
+    def _read_vector(self) -> Bytes:
+        return self.file.read(self.name, slice(self.expert, self.expert + 1))
+
     def _read(self, start: int, stop: int) -> Bytes:
-        runs = self.part.stored_runs(start, stop)
-        read = [self.file.read(self.name, slice(run[0], run[-1] + 1))[:: run.step] for run in runs]
+        runs, base = self.part.stored_runs(start, stop), self.expert * self.part.stored_rows
+        read = [self.file.read(self.name, slice(base + run[0], base + run[-1] + 1))[:: run.step] for run in runs]
         return read[0] if len(read) == 1 else np.concatenate(read)
 
 
@@ -156,7 +167,8 @@ class GGUFCheckpoint:
         return {name: info.shape for name, info in self.file.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> GGUFPart:
-        return GGUFPart(self.file, gguf_name(part.name, self.family), part.in_plain_order(), cols)
+        part, cols = gguf_part(part.in_plain_order(), cols)
+        return GGUFPart(self.file, gguf_name(part.name, self.family), part, cols)
 
     def may_stay_unread(self, name: str) -> bool:
         return False

@@ -14,6 +14,15 @@ from typing import Any
 
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields, check_heads, default_head_dim
+from quire.weights.gguf_experts import (
+    read_deepseek,
+    read_gpt_oss,
+    read_granitemoe,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2moe,
+    read_qwen3moe,
+)
 from quire.weights.gguf_families import GGUF_FAMILIES
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
@@ -46,9 +55,10 @@ def config_from_gguf(
             f"this is one of {metadata['split.count']} files of a split model. Merge them into one file first."
         )
     fields = Fields(metadata, where, f"{architecture}.")
-    if fields.count("expert_count", 0, least=0):
+    if architecture not in EXPERT_ARCHITECTURES and fields.count("expert_count", 0, least=0):
         raise fields.unsupported(
-            f"it is a mixture of {fields.get('expert_count')} experts, which quire does not support."
+            f"it is a mixture of {fields.get('expert_count')} experts, which quire does not support in architecture "
+            f"{architecture!r}."
         )
     sampling = sampling_from_gguf(metadata, where)
     return replace(read(fields, shapes, divisors), eos_token_ids=eos_token_ids(general), sampling=sampling)
@@ -56,6 +66,8 @@ def config_from_gguf(
 
 def read_llama(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None) -> ModelConfig:
     """Converters permute this architecture's queries and keys so that neighbouring dimensions rotate together."""
+    if fields.count("expert_count", 0, least=0):
+        return read_mixtral(fields, shapes, plain_config(fields, shapes, "mixtral", divisors, interleaved=True))
     config = plain_config(fields, shapes, "llama", divisors, interleaved=True)
     return replace(config, windows=(read_window(fields),) * config.num_layers)
 
@@ -127,7 +139,26 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
     "qwen3": read_qwen3,
     "gemma3": read_gemma3,
     **{architecture: partial(read, plain_config) for architecture, read in GGUF_FAMILIES.items()},
+    "qwen2moe": lambda fields, shapes, divisors: read_qwen2moe(
+        fields, shapes, plain_config(fields, shapes, "qwen2_moe", divisors)
+    ),
+    "qwen3moe": lambda fields, shapes, divisors: read_qwen3moe(
+        fields, shapes, plain_config(fields, shapes, "qwen3_moe", divisors)
+    ),
+    "olmoe": lambda fields, shapes, divisors: read_olmoe(
+        fields, shapes, plain_config(fields, shapes, "olmoe", divisors)
+    ),
+    "deepseek2": lambda fields, shapes, divisors: read_deepseek(
+        fields, shapes, lambda own: plain_config(own, shapes, "deepseek", divisors, interleaved=True)
+    ),
+    "gpt-oss": lambda fields, shapes, divisors: read_gpt_oss(
+        fields, shapes, plain_config(fields, shapes, "gpt_oss", divisors)
+    ),
+    "granitemoe": lambda fields, shapes, divisors: read_granitemoe(
+        fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
+    ),
 }
+EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe")
 
 
 def vocab_size(fields: Fields, shapes: Shapes) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields
 from quire.weights.json_classics import CLASSICS
+from quire.weights.json_experts import EXPERT_FAMILIES
 from quire.weights.json_modern import MODERN
-from quire.weights.json_plain import MAX_LAYERS, Windows, plain_config, windows_by_type
+from quire.weights.json_plain import MAX_LAYERS, Windows, plain_config, qwen_windows, windows_by_type
 from quire.weights.rope import gemma_ropes_from_json
 from quire.weights.sampling import sampling_from_json
 
@@ -114,20 +115,12 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "mimo": read_mimo,
     **CLASSICS,
     **MODERN,
+    **EXPERT_FAMILIES,
 }
 
 
 def gemma_global_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
     return gemma_ropes_from_json(fields, head_dim=head_dim, max_len=max_len)[0]
-
-
-def qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    if not fields.flag("use_sliding_window", False):
-        return (None,) * num_layers
-    window = fields.count("sliding_window", 4096)
-    first = fields.count("max_window_layers", 28, least=0)
-    by_type = windows_by_type(fields, num_layers, window)
-    return by_type or tuple(window if index >= first else None for index in range(num_layers))
 
 
 def gemma_windows(fields: Fields, num_layers: int) -> Windows:

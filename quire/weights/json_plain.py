@@ -73,3 +73,12 @@ def windows_by_type(fields: Fields, num_layers: int, window: int | None) -> Wind
     if window is None and "sliding_attention" in types:
         raise fields.bad("layer_types has sliding_attention, and sliding_window is missing")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = fields.count("sliding_window", 4096)
+    first = fields.count("max_window_layers", 28, least=0)
+    by_type = windows_by_type(fields, num_layers, window)
+    return by_type or tuple(window if index >= first else None for index in range(num_layers))

@@ -23,7 +23,7 @@ from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
-from quire.weights.names import may_stay_unread
+from quire.weights.names import is_draft_layer, may_stay_unread
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from quire.weights.schemes.read import read_scheme
@@ -165,6 +165,8 @@ def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[St
         for name in available
         if may_stay_unread(name, tied=config.tie_embeddings) or checkpoint.may_stay_unread(name)
     }
+    if config.family == "deepseek":
+        ignored |= {name for name in available if is_draft_layer(name, config.num_layers)}
     expected: dict[str, Shape] = {}
     for stored in found:
         expected.update(stored.tensors)

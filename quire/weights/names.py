@@ -31,14 +31,43 @@ GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
+# gpt-oss's converters name the norm before the experts after what comes before it.
 # Gemma 3 has a norm after attention, so its norm before the MLP has another canonical name.
+GGUF_LAYER_GPT_OSS = {
+    **GGUF_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+}
+
 GGUF_LAYER_GEMMA3 = {
     **GGUF_LAYER,
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+GGUF_LAYERS = {"gemma3": GGUF_LAYER_GEMMA3, "gpt_oss": GGUF_LAYER_GPT_OSS}
+
+# Parts of canonical names that some families' safetensors spell in another way.
+SAFETENSORS_SPELLING = {
+    "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
+    "gpt_oss": {".mlp.gate.": ".mlp.router.", ".sinks.weight": ".sinks"},
+    "granitemoe": {".mlp.gate.": ".block_sparse_moe.router.layer."},
 }
 
 # Multimodal checkpoints store the text model under one of these prefixes. The first that matches is replaced.
@@ -63,10 +92,18 @@ def gguf_name(name: str, family: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in GGUF_TOP:
         return f"{GGUF_TOP[stem]}.{suffix}"
-    table = GGUF_LAYER_GEMMA3 if family == "gemma3" else {**GGUF_LAYER, **GGUF.get(family, {})}
+    table = {**GGUF_LAYERS.get(family, GGUF_LAYER), **GGUF.get(family, {})}
     match = LAYER.fullmatch(stem)
+    if match and suffix == "e_score_correction_bias":
+        return f"blk.{match[1]}.exp_probs_b.bias"
     if match and match[2] in table:
         return f"blk.{match[1]}.{table[match[2]]}.{suffix}"
+    return name
+
+
+def safetensors_name(name: str, family: str) -> str:
+    for canonical, spelling in SAFETENSORS_SPELLING.get(family, {}).items():
+        name = name.replace(canonical, spelling)
     return name
 
 
@@ -76,6 +113,12 @@ def text_name(name: str, family: str = "llama") -> str:
         if name.startswith(prefix):
             return canonical + name.removeprefix(prefix)
     return canonical_name(name, family)
+
+
+def is_draft_layer(name: str, num_layers: int) -> bool:
+    """Whether it belongs to a layer behind the last one, which predicts more tokens. DeepSeek-V3 has one."""
+    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= num_layers
 
 
 def may_stay_unread(name: str, *, tied: bool) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.layers.source import Part
 from quire.quant.panels import Order, PanelWeight, join, rounded_format
@@ -34,6 +35,14 @@ class PanelSource(CheckpointSource):
             rounded_format(stored.panel_format, part.name, width, self._quantize)
             for part, stored in zip(parts, found, strict=True)
         ]
+        if parts[0].expert is not None:
+            if any(stored.order is not None for stored in found):
+                raise UnsupportedModel(
+                    f"{parts[0].name}: the inputs of an expert are in an order of their own (act-order), which quire "
+                    "reads for other matrices only. Use a file that was quantized without desc_act."
+                )
+            if len(set(formats)) > 1:
+                formats = ["f32"] * len(formats)  # experts are in panels of one format
         orders = [stored.order for stored in found]
         same = [next(i for i, other in enumerate(orders) if same_order(other, order)) for order in orders]
         joined = join([part.rows for part in parts], list(zip(formats, same, strict=True)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +13,12 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
+from quire.weights import mxfp4
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.code_part import CodePart
+from quire.weights.experts import safetensors_part
 from quire.weights.family_names import file_name
-from quire.weights.names import text_name
+from quire.weights.names import safetensors_name, text_name
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.schemes.scheme import Module, Scheme
 
@@ -92,6 +94,8 @@ class DensePart:
     def _runs(self) -> list[NDArray[Any]]:
         """The part's rows as views of the memory-mapped file."""
         stored = self.files.read_floats(self.name)
+        if self.part.stacked and self.part.expert is not None:
+            stored = stored[self.part.expert[0]]
         if self.part.transposed and self.cols is not None:
             stored = stored.T
         if self.part.columns is not None:
@@ -113,7 +117,11 @@ class SafetensorsCheckpoint:
         return {name: stored.shape for name, stored in self.files.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> StoredPart:
-        return self._find_codes(part, cols) or DensePart(self.files, self._stored_name(part.name), part, cols)
+        part = safetensors_part(part, self.family)
+        if part.stacked and cols is not None and f"{part.name}_blocks" in self.files.tensors:
+            return mxfp4.of_directory(self.files, replace(part, transposed=False), cols)
+        name = safetensors_name(part.name, self.family)
+        return self._find_codes(part, cols) or DensePart(self.files, self._stored_name(name), part, cols)
 
     def _stored_name(self, name: str) -> str:
         return self._stored_names.get(name) or file_name(name, self.family)

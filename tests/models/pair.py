@@ -73,6 +73,9 @@ def run(
     cache = PagedCache(
         kv_heads=config.num_kv_heads, head_dim=config.head_dim, groups=groups, windows=windows, dtype=dtype
     )
+    if config.latent is not None:
+        for layer in cache.layers:
+            layer.v = layer.k[..., : config.latent.rank]
     done = dict.fromkeys(tokens, 0)
     logits: dict[int, list[Tensor]] = {sequence: [] for sequence in tokens}
     for rows in steps:

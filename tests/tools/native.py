@@ -292,11 +292,12 @@ class PanelSource:
         return self.plain.scalar(value) if self.dense else value
 
     def _panels(self, kind: str, parts: Sequence[Part], cols: int) -> Any:
-        panels = MODULE.Panels(kind, sum(part.rows for part in parts), cols)
+        width = parts[0].width(cols)
+        panels = MODULE.Panels(kind, sum(part.rows for part in parts), width)
         first = 0
         for part in parts:
             values = self.plain.matrix([part], cols).dense()
-            panels.pack_dense("f32", values.data_ptr(), cols, first, part.rows)
+            panels.pack_dense("f32", values.data_ptr(), width, first, part.rows)
             first += part.rows
         return panels
 

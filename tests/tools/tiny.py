@@ -19,7 +19,8 @@ from quire.engine.runner import ModelRunner, StepListener
 from quire.engine.torch_runner import TorchRunner
 from quire.kernels import Kernels, select_torch
 from quire.kernels.cache_spec import CacheSpec
-from quire.models.config import ModelConfig, Rope
+from quire.kernels.routing import Routing
+from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.models.structure import Structure
@@ -65,6 +66,34 @@ FAMILIES = {
     ),
     "gpt2": replace(
         CLASSIC, family="gpt2", structure=replace(CLASSIC.structure, qkv_groups=1, transposed=True, num_positions=512)
+    ),
+}  # fmt: skip
+
+
+# One of each kind of layer that the families above lack.
+MIXTURE = ExpertsConfig(
+    Routing(6, 3, normalize=False), intermediate_size=32, layers=(True, False, True), shared_size=64, shared_gate=True
+)
+CLAMPED = replace(
+    MIXTURE, routing=Routing(5, 2), shared_size=0, shared_gate=False, router_bias=True, bias=True,
+    activation="clamped_silu", limit=2.0,
+)  # fmt: skip
+GROUPED = replace(
+    MIXTURE,
+    routing=Routing(8, 3, "sigmoid", factor=2.5, num_groups=4, top_groups=2, group_scores=2),
+    shared_gate=False,
+    has_correction=True,
+)
+SMALL = replace(LLAMA, hidden_size=64, intermediate_size=96, head_dim=16, rope=Rope(16))
+MIXTURES = {
+    "experts": replace(SMALL, family="qwen2_moe", experts=MIXTURE),
+    "sinks": replace(
+        SMALL, family="gpt_oss", windows=(9, None, 9), experts=CLAMPED, attention_sinks=True, attention_bias=True,
+        output_bias=True,
+    ),
+    "latent": replace(
+        SMALL, family="deepseek", head_dim=80, num_kv_heads=1, rope=Rope(16, interleaved=True), attention_scale=0.2,
+        experts=GROUPED, latent=LatentConfig(rank=64, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
     ),
 }  # fmt: skip
 

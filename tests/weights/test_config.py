@@ -391,7 +391,10 @@ def test_json_that_quire_cannot_honour(change, words):
     ("change", "words"),
     [
         ({"split.count": 3}, "3 files"),
-        ({"llama.expert_count": 8}, "8 experts"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 9},
+            "expert_gating_func 9",
+        ),
         ({"llama.attention.head_count_kv": array("i", [3, 1])}, "layer to layer"),
         ({"llama.attention.value_length": 32}, "values"),
     ],
@@ -399,6 +402,12 @@ def test_json_that_quire_cannot_honour(change, words):
 def test_gguf_that_quire_cannot_honour(change, words):
     with pytest.raises(UnsupportedModel, match=words):
         config_from_gguf(SMOLLM2_GGUF | change, SMOLLM2_SHAPES)
+
+
+def test_experts_of_an_architecture_without_them():
+    renamed = {key.replace("llama.", "qwen2."): value for key, value in SMOLLM2_GGUF.items()}
+    with pytest.raises(UnsupportedModel, match="mixture of 8 experts"):
+        config_from_gguf(renamed | {"general.architecture": "qwen2", "qwen2.expert_count": 8}, SMOLLM2_SHAPES)
 
 
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]

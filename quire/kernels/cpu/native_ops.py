@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels import cache_spec
 from quire.kernels.arrays import ITEM_BYTES
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import RecordedModel
 from quire.kernels.cpu.tape import Tape, Value, address
+from quire.kernels.cpu.tape_experts import record_experts, record_route
+from quire.kernels.cpu.tape_latent import record_head_linear, record_rope_latent
 from quire.kernels.cpu.tape_ops import Blocks, Floats, Recorded
 from quire.kernels.paging import LayerCache, Paging
+from quire.kernels.routing import ExpertWeights, Routing
 from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
 LANES = 16  # tokens in a vector of keys
@@ -80,10 +82,7 @@ class NativeOps:
 
     def move_kv(self, layers: Sequence[LayerCache], moves: Sequence[tuple[Ids, Ids]]) -> None:
         if layers is not self._layers:
-            self._layers, self._described = layers, [layer_arguments(layer) for layer in layers if layer.k.ndim == 3]
-        for layer in layers:
-            if layer.k.ndim == 4:  # a latent, in the layout of the reference
-                move_latents(layer, moves)
+            self._layers, self._described = layers, [layer_arguments(layer) for layer in layers]
         assert all(slots.dtype == np.int64 and slots.flags.c_contiguous for pair in moves for slots in pair)
         groups = [(address(sources), address(targets), len(sources)) for sources, targets in moves]
         self.native.module.move_kv(self.native.threads, self._described, groups)
@@ -98,11 +97,14 @@ class NativeOps:
         window: int | None = None,
         slopes: Floats | None = None,
         softcap: float | None = None,
+        sinks: Floats | None = None,
     ) -> Any:
-        options: dict[str, Any] = {"scale": scale, "window": window, "slopes": slopes, "softcap": softcap}
+        options: dict[str, Any] = {
+            "scale": scale, "window": window, "slopes": slopes, "softcap": softcap, "sinks": sinks
+        }  # fmt: skip
         if not isinstance(q, Value):
             return self._at_once(lambda value: self.attention(value, cache, None, **options), (q,), paging=paging)[0]
-        out = q.tape.new(q.tail)
+        out = q.tape.new((q.tail[0], dims_of(cache)[1]))
         arguments = {
             "q": q.read(),
             "out": out.read(),
@@ -111,6 +113,7 @@ class NativeOps:
             "window": window or 0,
             "softcap": softcap or 0.0,
             "slopes": 0 if slopes is None else floats(slopes),
+            "sinks": 0 if sinks is None else floats(sinks),
             "partials": self._partials,
             "num_partials": PARTIALS,
         }
@@ -135,13 +138,49 @@ class NativeOps:
             return out.reshape(*gate_up.shape[:-1], out.shape[-1])
         return gate_up.tape.gate(gate_up, activation)
 
+    def route(self, logits: Any, bias: Floats | None, routing: Routing) -> Any:
+        """On a tape one value, which `experts` takes."""
+        bias = None if bias is None else floats(bias)
+        if isinstance(logits, Value):
+            return record_route(logits, bias, routing)
+        (routes,) = self._at_once(lambda value: record_route(value, bias, routing), (logits,))
+        weights, ids = np.split(routes, 2, axis=1)
+        return ids.astype(np.int64), weights
+
+    def experts(self, x: Any, routes: Any, weights: ExpertWeights, shared: Any = None, shared_gate: Any = None) -> Any:
+        if isinstance(x, Value):
+            return record_experts(x, routes, weights, shared, shared_gate)
+        ids, factors = routes
+        inputs = [x, np.concatenate((factors, ids.astype(np.float32)), axis=1)]
+        inputs += [each for each in (shared, shared_gate) if each is not None]
+        return self._at_once(lambda x, routes, *more: record_experts(x, routes, weights, *pad(more)), inputs)[0]
+
+    def rope_latent(
+        self, q: Any, kv: Any, weight: Floats, eps: float, positions: Any, table: Floats, interleaved: bool
+    ) -> Any:
+        weight = floats(weight)
+        if isinstance(q, Value):
+            return record_rope_latent(q, kv, weight, eps, table, interleaved)
+        return self._at_once(
+            lambda q, kv: record_rope_latent(q, kv, weight, eps, table, interleaved), (q, kv), positions=positions
+        )
+
+    def store_latent(self, kv: Any, rank: int, cache: LayerCache, slots: Any) -> None:
+        """The values are stored a second time, token by token."""
+        values = Value(kv.buffer, (1, rank), kv.first) if isinstance(kv, Value) else kv[..., :rank]
+        self.store_kv(kv, values, cache, slots)
+
+    def head_linear(self, x: Any, weight: Any) -> Any:
+        if isinstance(x, Value):
+            return record_head_linear(x, weight)
+        return self._at_once(lambda value: record_head_linear(value, weight), (x,))[0]
+
     def cache_shapes(self, spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
-        """The shape of a block. A latent has the shape of the reference, because no C++ kernel reads latents."""
-        if spec.is_latent:
-            return cache_spec.cache_shapes(spec, dtype, block_size)
-        assert spec.value_dim in (None, spec.head_dim), "these kernels take keys and values of one size"
+        """The shape of a block. The values of a latent are stored a second time: keys lie dimension by dimension."""
+        assert spec.is_latent or spec.value_dim in (None, spec.head_dim), "these kernels take values as large as keys"
         dtype, heads = spec.dtype or dtype, spec.num_kv_heads
-        sizes = self.native.module.cache_bytes(dtype, block_size, heads, spec.head_dim)
+        value_dim = spec.value_dim or spec.head_dim
+        sizes = self.native.module.cache_bytes(dtype, block_size, heads, spec.head_dim, value_dim)
         k, v = ((heads, num_bytes // ITEM_BYTES[dtype]) for num_bytes in sizes)
         return BlockShape(k, v, dtype)
 
@@ -264,6 +303,12 @@ class NativeOps:
         return tuple(tape.result(result, num_tokens).reshape(num_tokens, *result.tail) for result in results)
 
 
+def pad(values: Sequence[Any]) -> tuple[Any, Any]:
+    """Up to two values, filled up with None."""
+    first, second = (*values, None, None)[:2]
+    return first, second
+
+
 def floats(values: Floats) -> Floats:
     return np.ascontiguousarray(values, np.float32)
 
@@ -284,24 +329,27 @@ def step_of_slots(cache: LayerCache, slots: Any) -> Paging:
 
 def layer_arguments(cache: LayerCache) -> tuple[Any, ...]:
     """A layer as an argument of `move_kv` in C++."""
-    kind, (heads, items) = CACHE_TYPES[cache.k.dtype.name], cache.k.shape[1:]
+    kind, (heads, _) = CACHE_TYPES[cache.k.dtype.name], cache.k.shape[1:]
+    dims = dims_of(cache)
+    return kind, cache.block_size, heads, *dims, Blocks(cache.k).view(), Blocks(cache.v).view(), cache.group
+
+
+def dims_of(cache: LayerCache) -> tuple[int, int]:
+    """The dimensions of a key's head and of a value's. Behind an int8 head's codes are the scales of all lanes."""
     lanes = -(-cache.block_size // LANES) * LANES
-    head_dim = items // lanes - (4 if kind == "int8" else 0)  # the scales of `lanes` tokens are behind the codes
-    return kind, cache.block_size, heads, head_dim, Blocks(cache.k).view(), Blocks(cache.v).view(), cache.group
-
-
-def move_latents(cache: LayerCache, moves: Sequence[tuple[Ids, Ids]]) -> None:
-    if cache.group < len(moves):
-        source, target = (divmod(slots, cache.block_size) for slots in moves[cache.group])
-        cache.k[target] = cache.k[source]
+    scales = 4 * lanes if cache.k.dtype == np.int8 else 0
+    return (cache.k.shape[2] - scales) // lanes, (cache.v.shape[2] - scales) // cache.block_size
 
 
 def describe_cache(cache: LayerCache, head_dim: int) -> dict[str, Any]:
+    key_dim, value_dim = dims_of(cache)
+    assert key_dim == head_dim, (key_dim, head_dim)
     return {
         "type": CACHE_TYPES[cache.k.dtype.name],
         "block_size": cache.block_size,
         "kv_heads": cache.k.shape[1],
         "head_dim": head_dim,
+        "value_dim": value_dim,
         "keys": Blocks(cache.k),
         "values": Blocks(cache.v),
         "group": cache.group,

@@ -98,9 +98,12 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    if slopes is not None or softcap is not None:
-        return reference.attention(q, cache, paging, scale=scale, window=window, slopes=slopes, softcap=softcap)
+    if slopes is not None or softcap is not None or sinks is not None:
+        return reference.attention(
+            q, cache, paging, scale=scale, window=window, slopes=slopes, softcap=softcap, sinks=sinks
+        )
     singles: dict[int, list[int]] = {}
     chunks: list[int] = []
     for row, (start, stop) in enumerate(pairwise(paging.host_query_starts)):

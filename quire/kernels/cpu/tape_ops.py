@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.kernels.cpu.native import DENSE_FORMATS
 from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage
 
 Floats = NDArray[np.float32]
@@ -85,7 +86,8 @@ class Matmul:
 
     @property
     def rounds(self) -> bool:
-        return self.gated is not None
+        """Whether it writes int8. A dense product does not: the rows of its tiles are others than those of int8."""
+        return self.gated is not None and self.weight.format not in DENSE_FORMATS
 
     @property
     def width(self) -> str:
@@ -101,7 +103,7 @@ class Matmul:
             y=self.y.view(self.first),
             bias=self.bias.ctypes.data if self.bias is not None else 0,
             activation=self.activation,
-            gated=self.gated.quantized() if self.gated else NULL_VIEW,
+            gated=self.gated.quantized() if self.gated and self.rounds else NULL_VIEW,
             few_rows=self.few_rows,
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quire.errors import UnsupportedModel
 from quire.kernels import reference
 from quire.layers.attention import Attention
 from quire.train.features import Batch, Inputs
@@ -129,7 +130,10 @@ def spread_layers(target: Target, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def attention_of(target: Target, layer: int) -> Attention:
-    return target.model.layers[layer].attention
+    attention = target.model.layers[layer].attention
+    if not isinstance(attention, Attention):
+        raise UnsupportedModel("This head reads keys and values of its target, and this one has latents instead.")
+    return attention
 
 
 def state_scale(target: Target, layer: int, text: Sequence[int]) -> float:

@@ -36,6 +36,8 @@ def read_scheme(config: Mapping[str, Any], where: str = "config.json") -> Scheme
     if section is None:
         return None
     method = read_method(section)
+    if method == "mxfp4" and fields.text("model_type", "") == "gpt_oss":
+        return None  # of experts only; `mxfp4.py` finds them by the names of their tensors
     if method == "eetq":
         raise section.unsupported("EETQ stores int8 codes in the order of a GPU's registers. Use compressed-tensors.")
     if method not in METHODS:

@@ -14,12 +14,14 @@ from quire.core.request import Request
 from quire.kernels.cache_spec import KVCacheSpec, StateSpec
 from tests.tools.native import FITTING, ISAS, each_isa, kernels_of, native_model
 from tests.tools.scores import Scores
-from tests.tools.tiny import TinyEngine
+from tests.tools.tiny import MIXTURES, TinyEngine
 
 pytestmark = pytest.mark.cpu
 
 CACHE_TYPES = ("float32", "bfloat16", "int8", "bfloat16", "float32", "int8", "bfloat16", "int8", "float32")
 CACHE_OF = dict(zip(FITTING, CACHE_TYPES, strict=True))
+CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "bfloat16"}
+CONFIGS = FITTING | MIXTURES
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
@@ -53,7 +55,7 @@ class Family:
     """Engines on one family's model, with the kernels of an instruction set."""
 
     def __init__(self, family: str, name: str) -> None:
-        self.config, self.kind, self.name = FITTING[family], CACHE_OF[family], name
+        self.config, self.kind, self.name = CONFIGS[family], CACHE_OF[family], name
         self.model = native_model(self.config, kernels_of(name))
 
     def engine(self, threads: int = 2, **options: Any) -> TinyEngine:
@@ -63,7 +65,7 @@ class Family:
 
 
 @each_isa
-@pytest.mark.parametrize("family", FITTING)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> None:
     own = Family(family, name)
     expected = [own.engine(1, prefix_cache=False, max_tokens=512).answer([request])[0] for request in questions()]
@@ -103,7 +105,7 @@ def test_logits_bit_for_bit(family: str, name: str, scores: list[Scores]) -> Non
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_and_chunk(seed: int, scores: list[Scores]) -> None:
     rng = random.Random(seed)
-    own = Family(rng.choice(list(FITTING)), rng.choice(ISAS))
+    own = Family(rng.choice(list(CONFIGS)), rng.choice(ISAS))
     alone: dict[str, list[int]] = {}
     for request in questions(seed):
         alone[request.id] = own.engine(prefix_cache=False, max_tokens=512).answer([request])[0]

@@ -1,0 +1,120 @@
+"""LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 and V3.
+
+Keys and values of all heads are projections of one latent a token, which is all that the cache holds, with the part of
+the keys that rotates. The projections are absorbed: queries are projected to the latent, all heads attend to the latent
+as to one key head, and the outputs are projected back. Values are the first numbers of the keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.kernels import Kernels
+from quire.kernels.cache_spec import KVCacheSpec
+from quire.kernels.paging import Ends, LayerCache, Paging
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryTable
+from quire.layers.source import Part, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.config import LatentConfig
+
+
+class LatentAttention:
+    """Under `name` in the checkpoint. `scale` is that of a head's own queries and keys."""
+
+    window = softcap = slopes = None
+
+    def __init__(
+        self,
+        source: Source,
+        ops: Kernels,
+        name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        config: LatentConfig,
+        scale: float,
+        eps: float,
+        rotary: RotaryTable,
+        bias: bool = False,
+    ) -> None:
+        self.heads, self.head_dim = [num_heads, 1, 1], config.head_dim
+        self.config, self.scale, self.rotary, self.ops = config, scale, rotary, ops
+        query = Part(f"{name}.q_proj", num_heads * config.query_dim, split="rows", unit=config.query_dim)
+        self.query_latent: tuple[Linear, RMSNorm] | None = None
+        if config.query_rank:
+            down = Linear(source, [Part(f"{name}.q_a_proj", config.query_rank)], hidden_size, bias=bias)
+            self.query_latent = down, RMSNorm(source, ops, f"{name}.q_a_layernorm", size=config.query_rank, eps=eps)
+            query = Part(f"{name}.q_b_proj", query.rows, split="rows", unit=config.query_dim)
+        self.q = Linear(source, [query], config.query_rank or hidden_size)
+        self.kv = Linear(source, [Part(f"{name}.kv_a_proj_with_mqa", config.head_dim)], hidden_size, bias=bias)
+        self.kv_norm = RMSNorm(source, ops, f"{name}.kv_a_layernorm", size=config.rank, eps=eps)
+        self.absorb = source.matrix(*key_parts(f"{name}.kv_b_proj.weight", num_heads, config))
+        self.values = source.matrix(*value_parts(f"{name}.kv_b_proj.weight", num_heads, config))
+        output = Part(f"{name}.o_proj", hidden_size, split="columns", unit=config.value_dim)
+        self.output = Linear(source, [output], num_heads * config.value_dim, bias=bias)
+
+    @property
+    def cache_spec(self) -> KVCacheSpec:
+        return KVCacheSpec(1, self.head_dim, value_dim=self.config.rank, is_latent=True)
+
+    def __call__(
+        self, x: Any, positions: Tensor, paging: Paging, cache: LayerCache, ends: Ends | None = None
+    ) -> Tensor:
+        """As `Attention`."""
+        ops, config = self.ops, self.config
+        q = self.q(self._query_input(x)).view(-1, self.heads[0], config.query_dim)
+        kv = self.kv(x).view(-1, 1, config.head_dim)
+        table, interleaved = self.rotary.table, self.rotary.interleaved
+        q, kv = ops.rope_latent(q, kv, self.kv_norm.weight, self.kv_norm.eps, positions, table, interleaved)
+        ops.store_latent(kv, config.rank, cache, paging.slot_mapping[cache.group])
+        if ends is not None:
+            q, paging = q[ends.tokens], ends.paging
+        out = ops.attention(ops.head_linear(q, self.absorb), cache, paging, scale=self.scale)
+        return self.output(ops.head_linear(out, self.values).flatten(1))
+
+    def _query_input(self, x: Any) -> Any:
+        if self.query_latent is None:
+            return x
+        down, norm = self.query_latent
+        return norm(down(x))
+
+
+def key_parts(name: str, num_heads: int, config: LatentConfig) -> tuple[list[Part], int]:
+    """The transposed projections of keys, [rank, key_dim] of each head, and the columns of the transposed tensor.
+
+    The stored tensor has for each head the rows of its keys and then those of its values.
+    """
+    stride = config.key_dim + config.value_dim
+    starts = range(0, num_heads * stride, stride)
+    parts = [
+        Part(
+            name,
+            config.rank,
+            transposed=True,
+            columns=range(start, start + config.key_dim),
+            expert=(head, num_heads),
+        )
+        for head, start in enumerate(starts)
+    ]
+    return parts, num_heads * stride
+
+
+def value_parts(name: str, num_heads: int, config: LatentConfig) -> tuple[list[Part], int]:
+    """The projections of values, [value_dim, rank] of each head, and their columns."""
+    stride = config.key_dim + config.value_dim
+    parts = [
+        Part(
+            name,
+            config.value_dim,
+            offset=head * stride + config.key_dim,
+            fused_rows=num_heads * stride,
+            expert=(head, num_heads),
+        )
+        for head in range(num_heads)
+    ]
+    return parts, config.rank

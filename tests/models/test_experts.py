@@ -1,0 +1,215 @@
+"""Families with experts against transformers: tiny random models in a Hugging Face directory and in a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.request import Request
+from quire.engine.client import start_engine
+from quire.errors import BadModelFile, UnsupportedModel, WeightMismatch
+from quire.kernels import select_torch
+from quire.quant.ggml_types import GGMLType
+from quire.weights.json_config import config_from_json
+from quire.weights.loader import LoadedModel, load_model
+from quire.weights.schemes.read import read_scheme
+from tests.models.pair import draw_tokens, run
+from tests.tools.tiny_experts import EXPERT_MODELS, GGUF, expected_logits, save, save_gguf, transformers_model
+
+pytestmark = pytest.mark.cpu
+
+TOKENS = draw_tokens(33)
+TOLERANCE = 2e-4
+SCHEDULES = {
+    "one chunk": [[(0, 33)]],
+    "chunks": [[(0, 9)], [(0, 1)], [(0, 16)], [(0, 1)], [(0, 6)]],
+    "mixed rows": [[(0, 8), (1, 1)], [(1, 12), (0, 1)], [(0, 1), (1, 1)], [(1, 19), (0, 20)], [(0, 3)]],
+}
+
+
+def logits_of(loaded: LoadedModel, schedule: str = "chunks") -> Tensor:
+    steps = SCHEDULES[schedule]
+    tokens = dict.fromkeys({sequence for rows in steps for sequence, _ in rows}, TOKENS)
+    with torch.inference_mode():
+        logits = run(loaded.model, loaded.config, tokens, steps)
+    return torch.cat([logits[sequence] for sequence in sorted(logits)])
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(path, dtype="float32", ops=select_torch("cpu"))
+
+
+@pytest.fixture(scope="module", params=EXPERT_MODELS)
+def family(request: pytest.FixtureRequest) -> tuple[str, Any, Tensor]:
+    model = transformers_model(request.param)
+    return request.param, model, expected_logits(model, TOKENS)
+
+
+def test_safetensors_give_the_logits_of_transformers(family: tuple[str, Any, Tensor], tmp_path: Path) -> None:
+    _, model, expected = family
+    loaded = load(save(model, tmp_path))
+    assert loaded.unused == ()
+    for schedule in SCHEDULES:
+        logits = logits_of(loaded, schedule)
+        for part in logits.split(len(TOKENS)):
+            torch.testing.assert_close(part, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_gguf_gives_the_logits_of_transformers(family: tuple[str, Any, Tensor], tmp_path: Path) -> None:
+    name, model, expected = family
+    if name not in GGUF:
+        assert name in ("dense layers", "deepseek_v2 groups", "tight gpt_oss")  # llama.cpp does not have these
+        return
+    logits = logits_of(load(save_gguf(model, name, tmp_path / "model.gguf")))
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_quantized_blocks_stay_packed(tmp_path: Path) -> None:
+    path = save_gguf(transformers_model("mixtral"), "mixtral", tmp_path / "model.gguf", GGMLType.Q8_0)
+    packed = load_model(path, dtype="float32", ops=select_torch("cpu"), packed=True)
+    plain = load(path)
+    assert packed.weight_bytes < 0.4 * plain.weight_bytes
+    torch.testing.assert_close(logits_of(packed), logits_of(plain), atol=TOLERANCE, rtol=0)
+
+
+def mxfp4_directory(model: Any, directory: Path) -> tuple[Path, Any]:
+    """The directory with its experts in MXFP4, and the model with the values that these codes have."""
+    save(model, directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        rows = tensors.pop(name).transpose(1, 2).contiguous()  # [experts, out, in]
+        blocks = gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4).reshape(*rows.shape[:2], -1, 17)
+        low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
+        codes = np.concatenate((low, high), axis=-1)
+        packed = codes[..., 0::2] | codes[..., 1::2] << 4  # neighbours share a byte here
+        tensors |= {
+            f"{name}_blocks": torch.from_numpy(packed),
+            f"{name}_scales": torch.from_numpy(blocks[..., 0].copy()),
+        }
+        values = gguf.dequantize(blocks.reshape(*rows.shape[:2], -1), gguf.GGMLQuantizationType.MXFP4)
+        model.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
+    save_file(tensors, file)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory, model
+
+
+def test_mxfp4_experts_in_both_formats(tmp_path: Path) -> None:
+    directory, model = mxfp4_directory(transformers_model("gpt_oss"), tmp_path / "hf")
+    expected = expected_logits(model, TOKENS)
+    torch.testing.assert_close(logits_of(load(directory)), expected, atol=TOLERANCE, rtol=0)
+    path = save_gguf(model, "gpt_oss", tmp_path / "model.gguf", only_experts=GGMLType.MXFP4)
+    torch.testing.assert_close(logits_of(load(path)), expected, atol=TOLERANCE, rtol=0)
+    packed = load_model(path, dtype="float32", ops=select_torch("cpu"), packed=True)
+    torch.testing.assert_close(logits_of(packed), expected, atol=TOLERANCE, rtol=0)
+
+
+def change(directory: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def drop_third(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+
+
+def add_one(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.8.up_proj.weight"] = torch.zeros(32, 64)
+
+
+def cut_one(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.2.down_proj.weight"] = torch.zeros(64, 16)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop_third, r"1 missing \(model.layers.1.mlp.experts.3.up_proj.weight \[32, 64\]\)"),
+        (add_one, r"1 unexpected \(model.layers.1.mlp.experts.8.up_proj.weight \[32, 64\]\)"),
+        (cut_one, r"experts.2.down_proj.weight is \[64, 16\] instead of \[64, 32\]"),
+    ],
+)
+def test_wrong_expert_tensors_are_named(edit: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightMismatch, match=message):
+        load(change(save(transformers_model("qwen3_moe"), tmp_path), edit))
+
+
+def test_wrong_stacks_are_named(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.block_sparse_moe.input_linear.weight"] = torch.zeros(5, 192, 64)
+
+    message = r"block_sparse_moe.input_linear.weight is \[5, 192, 64\] instead of \[6, 192, 64\]"
+    with pytest.raises(WeightMismatch, match=message):
+        load(change(save(transformers_model("granitemoe"), tmp_path), cut))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "learned"}, "topk_method 'learned' is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts are not a multiple of 3 groups"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and must be a whole number from 1 to 5"),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts with activation 'gelu_tanh' are not supported"),
+    ],
+)
+def test_unknown_routers_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    config = transformers_model(family).config.to_dict() | changes
+    with pytest.raises((UnsupportedModel, BadModelFile), match=message):
+        config_from_json(config)
+
+
+def test_unknown_gating_in_a_gguf_file(tmp_path: Path) -> None:
+    model = transformers_model("qwen3_moe")
+    path = save_gguf(model, "qwen3_moe", tmp_path / "model.gguf", more={"qwen3moe.expert_gating_func": 7})
+    with pytest.raises(UnsupportedModel, match="expert_gating_func 7 is not supported"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "gpt_oss", "deepseek_v3"])
+def test_engines_answer_as_transformers(name: str, tmp_path: Path) -> None:
+    """Greedy, on quire's CPU kernels and on torch's ops, from a directory, several requests at once."""
+    model = transformers_model(name)
+    path = save(model, tmp_path)
+    prompts = [TOKENS[:9].tolist(), TOKENS[4:30].tolist(), TOKENS[:1].tolist()]
+    expected = [greedy(model, prompt, 6) for prompt in prompts]
+    for kernels in ("native", "torch"):
+        config = EngineConfig(kernels=kernels, num_blocks=64, kv_dtype="float32", max_len=96)
+        engine = start_engine(config, path)
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        requests = [Request(str(index), prompt, params, max_tokens=6) for index, prompt in enumerate(prompts)]
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        assert [request.tokens[request.num_prompt :] for request in requests] == expected, kernels
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(expected_logits(model, torch.tensor(tokens))[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_only_gpt_oss_has_experts_in_mxfp4() -> None:
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert read_scheme({"model_type": "gpt_oss", **quantized}) is None
+    with pytest.raises(UnsupportedModel, match="'mxfp4' is not supported"):
+        read_scheme({"model_type": "qwen3_moe", **quantized})
