@@ -82,7 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
         show(quality)
     if not quality.passed:
         assert comparison is not None
-        say(f"error: the KL is {comparison.kl.mean:.6f}, above {arguments.max_kl:g}. The model is kept in {made.directory}.")
+        say(
+            f"error: the KL is {comparison.kl.mean:.6f}, above {arguments.max_kl:g}. The model is kept in {made.directory}."
+        )
         raise SystemExit(1)
 
 

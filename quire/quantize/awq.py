@@ -31,7 +31,9 @@ class Fold:
     rows: str | None = None
 
 
-def folds_of(layer: int, config: ModelConfig, values: Mapping[str, Floats], vectors: Mapping[str, Floats]) -> list[Fold]:
+def folds_of(
+    layer: int, config: ModelConfig, values: Mapping[str, Floats], vectors: Mapping[str, Floats]
+) -> list[Fold]:
     """The inputs of a layer that can be scaled. The order is that in which they must be treated."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"

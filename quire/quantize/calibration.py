@@ -68,7 +68,9 @@ class InputStatistics:
     def error(self, values: Floats, quantized: Floats) -> float:
         """The mean square of the error of the outputs, as a share of that of the outputs."""
         outputs, errors = self.sample @ values.T, self.sample @ (values - quantized).T
-        return float(np.square(errors, dtype=np.float64).sum() / max(np.square(outputs, dtype=np.float64).sum(), 1e-300))
+        return float(
+            np.square(errors, dtype=np.float64).sum() / max(np.square(outputs, dtype=np.float64).sum(), 1e-300)
+        )
 
 
 @dataclass(slots=True)
@@ -157,5 +159,3 @@ def gather(
     for matrix, found in zip(matrices, statistics, strict=True):
         assert matrix.input is not None, f"{matrix.parts[0].name} was not multiplied"
         found.add(recorded.tape.result(matrix.input, num_tokens))
-
-

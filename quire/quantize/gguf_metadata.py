@@ -32,7 +32,12 @@ def made_metadata(config: ModelConfig, path: Path, architecture: str) -> dict[st
     vocabulary = made_vocabulary(path, config.vocab_size)
     return {
         key: entry(value)
-        for key, value in {"general.architecture": architecture, "general.name": path.name, **sizes, **vocabulary}.items()
+        for key, value in {
+            "general.architecture": architecture,
+            "general.name": path.name,
+            **sizes,
+            **vocabulary,
+        }.items()
     }
 
 
@@ -117,7 +122,10 @@ def made_vocabulary(path: Path, vocab_size: int) -> dict[str, Any]:
         **named_tokens(path, tokenizer),
     }
     if model.get("byte_fallback"):
-        kinds = [{"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores_of(tokens, merges), **spaces} for spaces in SPACES]
+        kinds = [
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores_of(tokens, merges), **spaces}
+            for spaces in SPACES
+        ]
     else:
         kinds = [
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.merges": merges}

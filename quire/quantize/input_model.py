@@ -130,7 +130,10 @@ class InputModel:
         self.native = ops.native
         self.source = CalibrationSource(self)
         self.decoder: Decoder = MODELS[config.family](config, self.source, ops)
-        if type(self.decoder).__call__ is not Decoder.__call__ or type(self.decoder).run_layers is not Decoder.run_layers:
+        if (
+            type(self.decoder).__call__ is not Decoder.__call__
+            or type(self.decoder).run_layers is not Decoder.run_layers
+        ):
             raise UnsupportedModel(
                 f"Models of the family {config.family!r} do not run layer by layer, so quire cannot quantize them."
             )

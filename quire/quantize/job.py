@@ -154,7 +154,9 @@ class Job:
         limit = self.model.config.max_len
         window = self.settings.window or min(DEFAULT_WINDOW, limit)
         if not 2 <= window <= limit:
-            raise InvalidParams(f"window is {window:,}; give from 2 to {limit:,} tokens, the model's context.", "window")
+            raise InvalidParams(
+                f"window is {window:,}; give from 2 to {limit:,} tokens, the model's context.", "window"
+            )
         windows, self.text = calibration_windows(
             load_tokenizer(self.path), self.settings.text, window, self.settings.max_tokens
         )
@@ -222,9 +224,7 @@ class Job:
     def _layer(self, layer: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         matrices, scheme = self.model.matrices(layer), self.plan.scheme
         values = {
-            part.name: read
-            for matrix in matrices
-            for part, read in zip(matrix.parts, self._read(matrix), strict=True)
+            part.name: read for matrix in matrices for part, read in zip(matrix.parts, self._read(matrix), strict=True)
         }
         statistics = self._calibrate(layer, matrices, values, follows=scheme.follows)
         if isinstance(scheme, AWQ):
@@ -281,7 +281,9 @@ class Job:
             tensors |= self.plan.output.vector(name, values if order is None else values[order])
         return tensors
 
-    def _quantize(self, name: str, values: Floats, statistics: InputStatistics | None) -> tuple[Written, dict[str, Any]]:
+    def _quantize(
+        self, name: str, values: Floats, statistics: InputStatistics | None
+    ) -> tuple[Written, dict[str, Any]]:
         order = self.plan.output.rows.order(name, len(values))
         found = self.plan.scheme.quantize(name, values if order is None else values[order], statistics)
         dense = found.values

@@ -17,7 +17,7 @@ from quire.quantize.hf_config import TORCH_TYPES, copied_config, copied_files, m
 from quire.quantize.input_model import InputModel, layer_of
 from quire.quantize.mixes import FILE_TYPE_KEY, MIXES, type_of
 from quire.quantize.outputs import DirectoryOutput, GGUFOutput, Output, Rows
-from quire.quantize.schemes import AWQ, GPTQ, Blocks, Float8, NormalFloat, PackedInts, Scheme
+from quire.quantize.schemes import AWQ, GPTQ, Blocks, Float8, Half, NormalFloat, PackedInts, Scheme
 from quire.quantize.target import Target
 from quire.quantize.tensors import Tensor
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
@@ -38,7 +38,9 @@ class Plan:
 
 def make_plan(model: InputModel, path: Path, target: Target, group: int | None, *, feedback: bool) -> Plan:
     if group is not None and not target.has_groups:
-        raise InvalidParams(f"group_size is {group}, and {target.name} has no groups to choose. Leave it out.", "group_size")
+        raise InvalidParams(
+            f"group_size is {group}, and {target.name} has no groups to choose. Leave it out.", "group_size"
+        )
     size = choose_group(model, group) if target.has_groups else None
     scheme = make_scheme(model, target, size, feedback)
     for matrix in model.source.matrices:
@@ -78,6 +80,8 @@ def make_scheme(model: InputModel, target: Target, group: int | None, feedback: 
         return AWQ(native, group)
     if target.kind == "fp8":
         return Float8()
+    if target.kind == "f16":
+        return Half()
     if target.kind == "nf4":
         return NormalFloat(TORCH_TYPES[dense_type(model)])
     return PackedInts(native, 4 if target.kind == "int4" else 8, group)
@@ -110,10 +114,10 @@ def directory_output(model: InputModel, path: Path, scheme: Scheme) -> Directory
     else:
         tokenizer, files = made_files(path, config)
         document = made_config(config, tokenizer)
+    quantized = {"quantization_config": scheme.config()} if scheme.config() else {}
     offset = 1.0 if config.norm_offset or config.family == "gemma3" else 0.0
     return DirectoryOutput(
-        Rows.between(config, interleaved=False), dense_type(model), document | {"quantization_config": scheme.config()},
-        files, offset,
+        Rows.between(config, interleaved=False), dense_type(model), document | quantized, files, offset
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from quire.quantize.rounding import (
     recode_blocks,
     round_with_feedback,
 )
-from quire.quantize.tensors import Tensor, from_bfloat16, to_bfloat16
+from quire.quantize.tensors import Tensor, dense_tensor, from_bfloat16, rounded, to_bfloat16
 
 Floats = NDArray[np.float32]
 
@@ -72,7 +72,7 @@ class Scheme(Protocol):
     def quantize(self, name: str, values: Floats, statistics: InputStatistics | None) -> Quantized: ...
 
     def config(self) -> dict[str, Any]:
-        """The quantization_config of config.json."""
+        """The quantization_config of config.json; empty for dense matrices."""
         ...
 
 
@@ -310,6 +310,23 @@ class Float8:
 
 
 @dataclass(frozen=True, slots=True)
+class Half:
+    """Dense matrices in float16: a conversion between kinds of files."""
+
+    needs: Needs = "nothing"
+    follows = False
+
+    def check(self, name: str, rows: int, cols: int) -> None:
+        """Any shape can be stored."""
+
+    def quantize(self, name: str, values: Floats, statistics: InputStatistics | None) -> Quantized:
+        return Quantized({"weight": dense_tensor(values, "F16")}, rounded(values, "F16"))
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
 class NormalFloat:
     """bitsandbytes' NF4: flat blocks of 64 values with a float32 scale."""
 
@@ -328,7 +345,9 @@ class NormalFloat:
             "weight": Tensor.of(pack_nibbles(codes)[:, None], "U8"),
             "weight.absmax": Tensor.of(largest, "F32"),
             "weight.quant_map": Tensor.of(levels, "F32"),
-            "weight.quant_state.bitsandbytes__nf4": Tensor.of(np.frombuffer(json.dumps(state).encode(), np.uint8), "U8"),
+            "weight.quant_state.bitsandbytes__nf4": Tensor.of(
+                np.frombuffer(json.dumps(state).encode(), np.uint8), "U8"
+            ),
         }
         dense = levels[codes].reshape(-1, NF4_BLOCK) * largest[:, None]
         return Quantized(tensors, dense.reshape(values.shape))

@@ -8,10 +8,10 @@ from typing import Literal
 from quire.errors import InvalidParams
 from quire.quantize.mixes import MIXES
 
-Kind = Literal["gguf", "gptq", "awq", "int4", "int8", "fp8", "nf4"]
+Kind = Literal["gguf", "gptq", "awq", "int4", "int8", "fp8", "nf4", "f16"]
 
 GPTQ_BITS = (2, 3, 4, 8)
-PLAIN: tuple[Kind, ...] = ("awq", "int4", "int8", "fp8", "nf4")
+PLAIN: tuple[Kind, ...] = ("awq", "int4", "int8", "fp8", "nf4", "f16")
 
 
 @dataclass(frozen=True, slots=True)

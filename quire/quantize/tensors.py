@@ -65,7 +65,10 @@ def rounded(values: Floats, dtype: str) -> Floats:
 
 def write_step(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
     """The tensors of a step and what the report needs of it. The file appears under its name when it is complete."""
-    raw = {name: Tensor("U8", (tensor.data.nbytes,), tensor.data.reshape(-1).view(np.uint8)) for name, tensor in tensors.items()}
+    raw = {
+        name: Tensor("U8", (tensor.data.nbytes,), tensor.data.reshape(-1).view(np.uint8))
+        for name, tensor in tensors.items()
+    }
     described = {name: [tensor.dtype, tensor.shape] for name, tensor in tensors.items()}
     partial = path.with_suffix(".part")
     with partial.open("wb") as file:
