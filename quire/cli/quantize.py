@@ -15,6 +15,7 @@ from quire.errors import InvalidParams
 from quire.progress import bar
 
 if TYPE_CHECKING:
+    from quire.bench.compare import Comparison
     from quire.quantize.job import Made
     from quire.quantize.report import Quality
 
@@ -83,12 +84,13 @@ def run(arguments: argparse.Namespace) -> None:
     if not quality.passed:
         assert comparison is not None
         say(
-            f"error: the KL is {comparison.kl.mean:.6f}, above {arguments.max_kl:g}. The model is kept in {made.directory}."
+            f"error: the KL is {comparison.kl.mean:.6f}, above {arguments.max_kl:g}. "
+            f"The model is kept in {made.directory}."
         )
         raise SystemExit(1)
 
 
-def compare(source: Path, made: Made, arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def compare(source: Path, made: Made, arguments: argparse.Namespace) -> Comparison:
     from quire.bench.compare import read_text
     from quire.quantize.report import compare_with_source
 

@@ -1,12 +1,12 @@
 """Runs a model over text, one layer at a time, and gathers what each of its products is multiplied with.
 
-`Hidden` are the states of all tokens between two layers. A layer is recorded on a tape of its own, as the engine records
-whole models, so the families' code runs unchanged.
+`Calibration.hidden` are the states of all tokens between two layers. A layer is recorded on a tape of its own, as the
+engine records whole models, so the families' code runs unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,7 +106,7 @@ class Calibration:
 
     def embed(self) -> None:
         """The hidden states before the first layer. Needs the embedding's matrix to be loaded."""
-        self.hidden = np.ascontiguousarray(self.model.decoder.embedding(self.tokens), np.float32)
+        self.hidden = np.ascontiguousarray(as_arrays(self.model.decoder.embedding)(self.tokens), np.float32)
 
     def run(self, layer: int, needs: Needs, *, keep: bool) -> list[InputStatistics]:
         """Run a layer whose matrices are loaded. Statistics of its matrices; `keep` moves on to its outputs."""
@@ -139,7 +139,7 @@ class Calibration:
         """What the head is multiplied with, after the last layer."""
         statistics = InputStatistics(self.model.config.hidden_size, moments=False, total=len(self.tokens))
         for first in range(0, len(self.hidden), BATCH_TOKENS):
-            statistics.add(self.model.decoder.norm(self.hidden[first : first + BATCH_TOKENS]))
+            statistics.add(as_arrays(self.model.decoder.norm)(self.hidden[first : first + BATCH_TOKENS]))
         return statistics
 
     def _batches(self) -> list[list[int]]:
@@ -150,6 +150,12 @@ class Calibration:
                 batches.append([])
             batches[-1].append(length)
         return batches
+
+
+def as_arrays(module: Any) -> Callable[[Any], Floats]:
+    """A module on numpy arrays: quire's CPU kernels take them in place of tensors."""
+    run: Callable[[Any], Floats] = module
+    return run
 
 
 def gather(

@@ -22,7 +22,10 @@ from quire.text.tokenizers.gguf import TokenType
 from quire.text.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
-HARD_TEXT = "\n\nIt's  12345 tokens, isn't it?\tÜber-größe: 你好世界 123,456.78 --- x_1+=2;\r\n   } // “quotes” 👍🏽 DON'T we'll\n"
+HARD_TEXT = (
+    "\n\nIt's  12345 tokens, isn't it?\tÜber-größe: 你好世界 123,456.78 --- x_1+=2;\r\n   } // “quotes” 👍🏽 DON'T "
+    "we'll\n"
+)
 LAST_MERGE = 1e6  # the score of a token that no merge makes: below that of any other
 
 
@@ -99,8 +102,8 @@ def windows_of(config: ModelConfig, architecture: str) -> dict[str, Any]:
             found["rope.freq_base_swa"] = config.local_rope.theta
     elif None in config.windows or architecture != "llama":
         raise UnsupportedModel(
-            f"Some layers have a sliding window, for which a GGUF file of {architecture!r} has no place. Choose a format "
-            "of a directory."
+            f"Some layers have a sliding window, for which a GGUF file of {architecture!r} has no place. Choose a "
+            "format of a directory."
         )
     return found
 
@@ -135,7 +138,8 @@ def made_vocabulary(path: Path, vocab_size: int) -> dict[str, Any]:
         if same_tokens(tokenizer, common | kind):
             return common | kind
     raise UnsupportedModel(
-        "None of the tokenizers that a GGUF file can name splits text as this model's does. Choose a format of a directory."
+        "None of the tokenizers that a GGUF file can name splits text as this model's does. Choose a format of a "
+        "directory."
     )
 
 

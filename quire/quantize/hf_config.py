@@ -13,8 +13,8 @@ from quire.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from quire.weights.fields import read_json
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -43,8 +43,8 @@ def made_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """A config.json from what a GGUF file says."""
     if config.family not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"quire cannot write the config.json of a {config.family} model from a GGUF file. Choose gguf:..., or start "
-            "from the model's directory."
+            f"quire cannot write the config.json of a {config.family} model from a GGUF file. Choose gguf:..., or "
+            "start from the model's directory."
         )
     windows = {window for window in config.windows if window is not None}
     family = "mistral" if config.family == "llama" and windows else config.family
@@ -98,8 +98,8 @@ def window_fields(config: ModelConfig, family: str) -> dict[str, Any]:
 def rope_fields(rope: Rope) -> dict[str, Any]:
     if rope.divisors is not None:
         raise UnsupportedModel(
-            "The GGUF file has its rotation's scaling as a table (rope_freqs.weight), and a config.json has no place for "
-            "it. Choose gguf:..., or start from the model's directory."
+            "The GGUF file has its rotation's scaling as a table (rope_freqs.weight), and a config.json has no place "
+            "for it. Choose gguf:..., or start from the model's directory."
         )
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     scaling = rope.scaling

@@ -87,5 +87,5 @@ def type_of(mix: Mix, name: str, layer: int | None, num_layers: int, cols: int, 
         raised = mix.raised.get(name.split(".")[-2])
         wanted = mix.base if raised is None else raised.type_of(layer, num_layers)
     if cols % wanted.block_size:
-        wanted = FALLBACKS[wanted] if wanted in FALLBACKS else wanted
+        wanted = FALLBACKS.get(wanted, wanted)
     return T.F16 if cols % wanted.block_size else wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,8 @@ class Rows:
 
 
 class Output(Protocol):
-    rows: Rows
+    @property
+    def rows(self) -> Rows: ...
 
     def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a quantized matrix, by their names in the file."""
@@ -94,11 +96,11 @@ class GGUFOutput:
 
     def finish(self, directory: Path, steps: Sequence[StepFile]) -> None:
         found = [
-            TensorEntry(name, GGMLType[dtype], shape, step.nbytes(name), lambda file, s=step, n=name: s.copy(n, file))
+            TensorEntry(name, GGMLType[dtype], shape, step.nbytes(name), partial(step.copy, name))
             for step, name, dtype, shape in all_tensors(steps)
         ]
         found += [
-            TensorEntry(name, GGMLType[each.dtype], each.shape, each.data.nbytes, lambda file, e=each: write(e, file))
+            TensorEntry(name, GGMLType[each.dtype], each.shape, each.data.nbytes, partial(write, each))
             for name, each in self.more.items()
         ]
         write_gguf(directory / self.file_name, self.metadata, found)

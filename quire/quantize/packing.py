@@ -45,11 +45,12 @@ def to_e4m3(values: Floats) -> NDArray[np.uint8]:
     codes = np.searchsorted(middles, magnitudes, side="left").astype(np.uint8)
     at_tie = (codes < 126) & (middles[np.minimum(codes, 125)] == magnitudes) & (codes % 2 == 1)
     codes += at_tie.astype(np.uint8)
-    return codes | (np.signbit(values).astype(np.uint8) << 7)
+    signs: NDArray[np.uint8] = np.signbit(values).astype(np.uint8) << np.uint8(7)
+    return codes | signs
 
 
 def to_nf4(values: Floats) -> tuple[NDArray[np.uint8], Floats]:
-    """Codes of the nearest levels [n], and the largest magnitude of each block of 64 [n / 64]. The size is a multiple."""
+    """Codes of the nearest levels [n], and the largest magnitude of each block of 64 [n / 64]."""
     blocks = values.reshape(-1, NF4_BLOCK)
     largest = np.abs(blocks).max(1)
     levels = np.array(NF4, np.float32)
@@ -60,4 +61,5 @@ def to_nf4(values: Floats) -> tuple[NDArray[np.uint8], Floats]:
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two codes a byte, the first in the high half."""
-    return codes[0::2] << 4 | codes[1::2]
+    high: NDArray[np.uint8] = codes[0::2] << np.uint8(4)
+    return high | codes[1::2]

@@ -62,8 +62,8 @@ def choose_group(model: InputModel, wanted: int | None) -> int:
         if all(each % size == 0 for each in cols):
             return size
     raise UnsupportedModel(
-        f"The model has matrices of {min(cols):,} to {max(cols):,} columns, and groups of {GROUP_SIZES[-1]} do not divide "
-        "all of them. Choose int8 or fp8, which have no groups."
+        f"The model has matrices of {min(cols):,} to {max(cols):,} columns, and groups of {GROUP_SIZES[-1]} do not "
+        "divide all of them. Choose int8 or fp8, which have no groups."
     )
 
 

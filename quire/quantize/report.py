@@ -1,4 +1,4 @@
-"""The quality report of a quantized model: `quire compare` against its source, sizes, and the layers that suffered most."""
+"""The quality report of a quantized model: `quire compare` with its source, sizes, the layers that suffered most."""
 
 from __future__ import annotations
 

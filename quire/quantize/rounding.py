@@ -1,7 +1,8 @@
 """Matrices to codes: scales of groups, the nearest codes, and codes that make up for each other's errors (GPTQ).
 
-A grid is value = scale * code + base, one scale and base a value. The loops over values are in C++ (`csrc/fit_groups.cpp`,
-`csrc/quantize_blocks.cpp`, `csrc/error_feedback.cpp`), where rows are independent, so threads do not change results.
+A grid is value = scale * code + base, one scale and base a value. The loops over values are in C++
+(`csrc/fit_groups.cpp`, `csrc/quantize_blocks.cpp`, `csrc/error_feedback.cpp`). Rows are independent there, so threads
+do not change results.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,12 +109,12 @@ def round_with_feedback(
 
 def inverse_factor(moments: Floats) -> Floats:
     """The upper Cholesky factor of the inverse, [cols, cols]. More damping where the moments are near singular."""
-    kind = np.float64 if len(moments) <= EXACT_COLS else np.float32
-    diagonal = np.diagonal(moments).astype(kind)
+    wide: NDArray[Any] = moments.astype(np.float64) if len(moments) <= EXACT_COLS else moments
+    diagonal = np.diagonal(wide)
     mean = float(diagonal.mean()) or 1.0
     damping = DAMPING
     while True:
-        damped = moments.astype(kind)
+        damped = wide.copy()
         damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, mean) + damping * mean
         try:
             return np.ascontiguousarray(np.linalg.cholesky(np.linalg.inv(damped)).T, np.float32)

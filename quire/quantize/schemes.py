@@ -1,6 +1,6 @@
 """Schemes: how a matrix becomes the tensors of a format. One class a format.
 
-`quantize` gets the values of one part [rows, cols] and the statistics of its inputs, and returns the tensors of the file
+`quantize` gets the values of one part [rows, cols] and the statistics of its inputs. It returns the tensors of the file
 and the values that they stand for. `needs` says which statistics. What a scheme makes of a whole layer before that
 (AWQ's scales) is in `awq.py`.
 """

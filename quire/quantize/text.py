@@ -1,4 +1,4 @@
-"""The text that a model is calibrated with, as windows of tokens. A short one comes with quire, in the public domain."""
+"""The text that a model is calibrated with, as windows of tokens. One in the public domain comes with quire."""
 
 from __future__ import annotations
 
