@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.text_states import TextStates
+from quire.errors import UnsupportedModel
 from quire.kernels.cpu.tape import Tape, Value
 from quire.quantize.input_model import InputMatrix, InputModel
 
@@ -105,8 +106,9 @@ class Calibration:
         self.hidden = np.zeros((len(self.tokens), model.config.hidden_size), np.float32)
 
     def embed(self) -> None:
-        """The hidden states before the first layer. Needs the embedding's matrix to be loaded."""
-        self.hidden = np.ascontiguousarray(as_arrays(self.model.decoder.embedding)(self.tokens), np.float32)
+        """The hidden states before the first layer. Needs the embedding's matrices to be loaded."""
+        positions = np.concatenate([np.arange(length) for length in self.lengths])
+        self.hidden = np.ascontiguousarray(embed(self.model.decoder, self.tokens, positions), np.float32)
 
     def run(self, layer: int, needs: Needs, *, keep: bool) -> list[InputStatistics]:
         """Run a layer whose matrices are loaded. Statistics of its matrices; `keep` moves on to its outputs."""
@@ -152,6 +154,12 @@ class Calibration:
         return batches
 
 
+def embed(decoder: Any, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Floats:
+    """A family that adds more than the tokens' rows has a method `embed`."""
+    hidden: Floats = decoder.embed(tokens, positions) if hasattr(decoder, "embed") else decoder.embedding(tokens)
+    return hidden
+
+
 def as_arrays(module: Any) -> Callable[[Any], Floats]:
     """A module on numpy arrays: quire's CPU kernels take them in place of tensors."""
     run: Callable[[Any], Floats] = module
@@ -163,5 +171,9 @@ def gather(
 ) -> None:
     assert recorded.tape is not None
     for matrix, found in zip(matrices, statistics, strict=True):
-        assert matrix.input is not None, f"{matrix.parts[0].name} was not multiplied"
+        if matrix.input is None:
+            raise UnsupportedModel(
+                f"{matrix.parts[0].name} is not multiplied as a whole, so a text cannot show what its inputs are. "
+                "Choose a format without calibration: int8, fp8, nf4 or gguf:q8_0."
+            )
         found.add(recorded.tape.result(matrix.input, num_tokens))

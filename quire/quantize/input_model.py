@@ -33,52 +33,38 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-@dataclass(slots=True)
-class InputMatrix:
-    """A matrix of a layer, as parts. It is a `Weight` that keeps what it is multiplied with.
+class InputMatrix(PanelWeight):
+    """A matrix of a layer, as parts. It is a `Weight` that notes what it is multiplied with.
 
-    The values are not in memory until `load`. While a layer is recorded, `matmul` notes its input.
+    It has no panels until `load`. While a layer is recorded, `matmul` keeps its input.
     """
 
-    parts: list[Part]
-    cols: int
-    native: Native
-    panels: Any = None
-    input: Value | None = None
-    data = None
+    def __init__(self, parts: Sequence[Part], cols: int, native: Native) -> None:
+        super().__init__([], native)
+        self.parts = list(parts)
+        self.cols = cols
+        self.input: Value | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return sum(part.rows for part in self.parts), self.cols
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.panels is None else int(self.panels.nbytes)
-
     def load(self, values: Sequence[Floats]) -> None:
         """Put the parts' values into panels of the C++ kernels."""
         dense = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values), np.float32)
         assert dense.shape == self.shape, (dense.shape, self.shape)
-        self.panels = self.native.module.Panels("f32", *self.shape)
-        self.panels.pack_dense("f32", address(dense), self.cols, 0, len(dense))
+        panels = self.native.module.Panels("f32", *self.shape)
+        panels.pack_dense("f32", address(dense), self.cols, 0, len(dense))
+        self.panels = [panels]
 
     def drop(self) -> None:
-        self.panels, self.input = None, None
+        self.panels, self.input = [], None
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
             x.read()
             self.input = x
-        return PanelWeight([self.panels], self.native).matmul(x)
-
-    def rows(self, index: Any) -> Any:
-        return PanelWeight([self.panels], self.native).rows(index)
-
-    def argmax(self, x: Any, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        raise AssertionError("calibration samples no tokens")
-
-    def dense(self) -> Floats:
-        return PanelWeight([self.panels], self.native).dense()
+        return super().matmul(x)
 
 
 @dataclass(slots=True)
@@ -112,7 +98,8 @@ class CalibrationSource:
 
 
 def check_plain(part: Part) -> None:
-    if part.fused_rows is not None or part.order is not None or part.transposed or part.columns is not None:
+    alone = part.stored_shape(1) == (part.rows, 1) and part.stored_rows == part.rows
+    if not alone or part.order is not None or part.transposed or part.columns is not None:
         raise UnsupportedModel(
             f"{part.name} is stored together with other matrices or transposed, and quire quantizes only matrices that "
             "are stored one by one. Use a model of another family."

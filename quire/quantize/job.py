@@ -203,11 +203,13 @@ class Job:
         if self.done:
             self.calibration.hidden = np.load(self._hidden_path(len(self.done) - 1))
             return
-        embedding = self.model.decoder.embedding.weight
-        assert isinstance(embedding, InputMatrix)
-        embedding.load(self._read(embedding))
+        head, embedding = self.model.decoder.head.weight, self.model.decoder.embedding.weight
+        needed = [matrix for matrix in self.model.matrices(None) if matrix is not head or matrix is embedding]
+        for matrix in needed:
+            matrix.load(self._read(matrix))
         self.calibration.embed()
-        embedding.drop()
+        for matrix in needed:
+            matrix.drop()
 
     def _run_step(self, step: int) -> None:
         layer = step if step < self.model.num_layers else None

@@ -21,6 +21,7 @@ from quire.quantize.schemes import AWQ, GPTQ, Blocks, Float8, Half, NormalFloat,
 from quire.quantize.target import Target
 from quire.quantize.tensors import Tensor
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
+from quire.weights.names import gguf_name
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 GROUP_SIZES = (128, 64, 32)
@@ -123,6 +124,7 @@ def directory_output(model: InputModel, path: Path, scheme: Scheme) -> Directory
 
 def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:
     config, mix = model.config, MIXES[target.mix]
+    check_names(model)
     architecture = GGUF_ARCHITECTURES.get(config.family)
     more: dict[str, Tensor] = {}
     if isinstance(model.checkpoint, GGUFCheckpoint):
@@ -143,6 +145,16 @@ def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:
         rows = Rows.between(config, interleaved=architecture == "llama")
     metadata |= {FILE_TYPE_KEY: entry(mix.number), "general.quantization_version": entry(2)}
     return GGUFOutput(f"model-{target.mix}.gguf", config.family, rows, metadata, more)
+
+
+def check_names(model: InputModel) -> None:
+    """A name that has no counterpart in GGUF files would be unreadable there."""
+    names = [part.name for matrix in model.source.matrices for part in matrix.parts]
+    for name in [*names, *model.source.vectors]:
+        if gguf_name(name, model.config.family) == name:
+            raise UnsupportedModel(
+                f"{name} has no name in GGUF files that quire knows. Choose a format of a directory."
+            )
 
 
 def stored_parts(model: InputModel) -> list[dict[str, Any]]:
