@@ -16,7 +16,7 @@ from quire.progress import bar
 
 if TYPE_CHECKING:
     from quire.bench.compare import Comparison
-    from quire.quantize.job import Made
+    from quire.quantize.made import Made
     from quire.quantize.report import Quality
 
 MIB = 1 << 20
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Quantize a model."""
-    from quire.quantize.job import Settings, quantize
+    from quire.quantize.job import quantize
+    from quire.quantize.made import Settings
     from quire.quantize.report import REPORT_FILE, make_quality
     from quire.quantize.target import parse_target
     from quire.store import resolve

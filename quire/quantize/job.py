@@ -27,13 +27,13 @@ from quire.kernels.cpu.native import Missing, find
 from quire.kernels.isa import prepare
 from quire.quantize.awq import scale_layer
 from quire.quantize.calibration import Calibration, InputStatistics
+from quire.quantize.group_schemes import AWQ
 from quire.quantize.input_model import InputMatrix, InputModel
+from quire.quantize.made import Made, QuantizedPart, Settings
 from quire.quantize.outputs import write_json
 from quire.quantize.plan import Plan, make_plan
-from quire.quantize.schemes import AWQ
-from quire.quantize.target import Target
 from quire.quantize.tensors import StepFile, Tensor, write_step
-from quire.quantize.text import DEFAULT_MAX_TOKENS, DEFAULT_WINDOW, calibration_windows
+from quire.quantize.text import DEFAULT_WINDOW, calibration_windows
 from quire.text.tokenizers.tokenizer import load_tokenizer
 from quire.weights.loader import opened, survey
 
@@ -41,46 +41,6 @@ Floats = NDArray[np.float32]
 Report = Callable[[int, int | None], None]
 
 FORMAT = 1  # of DIR.partial
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the result depends on, beside the model."""
-
-    target: Target
-    text: Path | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    window: int | None = None
-    group: int | None = None
-    feedback: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPart:
-    """A matrix in the output. `error` is the mean square of its outputs' errors as a share of the outputs', over inputs
-    of the calibration text, or, where there was none, that of its values."""
-
-    name: str
-    num_values: int
-    num_bytes: int
-    error: float
-    of_outputs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A finished job."""
-
-    path: Path  # of the model: a directory or a GGUF file in it
-    directory: Path
-    parts: list[QuantizedPart]
-    dense_values: int  # of matrices and vectors that were not quantized
-    dense_bytes: int
-    looked_up_bytes: int  # of an embedding that is not the head too: a token reads one row of it
-    source_was_quantized: bool
-    text: str | None
-    num_tokens: int
-    group: int | None
 
 
 def quantize(path: Path, settings: Settings, directory: Path, report: Report | None = None) -> Made:

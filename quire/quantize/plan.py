@@ -11,13 +11,15 @@ import numpy as np
 from quire.errors import InvalidParams, UnsupportedModel
 from quire.quant.ggml_types import GGMLType
 from quire.quantize.calibration import Needs
+from quire.quantize.compressed import Float8, NormalFloat, PackedInts
 from quire.quantize.gguf_metadata import made_metadata, rope_tensors
 from quire.quantize.gguf_writer import entry
+from quire.quantize.group_schemes import AWQ, GPTQ
 from quire.quantize.hf_config import TORCH_TYPES, copied_config, copied_files, made_config, made_files
 from quire.quantize.input_model import InputModel, layer_of
 from quire.quantize.mixes import FILE_TYPE_KEY, MIXES, type_of
 from quire.quantize.outputs import DirectoryOutput, GGUFOutput, Output, Rows
-from quire.quantize.schemes import AWQ, GPTQ, Blocks, Float8, Half, NormalFloat, PackedInts, Scheme
+from quire.quantize.schemes import Blocks, Half, Scheme
 from quire.quantize.target import Target
 from quire.quantize.tensors import Tensor
 from quire.weights.gguf_checkpoint import GGUFCheckpoint

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.bench.compare import Comparison, compare_models
 from quire.config import EngineConfig
-from quire.quantize.job import Made, QuantizedPart
+from quire.quantize.made import Made, QuantizedPart
 
 NUM_WORST = 5
 MEASURED_BYTES = 1 << 28  # read to measure the memory's speed

@@ -11,7 +11,8 @@ import pytest
 from quire.bench.compare import compare_models
 from quire.config import EngineConfig
 from quire.errors import InvalidParams, UnsupportedModel
-from quire.quantize.job import Settings, quantize
+from quire.quantize.job import quantize
+from quire.quantize.made import Settings
 from quire.quantize.target import parse_target
 from quire.weights.gguf import GGUFFile
 from quire.weights.safetensors import SafetensorsFiles
