@@ -108,7 +108,8 @@ class Calibration:
     def embed(self) -> None:
         """The hidden states before the first layer. Needs the embedding's matrices to be loaded."""
         positions = np.concatenate([np.arange(length) for length in self.lengths])
-        self.hidden = np.ascontiguousarray(embed(self.model.decoder, self.tokens, positions), np.float32)
+        decoder: Any = self.model.decoder
+        self.hidden = np.ascontiguousarray(decoder.embed(self.tokens, positions), np.float32)
 
     def run(self, layer: int, needs: Needs, *, keep: bool) -> list[InputStatistics]:
         """Run a layer whose matrices are loaded. Statistics of its matrices; `keep` moves on to its outputs."""
@@ -152,12 +153,6 @@ class Calibration:
                 batches.append([])
             batches[-1].append(length)
         return batches
-
-
-def embed(decoder: Any, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Floats:
-    """A family that adds more than the tokens' rows has a method `embed`."""
-    hidden: Floats = decoder.embed(tokens, positions) if hasattr(decoder, "embed") else decoder.embedding(tokens)
-    return hidden
 
 
 def as_arrays(module: Any) -> Callable[[Any], Floats]:

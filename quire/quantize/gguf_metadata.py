@@ -66,6 +66,10 @@ def scaling_of(rope: Rope) -> dict[str, Any]:
     scaling = rope.scaling
     if scaling is None or scaling.kind == "llama3":  # the table of `rope_tensors`
         return {}
+    if scaling.kind not in ("linear", "yarn"):
+        raise UnsupportedModel(
+            f"quire does not write rope scaling {scaling.kind!r} into a GGUF file. Choose a format of a directory."
+        )
     found = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
     if scaling.kind == "yarn":
         if scaling.attention_factor is not None or not scaling.truncate:

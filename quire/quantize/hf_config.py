@@ -105,6 +105,10 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
     scaling = rope.scaling
     if scaling is None:
         return fields
+    if scaling.kind not in ("linear", "yarn"):  # what a GGUF file of these families can name
+        raise UnsupportedModel(
+            f"quire does not write rope scaling {scaling.kind!r} into a config.json. Choose gguf:...."
+        )
     scaled: dict[str, Any] = {"rope_type": scaling.kind, "type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "yarn":
         scaled |= {
