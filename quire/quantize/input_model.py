@@ -55,10 +55,10 @@ class InputMatrix(PanelWeight):
         assert dense.shape == self.shape, (dense.shape, self.shape)
         panels = self.native.module.Panels("f32", *self.shape)
         panels.pack_dense("f32", address(dense), self.cols, 0, len(dense))
-        self.panels = [panels]
+        self.panels, self.orders = [panels], [None]
 
     def drop(self) -> None:
-        self.panels, self.input = [], None
+        self.panels, self.orders, self.input = [], [], None
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
@@ -145,7 +145,7 @@ class InputModel:
         panels = self.native.module.Panels("f32", part.rows, cols)
         for task in stored.pack(panels, 0, self.native):
             task()
-        values = PanelWeight([panels], self.native).dense()
+        values = PanelWeight([panels], self.native, [stored.order]).dense()
         if not np.isfinite(values).all():
             raise UnsupportedModel(f"{part.name} has values that are no finite numbers. Check the model's file.")
         return values

@@ -187,3 +187,14 @@ def made_embedding(path: Path) -> int:
     with GGUFFile(path) as file:
         info = file.tensors["token_embd.weight"]
         return info.rows * info.cols
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq", "int4", "int8", "fp8", "nf4"])
+def test_directories_are_loaded_and_can_be_quantized_again(source: Path, tmp_path: Path, to: str) -> None:
+    made = quantize(source, settings(to), tmp_path / "out")
+    comparison = compare_models(EngineConfig(model=str(source)), EngineConfig(model=str(made.path)), max_tokens=300)
+    assert 0 < comparison.kl.mean < 0.02
+    again = quantize(made.path, settings("gguf:f16"), tmp_path / "again")
+    assert again.source_was_quantized
+    same = compare_models(EngineConfig(model=str(made.path)), EngineConfig(model=str(again.path)), max_tokens=300)
+    assert same.kl.mean < max(1e-4, comparison.kl.mean / 3)  # products of codes round their inputs to int8
