@@ -51,6 +51,7 @@ const KernelTable& kernels_named(const std::string& isa);
 void bind_pool(nanobind::module_& module);
 void bind_panels(nanobind::module_& module);
 void bind_program(nanobind::module_& module);
+void bind_quantize(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
 void bind_suffix(nanobind::module_& module);
 void bind_text(nanobind::module_& module);

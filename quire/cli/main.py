@@ -21,6 +21,7 @@ COMMANDS = {
     "batch": "Answer the rows of a file. An interrupted job resumes.",
     "bench": "Measure speed.",
     "compare": "Compare the next-token distributions of two models, or of one with different options.",
+    "quantize": "Make a smaller model of a model, and say what that costs.",
     "simulate": "Simulate a load on a measured engine.",
     "train-draft": "Train a draft head for a model, with nothing but the model.",
     "info": "Describe this machine and a model, without loading it.",

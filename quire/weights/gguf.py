@@ -67,6 +67,7 @@ class GGUFFile:
         self._map = map_file(path)
         header = Header(path, self._map)
         self.metadata: dict[str, Any] = header.metadata
+        self._entries = header.entries
         self.tensors: dict[str, TensorInfo] = header.tensors
         self._drop_pages(0, header.data_start)
 
@@ -93,6 +94,11 @@ class GGUFFile:
                     raise unusable(self.path, f"it became shorter while {name!r} was read")
                 rest = rest[count:]
         return data
+
+    def raw_metadata(self, key: str) -> bytes:
+        """The type and the value of a metadata entry, as they are stored."""
+        entry = self._entries[key]
+        return self._map[entry.start : entry.stop]
 
     def close(self) -> None:
         """Release the file. Arrays from `raw` stay valid, because they keep the map open."""
@@ -141,6 +147,7 @@ class Header:
         self.size = len(data)
         self.at = 0
         self.what = "the header"
+        self.entries: dict[str, range] = {}  # where the type and the value of each metadata entry are
         self._check_magic_and_version()
         num_tensors = self._count("tensors", MIN_TENSOR_BYTES)
         num_entries = self._count("metadata entries", MIN_ENTRY_BYTES)
@@ -205,7 +212,9 @@ class Header:
             if key in metadata:
                 raise self.bad(f"the metadata key {key!r} occurs twice")
             self.what = f"the value of {key!r}"
+            start = self.at
             metadata[key] = self._value(self._number(U32), depth=0)
+            self.entries[key] = range(start, self.at)
         return metadata
 
     def _value(self, kind: int, depth: int) -> Any:

@@ -107,7 +107,8 @@ class GGUFPart:
         if info.type.quantized and panels.format == PANEL_FORMATS.get(info.type):
             panels.pack_gguf(info.type.number, address(raw), *target_rows)
         elif info.type.quantized:
-            panels.pack_dense("f32", address(dequantize(native, info, raw, panels.cols)), panels.cols, *target_rows)
+            values = dequantize(native, info, raw, panels.cols)  # must live while C++ reads it
+            panels.pack_dense("f32", address(values), panels.cols, *target_rows)
         else:
             panels.pack_dense(PANEL_FORMATS[info.type], address(raw), panels.cols, *target_rows)
 

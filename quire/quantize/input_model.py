@@ -1,0 +1,159 @@
+"""InputModel: the model that is quantized. Its matrices are read one by one as float32, whatever their format.
+
+`CalibrationSource` builds the model's layers without their matrices; `calibration.py` runs them one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import UnsupportedModel
+from quire.kernels import Kernels
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import Value, address
+from quire.layers.source import Part
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.registry import MODELS
+from quire.quant.panels import PanelWeight
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.names import LAYER
+
+Floats = NDArray[np.float32]
+
+
+def layer_of(name: str) -> int | None:
+    """The index of the layer that a tensor belongs to."""
+    match = LAYER.fullmatch(name.rpartition(".")[0])
+    return int(match[1]) if match else None
+
+
+class InputMatrix(PanelWeight):
+    """A matrix of a layer, as parts. It is a `Weight` that notes what it is multiplied with.
+
+    It has no panels until `load`. While a layer is recorded, `matmul` keeps its input.
+    """
+
+    def __init__(self, parts: Sequence[Part], cols: int, native: Native) -> None:
+        super().__init__([], native)
+        self.parts = list(parts)
+        self.cols = cols
+        self.input: Value | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.rows for part in self.parts), self.cols
+
+    def load(self, values: Sequence[Floats]) -> None:
+        """Put the parts' values into panels of the C++ kernels."""
+        dense = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values), np.float32)
+        assert dense.shape == self.shape, (dense.shape, self.shape)
+        panels = self.native.module.Panels("f32", *self.shape)
+        panels.pack_dense("f32", address(dense), self.cols, 0, len(dense))
+        self.panels, self.orders = [panels], [None]
+
+    def drop(self) -> None:
+        self.panels, self.orders, self.input = [], [], None
+
+    def matmul(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            x.read()
+            self.input = x
+        return super().matmul(x)
+
+
+@dataclass(slots=True)
+class CalibrationSource:
+    """A `Source` whose matrices are read later."""
+
+    model: InputModel
+    matrices: list[InputMatrix] = field(default_factory=list)
+    vectors: dict[str, Floats] = field(default_factory=dict)  # of one part each, as the layers use them
+    vector_parts: list[Part] = field(default_factory=list)
+
+    def matrix(self, parts: Sequence[Part], cols: int) -> InputMatrix:
+        for part in parts:
+            check_plain(part)
+        self.matrices.append(InputMatrix(list(parts), cols, self.model.native))
+        return self.matrices[-1]
+
+    def vector(self, parts: Sequence[Part], *, plus_one: bool = False) -> Floats:
+        """Filled now. Slices of it are the parts' values, so that a change of one is seen by the layer."""
+        values = [self.model.read_vector(part) + np.float32(plus_one) for part in parts]
+        joined = np.concatenate(values)
+        self.vector_parts += parts
+        first = 0
+        for part in parts:
+            self.vectors[part.name] = joined[first : first + part.rows]
+            first += part.rows
+        return joined
+
+    def scalar(self, value: float) -> float:
+        return float(np.float32(value))
+
+
+def check_plain(part: Part) -> None:
+    alone = part.stored_shape(1) == (part.rows, 1) and part.stored_rows == part.rows
+    if not alone or part.order is not None or part.transposed or part.columns is not None:
+        raise UnsupportedModel(
+            f"{part.name} is stored together with other matrices or transposed, and quire quantizes only matrices that "
+            "are stored one by one. Use a model of another family."
+        )
+
+
+class InputModel:
+    """A checkpoint and its layers, without their matrices."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> None:
+        assert ops.native is not None
+        self.config = config
+        self.checkpoint = checkpoint
+        self.ops = ops
+        self.native = ops.native
+        self.source = CalibrationSource(self)
+        self.decoder: Decoder = MODELS[config.family](config, self.source, ops)
+        if (
+            type(self.decoder).__call__ is not Decoder.__call__
+            or type(self.decoder).run_layers is not Decoder.run_layers
+        ):
+            raise UnsupportedModel(
+                f"Models of the family {config.family!r} do not run layer by layer, so quire cannot quantize them."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    def matrices(self, layer: int | None) -> list[InputMatrix]:
+        """The matrices of a layer, or with None those of no layer: the embedding and the head."""
+        return [matrix for matrix in self.source.matrices if layer_of(matrix.parts[0].name) == layer]
+
+    def vectors(self, layer: int | None) -> dict[str, Floats]:
+        return {name: values for name, values in self.source.vectors.items() if layer_of(name) == layer}
+
+    def read_vector(self, part: Part) -> Floats:
+        return self.checkpoint.find(part, None).unpack(self.native)
+
+    def read(self, part: Part, cols: int) -> Floats:
+        """The values of a part, [rows, cols]."""
+        stored = self.checkpoint.find(part, cols)
+        panels = self.native.module.Panels("f32", part.rows, cols)
+        for task in stored.pack(panels, 0, self.native):
+            task()
+        values = PanelWeight([panels], self.native, [stored.order]).dense()
+        if not np.isfinite(values).all():
+            raise UnsupportedModel(f"{part.name} has values that are no finite numbers. Check the model's file.")
+        return values
+
+    def is_quantized(self) -> bool:
+        """Whether any matrix is stored in a quantized format."""
+        return any(
+            self.checkpoint.find(part, matrix.cols).quantized
+            for matrix in self.source.matrices
+            for part in matrix.parts
+        )

@@ -1,0 +1,318 @@
+"""The job: a model is quantized layer by layer, and what is finished is kept, so that a killed job resumes.
+
+Beside the output DIR there is DIR.partial while the job runs: what the job is (`job.json`), a file for each finished
+step, and the hidden states of the calibration text after the last finished layer. A job that resumes writes the same
+bytes as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import __version__
+from quire.errors import DiskFull, InvalidParams, UnsupportedModel
+from quire.kernels import Kernels, select_native
+from quire.kernels.cpu.native import Missing, find
+from quire.kernels.isa import prepare
+from quire.quantize.awq import scale_layer
+from quire.quantize.calibration import Calibration, InputStatistics
+from quire.quantize.group_schemes import AWQ
+from quire.quantize.input_model import InputMatrix, InputModel
+from quire.quantize.made import Made, QuantizedPart, Settings
+from quire.quantize.outputs import write_json
+from quire.quantize.plan import Plan, make_plan
+from quire.quantize.tensors import StepFile, Tensor, write_step
+from quire.quantize.text import DEFAULT_WINDOW, calibration_windows
+from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.loader import opened, survey
+
+Floats = NDArray[np.float32]
+Report = Callable[[int, int | None], None]
+
+FORMAT = 1  # of DIR.partial
+
+
+def quantize(path: Path, settings: Settings, directory: Path, report: Report | None = None) -> Made:
+    """Write the quantized model into `directory`, which must not exist yet."""
+    check_directory(directory)
+    ops = native_ops()
+    with opened(path) as (config, checkpoint):
+        survey(config, checkpoint, ops)
+        model = InputModel(config, checkpoint, ops)
+        plan = make_plan(model, path, settings.target, settings.group, feedback=settings.feedback)
+        with partial_directory(directory) as partial:
+            return Job(model, path, plan, settings, directory, partial).run(report or (lambda done, total: None))
+
+
+def native_ops() -> Kernels:
+    found = find(prepare())
+    if isinstance(found, Missing):
+        raise UnsupportedModel(f"quire quantize needs quire's own CPU kernels, and {found.reason}.")
+    return select_native(found)
+
+
+def check_directory(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidParams(f"{directory} exists. Remove it, or give another directory.", "output")
+
+
+@contextmanager
+def partial_directory(directory: Path) -> Iterator[Path]:
+    """DIR.partial. A full disk is an error that says that the job can resume."""
+    partial = directory.with_name(directory.name + ".partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        yield partial
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"The disk of {partial} is full. What is finished is kept there: free some space and give the same "
+                "command again."
+            ) from error
+        raise InvalidParams(f"{error.filename or partial} cannot be written: {error.strerror}.", "output") from error
+
+
+@dataclass(slots=True)
+class Job:
+    model: InputModel
+    path: Path
+    plan: Plan
+    settings: Settings
+    directory: Path
+    partial: Path
+    calibration: Calibration | None = None
+    text: str | None = None
+    done: list[StepFile] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return self.model.num_layers + 1
+
+    def run(self, report: Report) -> Made:
+        if self.plan.scheme.needs != "nothing":
+            self._read_text()
+        self._claim()
+        self._resume()
+        for step in range(len(self.done), self.num_steps):
+            report(step, self.num_steps)
+            self._run_step(step)
+        report(self.num_steps, self.num_steps)
+        return self._finish()
+
+    def _read_text(self) -> None:
+        limit = self.model.config.max_len
+        window = self.settings.window or min(DEFAULT_WINDOW, limit)
+        if not 2 <= window <= limit:
+            raise InvalidParams(
+                f"window is {window:,}; give from 2 to {limit:,} tokens, the model's context.", "window"
+            )
+        windows, self.text = calibration_windows(
+            load_tokenizer(self.path), self.settings.text, window, self.settings.max_tokens
+        )
+        self.calibration = Calibration(self.model, windows)
+
+    def _claim(self) -> None:
+        """Check that what DIR.partial has is of this job."""
+        file, ours = self.partial / "job.json", self._fingerprint()
+        if not file.is_file():
+            write_json(file, ours)
+            return
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+        different = sorted(key for key in ours if theirs.get(key) != ours[key])
+        if different:
+            raise InvalidParams(
+                f"{self.partial} has the beginning of another job: {', '.join(different)} differ. Remove it, or give "
+                "another directory.",
+                "output",
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        if self.calibration is not None:
+            digest.update(self.calibration.tokens.tobytes())
+            digest.update(np.array(self.calibration.lengths).tobytes())
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        return {
+            "format": FORMAT,
+            "quire": __version__,
+            "model": [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "to": self.plan.target.name,
+            "group": self.plan.group,
+            "feedback": self.settings.feedback,
+            "text": digest.hexdigest(),
+        }
+
+    def _resume(self) -> None:
+        for step in range(self.num_steps):
+            if not self._step_path(step).is_file():
+                break
+            self.done.append(StepFile(self._step_path(step)))
+        if self.calibration is None or len(self.done) > self.model.num_layers:
+            return
+        if self.done:
+            self.calibration.hidden = np.load(self._hidden_path(len(self.done) - 1))
+            return
+        head, embedding = self.model.decoder.head.weight, self.model.decoder.embedding.weight
+        needed = [matrix for matrix in self.model.matrices(None) if matrix is not head or matrix is embedding]
+        for matrix in needed:
+            matrix.load(self._read(matrix))
+        self.calibration.embed()
+        for matrix in needed:
+            matrix.drop()
+
+    def _run_step(self, step: int) -> None:
+        layer = step if step < self.model.num_layers else None
+        tensors, notes = self._layer(layer) if layer is not None else self._top()
+        if layer is not None and self.calibration is not None:
+            np.save(self._hidden_path(layer), self.calibration.hidden)
+        write_step(self._step_path(step), tensors, notes)
+        self._hidden_path(step - 1).unlink(missing_ok=True)
+        self.done.append(StepFile(self._step_path(step)))
+
+    def _read(self, matrix: InputMatrix) -> list[Floats]:
+        return [self.model.read(part, matrix.cols) for part in matrix.parts]
+
+    def _layer(self, layer: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        matrices, scheme = self.model.matrices(layer), self.plan.scheme
+        values = {
+            part.name: read for matrix in matrices for part, read in zip(matrix.parts, self._read(matrix), strict=True)
+        }
+        statistics = self._calibrate(layer, matrices, values, follows=scheme.follows)
+        if isinstance(scheme, AWQ):
+            vectors = self.model.vectors(layer)
+            scale_layer(layer, self.model.config, values, vectors, statistics, scheme.group)
+        tensors: dict[str, Tensor] = {}
+        notes = []
+        for name in values:
+            found, note = self._quantize(name, values[name], statistics.get(name))
+            tensors |= found.tensors
+            values[name] = found.values
+            notes.append(note)
+        tensors |= self._vectors(layer)
+        if scheme.follows and self.calibration is not None:
+            self._load(matrices, values)
+            self.calibration.run(layer, "nothing", keep=True)
+        for matrix in matrices:
+            matrix.drop()
+        return tensors, {"parts": notes}
+
+    def _calibrate(
+        self, layer: int, matrices: list[InputMatrix], values: dict[str, Floats], *, follows: bool
+    ) -> dict[str, InputStatistics]:
+        if self.calibration is None:
+            return {}
+        self._load(matrices, values)
+        found = self.calibration.run(layer, self.plan.scheme.needs, keep=not follows)
+        return {part.name: each for matrix, each in zip(matrices, found, strict=True) for part in matrix.parts}
+
+    def _load(self, matrices: list[InputMatrix], values: dict[str, Floats]) -> None:
+        for matrix in matrices:
+            matrix.load([values[part.name] for part in matrix.parts])
+
+    def _top(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The matrices and vectors of no layer."""
+        tensors: dict[str, Tensor] = {}
+        notes: list[dict[str, Any]] = []
+        for matrix in self.model.matrices(None):
+            is_head = matrix is self.model.decoder.head.weight
+            statistics = self.calibration.head_inputs() if is_head and self.calibration is not None else None
+            for part, values in zip(matrix.parts, self._read(matrix), strict=True):
+                if self.plan.target.is_gguf:
+                    found, note = self._quantize(part.name, values, statistics)
+                    tensors |= found.tensors
+                    notes.append(note)
+                else:
+                    tensors |= self.plan.output.dense(part.name, values)[0]
+        return tensors | self._vectors(None), {"parts": notes}
+
+    def _vectors(self, layer: int | None) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, values in self.model.vectors(layer).items():
+            order = self.plan.output.rows.order(name, len(values))
+            tensors |= self.plan.output.vector(name, values if order is None else values[order])
+        return tensors
+
+    def _quantize(
+        self, name: str, values: Floats, statistics: InputStatistics | None
+    ) -> tuple[Written, dict[str, Any]]:
+        order = self.plan.output.rows.order(name, len(values))
+        found = self.plan.scheme.quantize(name, values if order is None else values[order], statistics)
+        dense = found.values
+        if order is not None:
+            dense = np.empty_like(values)
+            dense[order] = found.values
+        note = {
+            "name": name,
+            "num_values": values.size,
+            "num_bytes": found.nbytes,
+            "error": relative_error(values, dense) if statistics is None else statistics.error(values, dense),
+            "of_outputs": statistics is not None,
+        }
+        return Written(self.plan.output.matrix(name, found.tensors), dense), note
+
+    def _finish(self) -> Made:
+        ready = self.partial / "output"
+        shutil.rmtree(ready, ignore_errors=True)
+        ready.mkdir()
+        self.plan.output.finish(ready, self.done)
+        if self.directory.is_dir():
+            self.directory.rmdir()
+        ready.rename(self.directory)
+        made = self._describe()
+        shutil.rmtree(self.partial)
+        return made
+
+    def _describe(self) -> Made:
+        parts = [QuantizedPart(**note) for step in self.done for note in step.notes["parts"]]
+        gguf = sorted(self.directory.glob("*.gguf"))
+        declared = [(part, matrix.cols) for matrix in self.model.source.matrices for part in matrix.parts]
+        total = sum(part.rows * cols for part, cols in declared) + sum(map(len, self.model.source.vectors.values()))
+        total_bytes = sum(step.nbytes(name) for step in self.done for name in step.tensors)
+        return Made(
+            path=gguf[0] if gguf else self.directory,
+            directory=self.directory,
+            parts=parts,
+            dense_values=total - sum(part.num_values for part in parts),
+            dense_bytes=total_bytes - sum(part.num_bytes for part in parts),
+            looked_up_bytes=self._looked_up_bytes(),
+            source_was_quantized=self.model.is_quantized(),
+            text=self.text,
+            num_tokens=0 if self.calibration is None else len(self.calibration.tokens),
+            group=self.plan.group,
+        )
+
+    def _looked_up_bytes(self) -> int:
+        if self.model.config.tie_embeddings:
+            return 0
+        top = self.done[-1]
+        return sum(top.nbytes(name) for name in top.tensors if name.startswith(("model.embed_tokens", "token_embd")))
+
+    def _step_path(self, step: int) -> Path:
+        return self.partial / f"step-{step:05}.safetensors"
+
+    def _hidden_path(self, layer: int) -> Path:
+        return self.partial / f"hidden-{layer:05}.npy"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The tensors of a matrix by their names in the file, and the values that they stand for."""
+
+    tensors: dict[str, Tensor]
+    values: Floats
+
+
+def relative_error(values: Floats, quantized: Floats) -> float:
+    error = np.square(values - quantized, dtype=np.float64).sum()
+    return float(error / max(float(np.square(values, dtype=np.float64).sum()), 1e-300))

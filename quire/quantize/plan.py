@@ -1,0 +1,167 @@
+"""Plan: the scheme and the output for a model and a target. What a format cannot hold is refused here, before work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.errors import InvalidParams, UnsupportedModel
+from quire.quant.ggml_types import GGMLType
+from quire.quantize.calibration import Needs
+from quire.quantize.compressed import Float8, NormalFloat, PackedInts
+from quire.quantize.gguf_metadata import made_metadata, rope_tensors
+from quire.quantize.gguf_writer import entry
+from quire.quantize.group_schemes import AWQ, GPTQ
+from quire.quantize.hf_config import TORCH_TYPES, copied_config, copied_files, made_config, made_files
+from quire.quantize.input_model import InputModel, layer_of
+from quire.quantize.mixes import FILE_TYPE_KEY, MIXES, type_of
+from quire.quantize.outputs import DirectoryOutput, GGUFOutput, Output, Rows
+from quire.quantize.schemes import Blocks, Half, Scheme
+from quire.quantize.target import Target
+from quire.quantize.tensors import Tensor
+from quire.weights.gguf_checkpoint import GGUFCheckpoint
+from quire.weights.names import gguf_name
+from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
+
+GROUP_SIZES = (128, 64, 32)
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+NOT_COPIED = ("general.alignment", "split.count", "split.no", "split.tensors.count")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    target: Target
+    scheme: Scheme
+    output: Output
+    group: int | None
+
+
+def make_plan(model: InputModel, path: Path, target: Target, group: int | None, *, feedback: bool) -> Plan:
+    if group is not None and not target.has_groups:
+        raise InvalidParams(
+            f"group_size is {group}, and {target.name} has no groups to choose. Leave it out.", "group_size"
+        )
+    size = choose_group(model, group) if target.has_groups else None
+    scheme = make_scheme(model, target, size, feedback)
+    for matrix in model.source.matrices:
+        for part in matrix.parts:
+            if target.is_gguf or layer_of(part.name) is not None:
+                scheme.check(part.name, part.rows, matrix.cols)
+    output = gguf_output(model, path, target) if target.is_gguf else directory_output(model, path, scheme)
+    return Plan(target, scheme, output, size)
+
+
+def choose_group(model: InputModel, wanted: int | None) -> int:
+    """The largest group size that divides the columns of all layers' matrices."""
+    if wanted is not None:
+        if wanted not in GROUP_SIZES:
+            raise InvalidParams(f"group_size is {wanted}; give {', '.join(map(str, GROUP_SIZES))}.", "group_size")
+        return wanted
+    cols = [matrix.cols for matrix in model.source.matrices if layer_of(matrix.parts[0].name) is not None]
+    for size in GROUP_SIZES:
+        if all(each % size == 0 for each in cols):
+            return size
+    raise UnsupportedModel(
+        f"The model has matrices of {min(cols):,} to {max(cols):,} columns, and groups of {GROUP_SIZES[-1]} do not "
+        "divide all of them. Choose int8 or fp8, which have no groups."
+    )
+
+
+def make_scheme(model: InputModel, target: Target, group: int | None, feedback: bool) -> Scheme:
+    native = model.native
+    if target.is_gguf:
+        needs: Needs = "nothing" if target.mix in ("f16", "q8_0") else "moments" if feedback else "squares"
+        return Blocks(native, gguf_types(model, target), needs)
+    if target.kind == "gptq":
+        assert group is not None
+        return GPTQ(native, target.bits, group, symmetric=target.bits >= 4)
+    if target.kind == "awq":
+        assert group is not None
+        return AWQ(native, group)
+    if target.kind == "fp8":
+        return Float8()
+    if target.kind == "f16":
+        return Half()
+    if target.kind == "nf4":
+        return NormalFloat(TORCH_TYPES[dense_type(model)])
+    return PackedInts(native, 4 if target.kind == "int4" else 8, group)
+
+
+def gguf_types(model: InputModel, target: Target) -> dict[str, GGMLType]:
+    mix, config = MIXES[target.mix], model.config
+    return {
+        part.name: type_of(
+            mix, part.name, layer_of(part.name), model.num_layers, matrix.cols, tied=config.tie_embeddings
+        )
+        for matrix in model.source.matrices
+        for part in matrix.parts
+    }
+
+
+def dense_type(model: InputModel) -> str:
+    """The type of tensors that stay dense: that of the source's embedding, or float16 for a GGUF file."""
+    if isinstance(model.checkpoint, SafetensorsCheckpoint):
+        stored = model.checkpoint.files.tensors
+        kinds = [stored[name].dtype for name in stored if name.endswith("embed_tokens.weight")]
+        return kinds[0] if kinds and kinds[0] in TORCH_TYPES else "F32"
+    return "F16"
+
+
+def directory_output(model: InputModel, path: Path, scheme: Scheme) -> DirectoryOutput:
+    config = model.config
+    if path.is_dir():
+        document, files = copied_config(path), copied_files(path)
+    else:
+        tokenizer, files = made_files(path, config)
+        document = made_config(config, tokenizer)
+    quantized = {"quantization_config": scheme.config()} if scheme.config() else {}
+    offset = 1.0 if config.norm_offset or config.family == "gemma3" else 0.0
+    return DirectoryOutput(
+        Rows.between(config, interleaved=False), dense_type(model), document | quantized, files, offset
+    )  # fmt: skip
+
+
+def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:
+    config, mix = model.config, MIXES[target.mix]
+    check_names(model)
+    architecture = GGUF_ARCHITECTURES.get(config.family)
+    more: dict[str, Tensor] = {}
+    if isinstance(model.checkpoint, GGUFCheckpoint):
+        file = model.checkpoint.file
+        metadata = {key: file.raw_metadata(key) for key in file.metadata if key not in NOT_COPIED}
+        used = {name for found in stored_parts(model) for name in found}
+        for name, info in file.tensors.items():
+            if name not in used and not (config.tie_embeddings and name == "output.weight"):
+                more[name] = Tensor(info.type.name, info.shape, np.array(file.raw(name)))
+        rows = Rows(config.head_dim, None)
+    else:
+        if architecture is None:
+            raise UnsupportedModel(
+                f"quire cannot write the metadata of a {config.family} model into a GGUF file. Choose a format of a "
+                f"directory; GGUF files can be made of {', '.join(GGUF_ARCHITECTURES)}."
+            )
+        metadata, more = made_metadata(config, path, architecture), rope_tensors(config.rope)
+        rows = Rows.between(config, interleaved=architecture == "llama")
+    metadata |= {FILE_TYPE_KEY: entry(mix.number), "general.quantization_version": entry(2)}
+    return GGUFOutput(f"model-{target.mix}.gguf", config.family, rows, metadata, more)
+
+
+def check_names(model: InputModel) -> None:
+    """A name that has no counterpart in GGUF files would be unreadable there."""
+    names = [part.name for matrix in model.source.matrices for part in matrix.parts]
+    for name in [*names, *model.source.vectors]:
+        if gguf_name(name, model.config.family) == name:
+            raise UnsupportedModel(
+                f"{name} has no name in GGUF files that quire knows. Choose a format of a directory."
+            )
+
+
+def stored_parts(model: InputModel) -> list[dict[str, Any]]:
+    parts: list[tuple[Any, int | None]] = [
+        (part, matrix.cols) for matrix in model.source.matrices for part in matrix.parts
+    ]
+    parts += [(part, None) for part in model.source.vector_parts]
+    return [model.checkpoint.find(part, cols).tensors for part, cols in parts]
