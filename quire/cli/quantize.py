@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantize a model."""
+    """Make a smaller model of a model, and say what that costs."""
     from quire.quantize.job import quantize
     from quire.quantize.made import Settings
     from quire.quantize.report import REPORT_FILE, make_quality
