@@ -26,7 +26,6 @@ from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import is_draft_layer, may_stay_unread
 from quire.weights.safetensors import SafetensorsFiles
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
-from quire.weights.schemes.read import read_scheme
 from quire.weights.survey import Survey, check
 
 if TYPE_CHECKING:
@@ -147,6 +146,8 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
     if path.is_dir():
+        from quire.weights.schemes.read import read_scheme  # a GGUF file starts without the schemes
+
         config = read_directory_config(path)
         scheme = read_scheme(read_json(path / "config.json"), str(path / "config.json"))
         yield config, SafetensorsCheckpoint(SafetensorsFiles(path), config.family, scheme)
