@@ -31,23 +31,30 @@ class Fold:
     rows: str | None = None
 
 
-def folds_of(
-    layer: int, config: ModelConfig, values: Mapping[str, Floats], vectors: Mapping[str, Floats]
-) -> list[Fold]:
-    """The inputs of a layer that can be scaled. The order is that in which they must be treated."""
-    prefix = f"model.layers.{layer}"
+def folds_of(layer: int, config: ModelConfig, vectors: Mapping[str, Floats]) -> list[Fold]:
+    """The inputs of a layer that can be scaled. The order is that in which they must be treated.
+
+    A norm that two products share is left alone, and so are the rows before an activation.
+    """
+    prefix, structure = f"model.layers.{layer}", config.structure
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     folds = []
     if config.num_heads == config.num_kv_heads:
         folds.append(Fold((f"{attention}.o_proj.weight",), rows=f"{attention}.v_proj"))
-    folds.append(Fold((f"{mlp}.down_proj.weight",), rows=f"{mlp}.up_proj"))
-    for names, norms in (
-        (tuple(f"{attention}.{letter}_proj.weight" for letter in "qkv"), NORMS["qkv"]),
-        (tuple(f"{mlp}.{kind}_proj.weight" for kind in ("gate", "up")), NORMS["gate_up"]),
-    ):
-        found = [f"{prefix}.{norm}.weight" for norm in norms if f"{prefix}.{norm}.weight" in vectors]
-        folds += [Fold(names, norm=found[0])] if found else []
-    return [fold for fold in folds if all(name in values for name in fold.matrices)]
+    if structure.gated:
+        folds.append(Fold((f"{mlp}.down_proj.weight",), rows=f"{mlp}.up_proj"))
+    if structure.norms != "after" and not structure.shared_norm:
+        mlp_kinds = ("gate", "up") if structure.gated else ("up",)
+        for names, norms in (
+            (tuple(f"{attention}.{letter}_proj.weight" for letter in "qkv"), NORMS["qkv"]),
+            (tuple(f"{mlp}.{kind}_proj.weight" for kind in mlp_kinds), NORMS["gate_up"]),
+        ):
+            folds.append(Fold(names, norm=next(name for name in norm_names(prefix, norms) if name in vectors)))
+    return folds
+
+
+def norm_names(prefix: str, norms: Sequence[str]) -> list[str]:
+    return [f"{prefix}.{norm}.weight" for norm in norms]
 
 
 def scale_layer(
@@ -59,7 +66,7 @@ def scale_layer(
     group: int,
 ) -> None:
     """Scale the layer's matrices, vectors and statistics in place. The layer computes the same as before."""
-    for fold in folds_of(layer, config, values, vectors):
+    for fold in folds_of(layer, config, vectors):
         found = statistics[fold.matrices[0]]
         factors = search([values[name] for name in fold.matrices], found, group)
         for name in fold.matrices:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.text_states import TextStates
-from quire.errors import UnsupportedModel
 from quire.kernels.cpu.tape import Tape, Value
 from quire.quantize.input_model import InputMatrix, InputModel
 
@@ -166,9 +165,5 @@ def gather(
 ) -> None:
     assert recorded.tape is not None
     for matrix, found in zip(matrices, statistics, strict=True):
-        if matrix.input is None:
-            raise UnsupportedModel(
-                f"{matrix.parts[0].name} is not multiplied as a whole, so a text cannot show what its inputs are. "
-                "Choose a format without calibration: int8, fp8, nf4 or gguf:q8_0."
-            )
+        assert matrix.input is not None, matrix.parts[0].name
         found.add(recorded.tape.result(matrix.input, num_tokens))

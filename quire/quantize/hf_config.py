@@ -31,8 +31,7 @@ def copied_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json")
     if isinstance(config.get("text_config"), dict):
         config = {"model_type": "gemma3_text", **config["text_config"], "architectures": ["Gemma3ForCausalLM"]}
-    config.pop("quantization_config", None)
-    return config
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
 
 
 def copied_files(directory: Path) -> dict[str, bytes]:

@@ -97,6 +97,16 @@ class CalibrationSource:
         return float(np.float32(value))
 
 
+def check_family(config: ModelConfig) -> None:
+    """A mixture's experts are multiplied by some of the tokens only, so each would need inputs of its own."""
+    if config.experts is not None or config.latent is not None:
+        what = "a mixture of experts" if config.experts is not None else "latent attention"
+        raise UnsupportedModel(
+            f"Models of the family {config.family!r} have {what}, and quire quantizes dense models only. Use one that "
+            "others have quantized: quire loads it."
+        )
+
+
 def check_plain(part: Part) -> None:
     alone = part.stored_shape(1) == (part.rows, 1) and part.stored_rows == part.rows
     if not alone or part.order is not None or part.transposed or part.columns is not None:
@@ -111,6 +121,7 @@ class InputModel:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> None:
         assert ops.native is not None
+        check_family(config)
         self.config = config
         self.checkpoint = checkpoint
         self.ops = ops

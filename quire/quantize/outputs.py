@@ -21,6 +21,7 @@ from quire.models.config import ModelConfig
 from quire.quant.ggml_types import GGMLType
 from quire.quantize.gguf_writer import TensorEntry, write_gguf
 from quire.quantize.tensors import StepFile, Tensor, all_tensors, dense_tensor, header_of
+from quire.weights.family_names import file_name
 from quire.weights.names import gguf_name
 from quire.weights.safetensors import INDEX, SINGLE
 
@@ -114,6 +115,7 @@ def write(tensor: Tensor, file: Any) -> None:
 class DirectoryOutput:
     """config.json, safetensors and the tokenizer's files. `texts` are further files by name."""
 
+    family: str
     rows: Rows
     dtype: str  # of tensors that stay dense, in safetensors' notation
     config: Mapping[str, Any]
@@ -121,26 +123,28 @@ class DirectoryOutput:
     norm_offset: float = 0.0  # what is subtracted from norms: Gemma's are stored less 1
 
     def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in tensors.items()}
+        stem = file_name(name, self.family).removesuffix("weight")
+        return {f"{stem}{suffix}": tensor for suffix, tensor in tensors.items()}
 
     def dense(self, name: str, values: Floats) -> tuple[dict[str, Tensor], Floats]:
-        return {name: dense_tensor(values, self.dtype)}, values
+        return {file_name(name, self.family): dense_tensor(values, self.dtype)}, values
 
     def vector(self, name: str, values: Floats) -> dict[str, Tensor]:
         is_norm = name.endswith("norm.weight")
-        return {name: dense_tensor(values - np.float32(self.norm_offset) if is_norm else values, self.dtype)}
+        stored = values - np.float32(self.norm_offset) if is_norm else values
+        return {file_name(name, self.family): dense_tensor(stored, self.dtype)}
 
     def finish(self, directory: Path, steps: Sequence[StepFile]) -> None:
         shards = split_shards([(step, name, step.nbytes(name)) for step, name, _, _ in all_tensors(steps)])
         names = shard_names(len(shards))
-        for file_name, tensors in zip(names, shards, strict=True):
-            write_shard(directory / file_name, tensors)
+        for shard_name, tensors in zip(names, shards, strict=True):
+            write_shard(directory / shard_name, tensors)
         if len(shards) > 1:
             placed = {name: file for file, tensors in zip(names, shards, strict=True) for _, name, _ in tensors}
             total = sum(size for tensors in shards for _, _, size in tensors)
             write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
-        for file_name, text in self.texts.items():
-            (directory / file_name).write_bytes(text)
+        for text_name, text in self.texts.items():
+            (directory / text_name).write_bytes(text)
         write_json(directory / "config.json", self.config)
 
 

@@ -23,7 +23,7 @@ from quire.quantize.schemes import Blocks, Half, Scheme
 from quire.quantize.target import Target
 from quire.quantize.tensors import Tensor
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
-from quire.weights.names import gguf_name
+from quire.weights.names import gguf_name, text_name
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 GROUP_SIZES = (128, 64, 32)
@@ -73,7 +73,7 @@ def choose_group(model: InputModel, wanted: int | None) -> int:
 def make_scheme(model: InputModel, target: Target, group: int | None, feedback: bool) -> Scheme:
     native = model.native
     if target.is_gguf:
-        needs: Needs = "nothing" if target.mix in ("f16", "q8_0") else "moments" if feedback else "squares"
+        needs: Needs = "nothing" if not target.calibrates else "moments" if feedback else "squares"
         return Blocks(native, gguf_types(model, target), needs)
     if target.kind == "gptq":
         assert group is not None
@@ -105,7 +105,8 @@ def dense_type(model: InputModel) -> str:
     """The type of tensors that stay dense: that of the source's embedding, or float16 for a GGUF file."""
     if isinstance(model.checkpoint, SafetensorsCheckpoint):
         stored = model.checkpoint.files.tensors
-        kinds = [stored[name].dtype for name in stored if name.endswith("embed_tokens.weight")]
+        family = model.config.family
+        kinds = [stored[name].dtype for name in stored if text_name(name, family) == "model.embed_tokens.weight"]
         return kinds[0] if kinds and kinds[0] in TORCH_TYPES else "F32"
     return "F16"
 
@@ -114,14 +115,14 @@ def directory_output(model: InputModel, path: Path, scheme: Scheme) -> Directory
     config = model.config
     if path.is_dir():
         document, files = copied_config(path), copied_files(path)
+        rows = Rows(config.head_dim, None)
     else:
         tokenizer, files = made_files(path, config)
         document = made_config(config, tokenizer)
+        rows = Rows.between(config, interleaved=False)
     quantized = {"quantization_config": scheme.config()} if scheme.config() else {}
     offset = 1.0 if config.norm_offset or config.family == "gemma3" else 0.0
-    return DirectoryOutput(
-        Rows.between(config, interleaved=False), dense_type(model), document | quantized, files, offset
-    )  # fmt: skip
+    return DirectoryOutput(config.family, rows, dense_type(model), document | quantized, files, offset)
 
 
 def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:

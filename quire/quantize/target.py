@@ -26,6 +26,10 @@ class Target:
         return self.kind == "gguf"
 
     @property
+    def calibrates(self) -> bool:
+        return self.kind in ("gptq", "awq", "int4") or (self.is_gguf and self.mix not in ("f16", "q8_0"))
+
+    @property
     def has_groups(self) -> bool:
         return self.kind in ("gptq", "awq", "int4")
 
