@@ -82,7 +82,7 @@ class State:
             raise module.bad(f"{kind} is of type {fields.text('quant_type')!r} instead of {expected!r}")
         nested = fields.count("nested_blocksize") if fields.has("nested_blocksize") else None
         offset = fields.get("nested_offset") or 0.0
-        if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
+        if type(offset) not in (int, float) or not abs(offset) <= np.finfo(np.float32).max:
             raise module.bad(f"{kind} has the nested_offset {offset!r}, and must have a finite number")
         return cls(fields.count("blocksize"), nested, np.float32(offset))
 

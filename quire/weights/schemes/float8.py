@@ -35,7 +35,8 @@ class Float8:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:
-        scale = "weight_scale_inv" if self.block is not None else "weight_scale"
+        is_inverse = self.block is not None or module.has("weight_scale_inv")  # Mistral's have it without blocks too
+        scale = "weight_scale_inv" if is_inverse else "weight_scale"
         is_plain = module.has("weight") and not module.dtype("weight").startswith("F8")
         if is_plain and not module.has(scale):
             return None
