@@ -61,6 +61,9 @@ def run(arguments: argparse.Namespace) -> None:
     target = parse_target(arguments.to)
     if arguments.max_kl is not None and not arguments.report:
         raise InvalidParams("max_kl needs the report, and --no-report is given. Leave one of them out.", "max_kl")
+    if arguments.max_kl is not None and not arguments.max_kl >= 0:
+        raise InvalidParams(f"max_kl is {arguments.max_kl}; give 0 or more.", "max_kl")
+    held_out = read_report_text(arguments)
     begin = time.perf_counter()
     with bar("fetching") as fetched:
         source = resolve(arguments.model, progress=lambda _, done, total: fetched(done, total)).path
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"Interrupted. The same command continues from {arguments.output}.partial.")
         raise
     seconds = time.perf_counter() - begin
-    comparison = compare(source, made, arguments) if arguments.report else None
+    comparison = compare(source, made, held_out, arguments.report_tokens) if arguments.report else None
     quality = make_quality(source, made, target.name, seconds, comparison, arguments.max_kl)
     document = quality.as_document()
     (made.directory / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -91,14 +94,26 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def compare(source: Path, made: Made, arguments: argparse.Namespace) -> Comparison:
+def read_report_text(arguments: argparse.Namespace) -> str | None:
+    """Before work, so that hours do not end with a file that is not there."""
     from quire.bench.compare import read_text
+
+    if arguments.report_text is None:
+        return None
+    if not arguments.report:
+        raise InvalidParams("report_text is given, and --no-report too. Leave one of them out.", "report_text")
+    return read_text(arguments.report_text, arguments.report_tokens)
+
+
+def compare(source: Path, made: Made, text: str | None, max_tokens: int) -> Comparison:
     from quire.quantize.report import compare_with_source
 
-    path = arguments.report_text
-    text = None if path is None else read_text(path, arguments.report_tokens)
-    with bar("comparing", unit="windows") as report:
-        return compare_with_source(source, made, text, arguments.report_tokens, report)
+    try:
+        with bar("comparing", unit="windows") as report:
+            return compare_with_source(source, made, text, max_tokens, report)
+    except KeyboardInterrupt:
+        say(f"Interrupted. The model is complete: {made.path}. `quire compare` compares it with its source.")
+        raise
 
 
 def show(quality: Quality) -> None:

@@ -7,12 +7,9 @@ bytes as one that was never interrupted.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire import __version__
-from quire.errors import DiskFull, InvalidParams, UnsupportedModel
+from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, select_native
 from quire.kernels.cpu.native import Missing, find
 from quire.kernels.isa import prepare
@@ -31,10 +28,13 @@ from quire.quantize.group_schemes import AWQ
 from quire.quantize.input_model import InputMatrix, InputModel
 from quire.quantize.made import Made, QuantizedPart, Settings
 from quire.quantize.outputs import write_json
+from quire.quantize.partial import check_directory, partial_directory
 from quire.quantize.plan import Plan, make_plan
-from quire.quantize.tensors import StepFile, Tensor, write_step
-from quire.quantize.text import DEFAULT_WINDOW, calibration_windows
+from quire.quantize.tensors import StepFile, Tensor, write_array, write_step
+from quire.quantize.text import DEFAULT_WINDOW, MIN_TOKENS, calibration_windows
 from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.family_names import file_name
+from quire.weights.fields import read_json
 from quire.weights.loader import opened, survey
 
 Floats = NDArray[np.float32]
@@ -45,7 +45,9 @@ FORMAT = 1  # of DIR.partial
 
 def quantize(path: Path, settings: Settings, directory: Path, report: Report | None = None) -> Made:
     """Write the quantized model into `directory`, which must not exist yet."""
+    directory = directory.resolve()
     check_directory(directory)
+    check_settings(settings)
     ops = native_ops()
     with opened(path) as (config, checkpoint):
         survey(config, checkpoint, ops)
@@ -62,25 +64,19 @@ def native_ops() -> Kernels:
     return select_native(found)
 
 
-def check_directory(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidParams(f"{directory} exists. Remove it, or give another directory.", "output")
-
-
-@contextmanager
-def partial_directory(directory: Path) -> Iterator[Path]:
-    """DIR.partial. A full disk is an error that says that the job can resume."""
-    partial = directory.with_name(directory.name + ".partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        yield partial
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"The disk of {partial} is full. What is finished is kept there: free some space and give the same "
-                "command again."
-            ) from error
-        raise InvalidParams(f"{error.filename or partial} cannot be written: {error.strerror}.", "output") from error
+def check_settings(settings: Settings) -> None:
+    """Refuse what would have no effect."""
+    target = settings.target
+    if settings.max_tokens < 1:
+        raise InvalidParams(f"max_tokens is {settings.max_tokens}; give at least {MIN_TOKENS}.", "max_tokens")
+    if not target.calibrates and (settings.text is not None or settings.window is not None):
+        what = "text" if settings.text is not None else "window"
+        raise InvalidParams(f"{what} is given, and {target.name} needs no calibration. Leave it out.", what)
+    if not settings.feedback and not (target.is_gguf and target.calibrates):
+        raise InvalidParams(
+            f"no-feedback is for formats of GGUF files with calibration, and {target.name} is none. Leave it out.",
+            "feedback",
+        )
 
 
 @dataclass(slots=True)
@@ -126,9 +122,11 @@ class Job:
         """Check that what DIR.partial has is of this job."""
         file, ours = self.partial / "job.json", self._fingerprint()
         if not file.is_file():
-            write_json(file, ours)
+            written = file.with_suffix(".part")
+            write_json(written, ours)
+            written.replace(file)
             return
-        theirs = json.loads(file.read_text(encoding="utf-8"))
+        theirs = read_json(file)
         different = sorted(key for key in ours if theirs.get(key) != ours[key])
         if different:
             raise InvalidParams(
@@ -157,11 +155,11 @@ class Job:
         for step in range(self.num_steps):
             if not self._step_path(step).is_file():
                 break
-            self.done.append(StepFile(self._step_path(step)))
+            self.done.append(self._finished(step))
         if self.calibration is None or len(self.done) > self.model.num_layers:
             return
         if self.done:
-            self.calibration.hidden = np.load(self._hidden_path(len(self.done) - 1))
+            self.calibration.hidden = self._read_hidden(len(self.done) - 1)
             return
         head, embedding = self.model.decoder.head.weight, self.model.decoder.embedding.weight
         needed = [matrix for matrix in self.model.matrices(None) if matrix is not head or matrix is embedding]
@@ -171,11 +169,31 @@ class Job:
         for matrix in needed:
             matrix.drop()
 
+    def _finished(self, step: int) -> StepFile:
+        try:
+            return StepFile(self._step_path(step))
+        except (BadModelFile, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise self._damaged(self._step_path(step)) from error
+
+    def _read_hidden(self, layer: int) -> Floats:
+        assert self.calibration is not None
+        try:
+            with self._hidden_path(layer).open("rb") as file:
+                hidden: Floats = np.lib.format.read_array(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise self._damaged(self._hidden_path(layer)) from error
+        if hidden.shape != self.calibration.hidden.shape or hidden.dtype != np.float32:
+            raise self._damaged(self._hidden_path(layer))
+        return hidden
+
+    def _damaged(self, file: Path) -> InvalidParams:
+        return InvalidParams(f"{file} is damaged. Remove {self.partial}, and begin again.", "output")
+
     def _run_step(self, step: int) -> None:
         layer = step if step < self.model.num_layers else None
         tensors, notes = self._layer(layer) if layer is not None else self._top()
         if layer is not None and self.calibration is not None:
-            np.save(self._hidden_path(layer), self.calibration.hidden)
+            write_array(self._hidden_path(layer), self.calibration.hidden)
         write_step(self._step_path(step), tensors, notes)
         self._hidden_path(step - 1).unlink(missing_ok=True)
         self.done.append(StepFile(self._step_path(step)))
@@ -296,7 +314,8 @@ class Job:
         if self.model.config.tie_embeddings:
             return 0
         top = self.done[-1]
-        return sum(top.nbytes(name) for name in top.tensors if name.startswith(("model.embed_tokens", "token_embd")))
+        embedding = file_name("model.embed_tokens.weight", self.model.config.family).removesuffix("weight")
+        return sum(top.nbytes(name) for name in top.tensors if name.startswith((embedding, "token_embd.")))
 
     def _step_path(self, step: int) -> Path:
         return self.partial / f"step-{step:05}.safetensors"

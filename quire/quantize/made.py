@@ -18,7 +18,7 @@ class Settings:
     max_tokens: int = DEFAULT_MAX_TOKENS
     window: int | None = None
     group: int | None = None
-    feedback: bool = False
+    feedback: bool = True  # of GGUF files; others always have it
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def make_quality(
 
 
 def size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(each.stat().st_size for each in path.iterdir())
+    return (
+        path.stat().st_size if path.is_file() else sum(each.stat().st_size for each in path.iterdir() if each.is_file())
+    )
 
 
 def memory_speed() -> float:

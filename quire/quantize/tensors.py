@@ -78,6 +78,15 @@ def write_step(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, An
     partial.replace(path)
 
 
+def write_array(path: Path, values: Floats) -> None:
+    """A .npy file. `np.save` says of a full disk only how many values it has written."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        file.write(values.data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class StepFile:
     """A file that `write_step` wrote."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench.compare import compare_models
 from quire.config import EngineConfig
-from quire.errors import InvalidParams, UnsupportedModel
+from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.quantize.job import quantize
 from quire.quantize.made import Settings
 from quire.quantize.target import parse_target
@@ -32,7 +32,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(to: str, **more: object) -> Settings:
-    return Settings(parse_target(to), max_tokens=1024, window=64, **more)  # type: ignore[arg-type]
+    target = parse_target(to)
+    window = 64 if target.calibrates else None
+    return Settings(target, max_tokens=1024, window=window, **more)  # type: ignore[arg-type]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -41,7 +43,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("mix", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "f16"])
 def test_gguf_files_are_loaded_and_answer_alike(source: Path, tmp_path: Path, mix: str) -> None:
-    made = quantize(source, settings(f"gguf:{mix}", feedback=mix == "q4_0"), tmp_path / "out")
+    made = quantize(source, settings(f"gguf:{mix}", feedback=mix in ("q4_0", "q8_0", "f16")), tmp_path / "out")
     comparison = compare_models(EngineConfig(model=str(source)), EngineConfig(model=str(made.path)), max_tokens=300)
     assert comparison.kl.mean < {"q8_0": 1e-4, "f16": 1e-4}.get(mix, 0.02)
     assert comparison.kl.mean > 0
@@ -198,3 +200,51 @@ def test_directories_are_loaded_and_can_be_quantized_again(source: Path, tmp_pat
     assert again.source_was_quantized
     same = compare_models(EngineConfig(model=str(made.path)), EngineConfig(model=str(again.path)), max_tokens=300)
     assert same.kl.mean < max(1e-4, comparison.kl.mean / 3)  # products of codes round their inputs to int8
+
+
+def test_two_jobs_on_one_directory_are_refused(source: Path, tmp_path: Path) -> None:
+    def second(done: int, total: int | None) -> None:
+        with pytest.raises(InvalidParams, match="another process"):
+            quantize(source, settings("int8"), tmp_path / "out")
+
+    quantize(source, settings("int8"), tmp_path / "out", second)
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("file", ["job.json", "step-00000.safetensors", "hidden-00000.npy"])
+def test_damage_in_what_was_kept_is_told(source: Path, tmp_path: Path, file: str) -> None:
+    def kill(done: int, total: int | None) -> None:
+        if done == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, settings("gptq"), tmp_path / "out", kill)
+    kept = tmp_path / "out.partial" / file
+    kept.write_bytes(kept.read_bytes()[:-40])
+    with pytest.raises((InvalidParams, BadModelFile), match=file):
+        quantize(source, settings("gptq"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("to", "more", "message"),
+    [
+        ("int8", {"text": Path("none.txt")}, "text is given"),
+        ("gptq", {"feedback": False}, "no-feedback"),
+        ("gguf:q8_0", {"feedback": False}, "no-feedback"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    source: Path, tmp_path: Path, to: str, more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidParams, match=message):
+        quantize(source, settings(to, **more), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_names_section_of_the_configuration_is_not_copied(source: Path, tmp_path: Path) -> None:
+    directory = quantize(source, settings("int8"), tmp_path / "codes").directory
+    config = json.loads((directory / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (directory / "config.json").write_text(json.dumps(config))
+    made = quantize(directory, settings("f16"), tmp_path / "dense").directory
+    assert not [key for key in json.loads((made / "config.json").read_text()) if key.endswith("n_config")]

@@ -35,7 +35,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(source: Path, to: str, directory: Path) -> Path:
-    return quantize(source, Settings(parse_target(to), max_tokens=512, window=64), directory).path
+    target = parse_target(to)
+    window = 64 if target.calibrates else None
+    return quantize(source, Settings(target, max_tokens=512, window=window), directory).path
 
 
 def logits_of(directory: Path, ids: list[int]) -> np.ndarray:
