@@ -120,10 +120,10 @@ class SafetensorsCheckpoint:
         part = safetensors_part(part, self.family)
         if part.stacked and cols is not None and f"{part.name}_blocks" in self.files.tensors:
             return mxfp4.of_directory(self.files, replace(part, transposed=False), cols)
-        name = safetensors_name(part.name, self.family)
-        return self._find_codes(part, cols) or DensePart(self.files, self._stored_name(name), part, cols)
+        return self._find_codes(part, cols) or DensePart(self.files, self._stored_name(part.name), part, cols)
 
     def _stored_name(self, name: str) -> str:
+        name = safetensors_name(name, self.family)
         return self._stored_names.get(name) or file_name(name, self.family)
 
     def _find_codes(self, part: Part, cols: int | None) -> CodePart | None:
@@ -139,7 +139,7 @@ class SafetensorsCheckpoint:
     def weight(self, parts: Sequence[Part], cols: int, device: str, dtype: torch.dtype) -> Weight | None:
         if len(parts) != 1:
             return None
-        found = self._find_codes(parts[0], cols)
+        found = self._find_codes(safetensors_part(parts[0], self.family), cols)
         if found is None:
             return None
         from quire.quant.code_blocks import CodeBlocks

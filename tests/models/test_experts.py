@@ -26,6 +26,7 @@ from quire.weights.loader import LoadedModel, load_model
 from quire.weights.schemes.read import read_scheme
 from tests.models.pair import draw_tokens, run
 from tests.tools.tiny_experts import EXPERT_MODELS, GGUF, expected_logits, save, save_gguf, transformers_model
+from tests.weights.schemes.packed import METHODS
 
 pytestmark = pytest.mark.cpu
 
@@ -213,3 +214,64 @@ def test_only_gpt_oss_has_experts_in_mxfp4() -> None:
     assert read_scheme({"model_type": "gpt_oss", **quantized}) is None
     with pytest.raises(UnsupportedModel, match="'mxfp4' is not supported"):
         read_scheme({"model_type": "qwen3_moe", **quantized})
+
+
+def quantized_pair(folder: Path, name: str, method: str, ignore: str | None = None) -> tuple[Path, Path]:
+    """A mixture whose experts, attention and dense MLPs a package has quantized one by one, and its values in float32.
+
+    Routers and the matrices of latents stay plain. `ignore` is what the configuration calls a router.
+    """
+    make, options, section = METHODS[method]
+    source = save(transformers_model(name), folder / "source")
+    config = json.loads((source / "config.json").read_text())
+    rng, stored, dense = np.random.default_rng(0), {}, {}
+    for key, weight in load_file(source / "model.safetensors").items():
+        stored[key] = dense[key] = weight
+        if weight.ndim == 2 and (".experts." in key or "_proj." in key) and "kv_b_proj" not in key:
+            del stored[key]
+            tensors, values = make(key.removesuffix(".weight"), weight.numpy(), rng, **options)
+            stored |= tensors
+            dense[key] = torch.from_numpy(np.ascontiguousarray(values))
+    more = {} if ignore is None else {"ignore": [*section["ignore"], ignore]}
+    contents = {
+        "quantized": (stored, config | {"quantization_config": section | more}),
+        "plain": (dense, config),
+    }
+    for kind, (tensors, document) in contents.items():
+        (folder / kind).mkdir()
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / kind / "model.safetensors")
+        (folder / kind / "config.json").write_text(json.dumps(document))
+    return folder / "quantized", folder / "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "ignore"),
+    [
+        ("mixtral", "gptq 4 sym", None),
+        ("mixtral", "fp8 block", None),
+        ("mixtral", "w8a8", "re:.*block_sparse_moe.gate"),
+        ("qwen3_moe", "awq", None),
+        ("qwen3_moe", "w8a8", None),
+        ("deepseek_v3", "fp8 block", None),
+    ],
+)
+def test_experts_that_are_quantized_one_by_one(tmp_path: Path, name: str, method: str, ignore: str | None) -> None:
+    quantized, plain = quantized_pair(tmp_path, name, method, ignore)
+    expected = logits_of(load(plain))
+    for packed in (False, True):
+        loaded = load_model(quantized, dtype="float32", ops=select_torch("cpu"), packed=packed)
+        assert (logits_of(loaded) - expected).abs().max() < 1e-5
+
+
+def test_experts_in_float8_run_on_the_cpu_kernels(tmp_path: Path) -> None:
+    """Their products read floats, as those of plain experts do, so the tokens are the same."""
+    answers = []
+    for path in quantized_pair(tmp_path, "mixtral", "fp8 block"):
+        engine = start_engine(EngineConfig(kernels="native", num_blocks=64, kv_dtype="float32", max_len=96), path)
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        request = Request("0", TOKENS.tolist(), params, max_tokens=6)
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        answers.append(request.tokens[request.num_prompt :])
+    assert answers[0] == answers[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.kernels.cpu.native import DENSE_FORMATS
+from quire.kernels.cpu.native import multiplies_floats
 from quire.kernels.cpu.tape import Tape, Value
 from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage, padded
 from quire.kernels.cpu.tape_ops import Floats, Recorded
@@ -105,7 +105,7 @@ def record_experts(
 ) -> Value:
     tape, top_k = x.tape, routes.width // 2
     gate_up, down = only_panels(weights.gate_up), only_panels(weights.down)
-    rounds_x, rounds_inner = (panels.format not in DENSE_FORMATS for panels in (gate_up, down))
+    rounds_x, rounds_inner = (not multiplies_floats(panels.format) for panels in (gate_up, down))
     # The values are held until the op is on the tape: then the ops after it may use the memory.
     rows = [
         new_rows(tape, weights.hidden_size, top_k, quantized=rounds_x),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.kernels.cpu.native import DENSE_FORMATS
+from quire.kernels.cpu.native import multiplies_floats
 from quire.kernels.cpu.tape import Value
 from quire.kernels.cpu.tape_experts import PairRows, new_rows, only_panels
 from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns
@@ -58,7 +58,7 @@ class HeadLinear:
 def record_head_linear(x: Value, weight: Any) -> Value:
     tape, panels, (heads, width) = x.tape, only_panels(weight), x.tail
     rest, rows = width - panels.cols, panels.rows // heads
-    is_dense = panels.format in DENSE_FORMATS
+    is_dense = multiplies_floats(panels.format)
     value, rounded = (None, None) if is_dense else new_rows(tape, panels.cols, heads, quantized=True)
     out = tape.new((heads, rows + rest))
     few_rows = tape.native.few_rows(panels.format)

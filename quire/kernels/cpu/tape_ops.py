@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import DENSE_FORMATS
+from quire.kernels.cpu.native import multiplies_floats
 from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage
 
 Floats = NDArray[np.float32]
@@ -87,7 +87,7 @@ class Matmul:
     @property
     def rounds(self) -> bool:
         """Whether it writes int8. A dense product does not: the rows of its tiles are others than those of int8."""
-        return self.gated is not None and self.weight.format not in DENSE_FORMATS
+        return self.gated is not None and not multiplies_floats(self.weight.format)
 
     @property
     def width(self) -> str:

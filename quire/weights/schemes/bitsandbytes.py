@@ -27,6 +27,7 @@ from quire.weights.schemes.scheme import CodeMatrix, Module, Rows, unpack_nibble
 STATE = "weight.quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 MAX_STATE = 1 << 16  # bytes of JSON
+MAX_OFFSET = float(np.finfo(np.float32).max)
 
 Floats = NDArray[np.float32]
 
@@ -82,7 +83,7 @@ class State:
             raise module.bad(f"{kind} is of type {fields.text('quant_type')!r} instead of {expected!r}")
         nested = fields.count("nested_blocksize") if fields.has("nested_blocksize") else None
         offset = fields.get("nested_offset") or 0.0
-        if type(offset) not in (int, float) or not abs(offset) <= np.finfo(np.float32).max:
+        if type(offset) not in (int, float) or not abs(offset) <= MAX_OFFSET:
             raise module.bad(f"{kind} has the nested_offset {offset!r}, and must have a finite number")
         return cls(fields.count("blocksize"), nested, np.float32(offset))
 

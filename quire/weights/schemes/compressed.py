@@ -12,6 +12,7 @@ Scales of activations stay unread: quire rounds activations for each 32 values, 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from quire.layers.source import Shape
 from quire.quant.code_format import CodeFormat, CodeRows
 from quire.weights.fields import Fields
-from quire.weights.safetensors import SafetensorsFiles
+from quire.weights.safetensors import FLOATS, SafetensorsFiles
 from quire.weights.schemes.gptq import compile_pattern, read_order
 from quire.weights.schemes.layouts import float8, int8, mxfp4, nvfp4, shape_in_file
 from quire.weights.schemes.scheme import FLOAT_SCALES, CodeMatrix, Module, Rows, unpack_bits
@@ -72,17 +73,23 @@ class CompressedTensors:
         return bool(UNREAD.fullmatch(name))
 
     def matrix(self, module: Module) -> CodeMatrix | None:
-        if matches(self.ignore, module.name):
+        if matches(self.ignore, module.names) or is_plain(module):
             return None
         is_linear = module.name != "model.embed_tokens"
         for group in self.groups:
-            if matches(group.targets, module.name) or (is_linear and "Linear" in group.targets):
+            if matches(group.targets, module.names) or (is_linear and "Linear" in group.targets):
                 return stored(group, module)
         return None
 
 
-def matches(targets: tuple[Target, ...], name: str) -> bool:
-    return any(target == name if isinstance(target, str) else target.match(name) for target in targets)
+def is_plain(module: Module) -> bool:
+    return module.has("weight") and module.dtype("weight") in FLOATS and not module.has("weight_scale")
+
+
+def matches(targets: tuple[Target, ...], names: Collection[str]) -> bool:
+    return any(
+        target == name if isinstance(target, str) else target.match(name) for target in targets for name in names
+    )
 
 
 def read_targets(fields: Fields, key: str) -> tuple[Target, ...]:

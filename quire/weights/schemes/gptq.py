@@ -8,7 +8,7 @@ Version 1 (`checkpoint_format` "gptq") stores zeros minus one, subtracted from w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,12 +43,12 @@ class GPTQ:
     def matrix(self, module: Module) -> CodeMatrix | None:
         if not any(module.has(kind) for kind in ("qweight", "qzeros", "scales", "g_idx")):
             return None
-        return self.for_module(module.name).stored(module)
+        return self.for_module(module.names).stored(module)
 
-    def for_module(self, name: str) -> GPTQ:
+    def for_module(self, names: Collection[str]) -> GPTQ:
         """With the sizes of the first rule that names the module."""
         for pattern, changes in self.rules:
-            if changes is not None and pattern.match(name):
+            if changes is not None and any(map(pattern.match, names)):
                 given = {"bits": self.bits, "group_size": self.group or -1, **changes}
                 bits, group = read_sizes(Fields(given, f"{self.where}, dynamic"))
                 return replace(self, bits=bits, group=group)

@@ -51,6 +51,12 @@ class Module:
         first, dot, rest = kind.partition(".")  # "weight.absmax" is named as the weight is
         return self.name_in_files(f"{self.name}.{first}") + dot + rest
 
+    @property
+    def names(self) -> set[str]:
+        """The canonical name and that of the files: rules of a configuration have the latter."""
+        kind = next((kind for kind in ("weight", "qweight", "weight_packed") if self.has(kind)), "weight")
+        return {self.name, self.stored_name(kind).removesuffix(f".{kind}")}
+
     def has(self, kind: str) -> bool:
         return self.stored_name(kind) in self.files.tensors
 

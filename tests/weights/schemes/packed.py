@@ -85,13 +85,15 @@ def squeezellm(stem: str, weight: Array, rng: np.random.Generator) -> tuple[Tens
 
 
 def float8(stem: str, weight: Array, rng: np.random.Generator, *, kind: str) -> tuple[Tensors, Array]:
-    """kind: tensor, channel, block (16 x 32) or modelopt."""
+    """kind: tensor, inverse (as tensor, under another name), channel, block (16 x 32) or modelopt."""
     rows, cols = weight.shape
     codes = torch.from_numpy(rng.uniform(-400, 400, (rows, cols)).astype(np.float32)).to(torch.float8_e4m3fn)
-    shape = {"tensor": (1,), "modelopt": (), "channel": (rows, 1)}.get(kind, (-(-rows // 16), -(-cols // 32)))
+    shape = {"tensor": (1,), "inverse": (), "modelopt": (), "channel": (rows, 1)}.get(
+        kind, (-(-rows // 16), -(-cols // 32))
+    )
     scales = np.asarray(rng.uniform(0.5, 1.5, shape) * 4e-4, np.float32)
     full = np.repeat(np.repeat(scales, 16, 0)[:rows], 32, 1)[:, :cols] if kind == "block" else scales
-    name = "weight_scale_inv" if kind == "block" else "weight_scale"
+    name = "weight_scale_inv" if kind in ("block", "inverse") else "weight_scale"
     tensors = {f"{stem}.weight": codes, f"{stem}.{name}": torch.from_numpy(scales)}
     if kind == "modelopt":
         tensors[f"{stem}.input_scale"] = torch.tensor(0.5)
@@ -128,6 +130,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "awq": (awq, {"group": 32}, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "squeezellm": (squeezellm, {}, {"quant_method": "squeezellm", "wbits": 4}),
     "fp8 tensor": (float8, {"kind": "tensor"}, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 inverse": (float8, {"kind": "inverse"}, {"quant_method": "fp8", "weight_block_size": None}),
     "fp8 channel": (float8, {"kind": "channel"}, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
     "fp8 block": (float8, {"kind": "block"}, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
     "modelopt": (float8, {"kind": "modelopt"}, {"quant_method": "modelopt", "quant_algo": "FP8"}),

@@ -204,6 +204,11 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         (b'{"shape": [16, 64], "quant_type": "nf4", "blocksize": 64, "nested_blocksize": -5}', "nested_blocksize"),
         (b'{"shape": [16, 64], "quant_type": "nf4", "blocksize": 64, "nested_offset": "x"}', "nested_offset"),
         (b'{"shape": [16, 64], "quant_type": "nf4", "blocksize": 64, "nested_offset": NaN}', "nested_offset"),
+        (b'{"shape": [16, 64], "quant_type": "nf4", "blocksize": 64, "nested_offset": 1e300}', "nested_offset"),
+        (
+            b'{"shape": [16, 64], "quant_type": "nf4", "blocksize": 64, "nested_offset": 1%s}' % (b"0" * 400),
+            "nested_offset",
+        ),
     ],
 )
 def test_states_of_bitsandbytes_that_lie(tmp_path: Path, state: bytes, words: str) -> None:
