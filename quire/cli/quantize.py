@@ -98,6 +98,8 @@ def read_report_text(arguments: argparse.Namespace) -> str | None:
     """Before work, so that hours do not end with a file that is not there."""
     from quire.bench.compare import read_text
 
+    if arguments.report and arguments.report_tokens < 2:
+        raise InvalidParams(f"report_tokens is {arguments.report_tokens}; give at least 2.", "report_tokens")
     if arguments.report_text is None:
         return None
     if not arguments.report:

@@ -65,6 +65,11 @@ def test_a_kl_that_is_too_high_fails_and_keeps_the_model(source: Path, tmp_path:
         ("q9", "out", (), "one of"),
         ("fp8", "full", (), "exists"),
         ("fp8", "out", ("--no-report", "--max-kl", "0.1"), "Leave one of them out"),
+        ("fp8", "out", ("--no-report", "--report-text", "text.txt"), "Leave one of them out"),
+        ("fp8", "out", ("--report-text", "no-such-file.txt"), "cannot be read"),
+        ("fp8", "out", ("--report-tokens", "1"), "at least 2"),
+        ("fp8", "out", ("--max-kl", "nan"), "0 or more"),
+        ("awq", "out", ("--max-tokens", "-5"), "max_tokens is -5"),
         ("fp8", "blocked", ("--no-report",), "cannot be written"),
     ],
 )
