@@ -265,8 +265,11 @@ class Job:
         self, name: str, values: Floats, statistics: InputStatistics | None
     ) -> tuple[Written, dict[str, Any]]:
         order = self.plan.output.rows.order(name, len(values))
-        found = self.plan.scheme.quantize(name, values if order is None else values[order], statistics)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = self.plan.scheme.quantize(name, values if order is None else values[order], statistics)
         dense = found.values
+        if not np.isfinite(dense).all():
+            raise UnsupportedModel(f"{name} has values that are too large for {self.plan.target.name}. Choose fp8.")
         if order is not None:
             dense = np.empty_like(values)
             dense[order] = found.values

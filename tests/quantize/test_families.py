@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from quire.errors import UnsupportedModel
 from quire.quantize.awq import scale_layer
@@ -19,7 +17,6 @@ from quire.quantize.target import parse_target
 from quire.weights.loader import opened
 from quire.weights.safetensors import SafetensorsFiles
 from tests.tools import family_cases, tiny_experts
-from tests.tools.tiny_models import cpu_ops, write_directory
 
 pytestmark = pytest.mark.cpu
 

@@ -17,7 +17,7 @@ from quire.quantize.target import parse_target
 from quire.weights.gguf import GGUFFile
 from quire.weights.safetensors import SafetensorsFiles
 from tests.quantize.unpack import dense_of
-from tests.tools.tiny_models import gguf_arrays, tiny_text_gguf, tiny_weights
+from tests.tools.tiny_models import gguf_arrays, tiny_config, tiny_text_gguf, tiny_weights, write_directory
 
 pytestmark = pytest.mark.cpu
 
@@ -202,52 +202,12 @@ def test_directories_are_loaded_and_can_be_quantized_again(source: Path, tmp_pat
     assert same.kl.mean < max(1e-4, comparison.kl.mean / 3)  # products of codes round their inputs to int8
 
 
-def test_two_jobs_on_one_directory_are_refused(source: Path, tmp_path: Path) -> None:
-    def second(done: int, total: int | None) -> None:
-        with pytest.raises(InvalidParams, match="another process"):
-            quantize(source, settings("int8"), tmp_path / "out")
-
-    quantize(source, settings("int8"), tmp_path / "out", second)
-    assert (tmp_path / "out/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("file", ["job.json", "step-00000.safetensors", "hidden-00000.npy"])
-def test_damage_in_what_was_kept_is_told(source: Path, tmp_path: Path, file: str) -> None:
-    def kill(done: int, total: int | None) -> None:
-        if done == 1:
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, settings("gptq"), tmp_path / "out", kill)
-    kept = tmp_path / "out.partial" / file
-    kept.write_bytes(kept.read_bytes()[:-40])
-    with pytest.raises((InvalidParams, BadModelFile), match=file):
-        quantize(source, settings("gptq"), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("to", "more", "message"),
-    [
-        ("int8", {"text": Path("none.txt")}, "text is given"),
-        ("gptq", {"feedback": False}, "no-feedback"),
-        ("gguf:q8_0", {"feedback": False}, "no-feedback"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused(
-    source: Path, tmp_path: Path, to: str, more: dict[str, object], message: str
-) -> None:
-    with pytest.raises(InvalidParams, match=message):
-        quantize(source, settings(to, **more), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_old_names_section_of_the_configuration_is_not_copied(source: Path, tmp_path: Path) -> None:
-    directory = quantize(source, settings("int8"), tmp_path / "codes").directory
-    config = json.loads((directory / "config.json").read_text())
-    config["compression_config"] = config.pop("quantization_config")
-    (directory / "config.json").write_text(json.dumps(config))
-    made = quantize(directory, settings("f16"), tmp_path / "dense").directory
-    assert not [key for key in json.loads((made / "config.json").read_text()) if key.endswith("n_config")]
+@pytest.mark.parametrize("to", ["int8", "f16"])
+def test_values_that_the_scales_cannot_hold_are_refused(tmp_path: Path, to: str) -> None:
+    weights = {name: weight * 1e30 if "down_proj" in name else weight for name, weight in tiny_weights("llama").items()}
+    source = write_directory(tmp_path / "source", tiny_config("llama"), weights)
+    with pytest.raises(UnsupportedModel, match="too large"):
+        quantize(source, settings(to), tmp_path / "out")
 
 
 def test_two_jobs_on_one_directory_are_refused(source: Path, tmp_path: Path) -> None:
