@@ -9,7 +9,7 @@ from dataclasses import replace
 from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
-from quire.weights.json_experts import MAX_EXPERTS, with_latent
+from quire.weights.json_experts import MAX_EXPERTS, check_groups, with_latent
 from quire.weights.json_modern import with_multipliers
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -89,8 +89,8 @@ def read_deepseek(fields: Fields, shapes: Shapes, make_plain: Callable[[Fields],
 def read_deepseek_experts(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ExpertsConfig:
     routing = read_routing(fields, normalize=False)
     num_groups = fields.count("expert_group_count", 1, most=routing.num_experts)
-    if routing.num_experts % num_groups:
-        raise fields.bad(f"{routing.num_experts} experts are not a multiple of {num_groups} groups")
+    group_scores = 2 if routing.scoring == "sigmoid" else 1
+    check_groups(fields, routing.num_experts, num_groups, group_scores)
     top_groups = fields.count("expert_group_used_count", num_groups, most=num_groups)
     if routing.top_k > top_groups * (routing.num_experts // num_groups):
         raise fields.bad(f"{top_groups} groups have fewer than {routing.top_k} experts")
@@ -98,7 +98,7 @@ def read_deepseek_experts(fields: Fields, shapes: Shapes, plain: ModelConfig) ->
         routing,
         num_groups=num_groups,
         top_groups=top_groups,
-        group_scores=2 if routing.scoring == "sigmoid" else 1,
+        group_scores=group_scores,
     )
     experts = read_experts(fields, shapes, plain, routing)
     return replace(

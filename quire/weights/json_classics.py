@@ -48,7 +48,7 @@ def read_gptj(fields: Fields) -> ModelConfig:
     """Biases are on the MLP and on the output matrix. The first dimensions of a head rotate, as neighbours."""
     structure = Structure(norm="layer", norm_bias=True, gated=False, parallel=True, shared_norm=True, head_bias=True)
     config = gpt2_config(fields, "gptj", structure)
-    dim = fields.count("rotary_dim", config.head_dim, least=2, most=config.head_dim)
+    dim = fields.count("rotary_dim", 64, least=2, most=config.head_dim)
     if dim % 2:
         raise fields.bad(f"rotary_dim is {dim}, and must be even")
     tied = fields.flag("tie_word_embeddings", False)
@@ -133,7 +133,7 @@ def read_starcoder2(fields: Fields) -> ModelConfig:
     bias, window = fields.flag("use_bias", True), fields.get("sliding_window")
     structure = Structure(norm="layer", norm_bias=True, gated=False)
     config = classic_config(
-        fields,
+        with_defaults(fields, {"hidden_act": "gelu_pytorch_tanh"}),
         "starcoder2",
         structure,
         size_key="intermediate_size",
@@ -176,6 +176,8 @@ def read_mpt(fields: Fields) -> ModelConfig:
     refuse(attention, "qk_ln", "prefix_lm")
     if not (attention.flag("alibi", True) and fields.flag("no_bias", True)):
         raise fields.unsupported("quire has MPT with alibi and no_bias only.")
+    if "layernorm" not in (norm := fields.text("norm_type", "low_precision_layernorm")):
+        raise fields.unsupported(f"norm_type {norm!r} is not supported; quire has layernorm.")
     if (kind := attention.text("attn_type", "multihead_attention")) != "multihead_attention":
         raise fields.unsupported(f"attn_type {kind!r} is not supported; quire has multihead_attention.")
     names = {

@@ -57,8 +57,10 @@ def read_llama(fields: Fields) -> ModelConfig:
 
 
 def read_mistral(fields: Fields) -> ModelConfig:
+    """A null is no window; a missing key is a window of 4096."""
     config = plain_config(fields, "mistral")
-    window = fields.count("sliding_window") if fields.has("sliding_window") else None
+    has_window = fields.has("sliding_window") or "sliding_window" not in fields.values
+    window = fields.count("sliding_window", 4096) if has_window else None
     by_type = windows_by_type(fields, config.num_layers, window)
     return replace(config, windows=by_type or (window,) * config.num_layers)
 

@@ -5,15 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from quire.weights.fields import Fields
+from quire.weights.json_classics import with_defaults
 from quire.weights.json_modern import with_multipliers
 from quire.weights.json_plain import plain_config, qwen_windows, windows_by_type
 
 MAX_EXPERTS = 4096
 SILU_FACTOR = 1.702  # of gpt-oss's gate
+# What configurations of DeepSeek-V3 mean where they have no such key. A null is not such a case.
+DEEPSEEK_V3_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+DEEPSEEK_V2_DEFAULTS = {"n_shared_experts": 2, "q_lora_rank": 1536}
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -126,22 +139,35 @@ def read_deepseek_routing(fields: Fields, *, is_v3: bool) -> Routing:
     method = fields.text("topk_method", "noaux_tc" if is_v3 else "greedy")
     if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
         raise fields.unsupported(f"topk_method {method!r} is not supported for this family.")
-    num_groups = 1 if method == "greedy" or not fields.has("n_group") else fields.count("n_group")
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if is_v3 else "softmax"
+    if fields.text("scoring_func", scoring) != scoring:
+        raise fields.unsupported(f"scoring_func is {fields.get('scoring_func')!r}; this family has {scoring}.")
+    if not is_v3 and fields.flag("norm_topk_prob", False):
+        raise fields.unsupported("norm_topk_prob is set, which quire does not support for this family.")
+    num_groups = 1 if method == "greedy" else fields.count("n_group")
     num_experts = fields.count("n_routed_experts", most=MAX_EXPERTS)
-    if num_experts % num_groups:
-        raise fields.bad(f"{num_experts} experts are not a multiple of {num_groups} groups")
+    group_scores = 2 if is_v3 else 1
+    check_groups(fields, num_experts, num_groups, group_scores)
     top_groups = fields.count("topk_group", most=num_groups) if num_groups > 1 else 1
     candidates = top_groups * (num_experts // num_groups)
     return Routing(
         num_experts,
         fields.count("num_experts_per_tok", most=candidates),
-        scoring="sigmoid" if is_v3 else "softmax",
+        scoring=scoring,
         normalize=is_v3 and fields.flag("norm_topk_prob", True),
         factor=fields.number("routed_scaling_factor", 1.0),
         num_groups=num_groups,
         top_groups=top_groups,
-        group_scores=2 if is_v3 else 1,
+        group_scores=group_scores,
     )
+
+
+def check_groups(fields: Fields, num_experts: int, num_groups: int, group_scores: int) -> None:
+    """A group's score is the sum of its `group_scores` best."""
+    if num_experts % num_groups:
+        raise fields.bad(f"{num_experts} experts are not a multiple of {num_groups} groups")
+    if num_groups > 1 and num_experts // num_groups < group_scores:
+        raise fields.bad(f"{num_groups} groups of {num_experts} experts have fewer than {group_scores} experts each")
 
 
 def deepseek_layers(fields: Fields, plain: ModelConfig, routing: Routing, *, is_v3: bool) -> ExpertsConfig:
@@ -181,6 +207,9 @@ def check_activation(fields: Fields, plain: ModelConfig) -> None:
 
 
 def read_deepseek_family(fields: Fields, model_type: str) -> ModelConfig:
+    defaults = DEEPSEEK_V3_DEFAULTS if model_type == "deepseek_v3" else DEEPSEEK_V2_DEFAULTS
+    fields = Fields({**defaults, **fields.values}, fields.where)
+
     def plain(head_dim: int) -> ModelConfig:
         given = {key: value for key, value in fields.values.items() if key != "head_dim"}
         return plain_config(Fields(given, fields.where), "deepseek", head_dim=head_dim)
@@ -189,6 +218,7 @@ def read_deepseek_family(fields: Fields, model_type: str) -> ModelConfig:
 
 
 def read_gpt_oss_windows(fields: Fields) -> ModelConfig:
+    fields = with_defaults(fields, {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0})
     config = read_gpt_oss(fields, plain_config(fields, "gpt_oss", head_dim=64))
     window = fields.count("sliding_window", 128)
     by_type = windows_by_type(fields, config.num_layers, window)
@@ -202,12 +232,14 @@ def plain_qwen(fields: Fields, family: str) -> ModelConfig:
 
 
 EXPERT_FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
-    "mixtral": lambda fields: read_mixtral(fields, plain_config(fields, "mixtral")),
+    "mixtral": lambda fields: read_mixtral(
+        fields, plain_config(with_defaults(fields, {"rms_norm_eps": 1e-5, "rope_theta": 1e6}), "mixtral")
+    ),
     "qwen2_moe": lambda fields: read_qwen2_moe(fields, plain_qwen(fields, "qwen2_moe")),
     "qwen3_moe": lambda fields: read_qwen3_moe(fields, plain_qwen(fields, "qwen3_moe")),
     "gpt_oss": read_gpt_oss_windows,
     "deepseek_v2": lambda fields: read_deepseek_family(fields, "deepseek_v2"),
     "deepseek_v3": lambda fields: read_deepseek_family(fields, "deepseek_v3"),
-    "olmoe": lambda fields: read_olmoe(fields, plain_config(fields, "olmoe")),
+    "olmoe": lambda fields: read_olmoe(fields, plain_config(with_defaults(fields, {"rms_norm_eps": 1e-5}), "olmoe")),
     "granitemoe": lambda fields: read_granitemoe(fields, plain_config(fields, "granitemoe")),
 }

@@ -14,11 +14,15 @@ from quire.weights.json_classics import refuse, with_defaults
 from quire.weights.json_plain import Windows, plain_config, windows_by_type
 from quire.weights.rope import new_rope, old_rope, per_layer, rope_from_json
 
+PHI3_ORIGINAL_LENGTH = 4096
+
 
 def read_gemma2(fields: Fields) -> ModelConfig:
     """Every other layer has a window, the first one included."""
     refuse(fields, "use_bidirectional_attention")
-    fields = with_defaults(fields, {"query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True})
+    caps = softcap(fields, "attn_logit_softcapping", 50.0), softcap(fields, "final_logit_softcapping", 30.0)
+    defaults = {"query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+    fields = with_defaults(fields, {**defaults, "hidden_activation": "gelu_pytorch_tanh"})
     bias = fields.flag("attention_bias", False)
     config = plain_config(fields, "gemma2", head_dim=256, activation_key="hidden_activation")
     return replace(
@@ -28,8 +32,8 @@ def read_gemma2(fields: Fields) -> ModelConfig:
         output_bias=bias,
         norm_offset=True,
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=softcap(fields, "attn_logit_softcapping", 50.0),
-        logit_softcap=softcap(fields, "final_logit_softcapping", 30.0),
+        attention_softcap=caps[0],
+        logit_softcap=caps[1],
         structure=Structure(norms="both", embedding_scale=config.hidden_size**0.5),
     )
 
@@ -41,20 +45,20 @@ def softcap(fields: Fields, key: str, default: float) -> float | None:
 
 def read_phi3(fields: Fields) -> ModelConfig:
     """Phi-3 and Phi-4."""
-    config = plain_config(fields, "phi3", read_rope=phi3_rope)
+    config = plain_config(with_defaults(fields, {"rms_norm_eps": 1e-5}), "phi3", read_rope=phi3_rope)
     window = fields.count("sliding_window") if fields.has("sliding_window") else None
     structure = Structure(qkv_groups=1, fused_gate_up=True)
     return replace(config, windows=(window,) * config.num_layers, structure=structure)
 
 
 def phi3_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
-    """Some files give the original length beside `rope_scaling`, and call longrope "su" or "yarn"."""
+    """Some files call longrope "su" or "yarn". The original length is 4096 if no key has it."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     scaling = fields.section(key)
     if scaling is None:
         return rope_from_json(fields, head_dim=head_dim, max_len=max_len)
     values = dict(scaling.values)
-    original = {"original_max_position_embeddings": fields.count("original_max_position_embeddings", max_len)}
+    original = {"original_max_position_embeddings": PHI3_ORIGINAL_LENGTH}
     for name in ("type", "rope_type"):
         if values.get(name) in ("su", "yarn"):
             values[name] = "longrope"
@@ -64,7 +68,7 @@ def phi3_rope(fields: Fields, *, head_dim: int, max_len: int) -> Rope:
 
 def read_glm(fields: Fields) -> ModelConfig:
     """GLM-4 9B of 2024. Half of a head's dimensions rotate, in pairs of neighbours."""
-    fields = with_defaults(fields, {"partial_rotary_factor": 0.5, "attention_bias": True})
+    fields = with_defaults(fields, {"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-07})
     config = plain_config(fields, "glm", head_dim=128)
     return replace(
         config,
@@ -212,7 +216,7 @@ def read_ministral(fields: Fields) -> ModelConfig:
 def read_ministral3(fields: Fields) -> ModelConfig:
     """Queries are scaled by their position from the original length on. quire runs it up to that length."""
     config = read_ministral(with_defaults(fields, {"head_dim": 128, "rms_norm_eps": 1e-5}))
-    rope = fields.section("rope_parameters") or Fields({}, fields.where)
+    rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
     if not rope.get("llama_4_scaling_beta"):
         return config
     return replace(config, max_len=min(config.max_len, rope.count("original_max_position_embeddings", 16_384)))

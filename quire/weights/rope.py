@@ -20,18 +20,22 @@ KINDS = "default, linear, llama3, yarn and longrope"
 
 def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
     """The rope of a model whose layers all have the same one."""
-    parameters = config.section("rope_parameters")
-    if parameters is None:
-        return old_rope(
-            config, "rope_theta", head_dim=head_dim, max_len=max_len, scaling=config.section("rope_scaling")
-        )
+    parameters = config.section("rope_parameters") or config.section("rope_scaling") or Fields({}, config.where)
     if not per_layer(parameters):
-        return new_rope(parameters, head_dim=head_dim, max_len=max_len)
+        return new_rope(with_outer_values(config, parameters), head_dim=head_dim, max_len=max_len)
     sections = [parameters.section(key) for key in parameters.values]
     ropes = {new_rope(each, head_dim=head_dim, max_len=max_len) for each in sections if each is not None}
     if len(ropes) != 1:
         raise config.unsupported(f"rope_parameters has {len(ropes)} different ropes; this family has one.")
     return ropes.pop()
+
+
+def with_outer_values(config: Fields, parameters: Fields) -> Fields:
+    """`parameters`, completed by what the configuration has beside them. The original length beside them comes first."""
+    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor") if config.has(key)}
+    given = {key: value for key, value in parameters.values.items() if value is not None}
+    original = {key: config.get(key) for key in ("original_max_position_embeddings",) if config.has(key)}
+    return Fields({**outer, **given, **original}, parameters.where)
 
 
 def gemma_ropes_from_json(config: Fields, *, head_dim: int, max_len: int) -> tuple[Rope, Rope]:

@@ -164,6 +164,10 @@ def test_wrong_stacks_are_named(tmp_path: Path) -> None:
     [
         ("deepseek_v2", {"topk_method": "learned"}, "topk_method 'learned' is not supported"),
         ("deepseek_v3", {"n_group": 3}, "8 experts are not a multiple of 3 groups"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is set"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; this family has softmax"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group is missing"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 8}, "8 groups of 8 experts have fewer than 2 experts each"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and must be a whole number from 1 to 5"),

@@ -455,7 +455,10 @@ def test_wrong_gguf_numbers_are_named(key):
         ({"model_type": ["llama"]}, "model_type"),
         ({"model_type": "gemma3"}, "text_config is missing"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "30 layers"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 30}, "sliding_window is missing"),
+        (
+            {"model_type": "mistral", "layer_types": ["sliding_attention"] * 30, "sliding_window": None},
+            "sliding_window is missing",
+        ),
     ],
 )
 def test_json_that_cannot_be_right(change, words):

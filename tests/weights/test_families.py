@@ -130,6 +130,7 @@ REFUSED = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm is set"),
     ("phi3", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+    ("mpt", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported"),
 ]
 
 
@@ -138,6 +139,64 @@ def test_what_quire_lacks(directories: Callable[[str], Path], name: str, options
     refused(directories(name))
     with pytest.raises(UnsupportedModel, match=message):
         refused(directories(name), **options)
+
+
+def default_config(model_type: str) -> dict[str, Any]:
+    """What transformers writes of a family whose keys all have their defaults."""
+    from transformers import CONFIG_MAPPING
+
+    config: dict[str, Any] = CONFIG_MAPPING[model_type]().to_dict()
+    return config | {"num_experts_per_tok": 4} if model_type == "deepseek_v2" else config
+
+
+DEFAULTS = [
+    ("deepseek_v2", ["n_shared_experts", "q_lora_rank"]),
+    ("deepseek_v3", ["first_k_dense_replace", "n_group", "n_shared_experts", "q_lora_rank", "routed_scaling_factor"]),
+    ("gemma2", ["attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "sliding_window"]),
+    ("glm4", ["rms_norm_eps"]),
+    ("gpt_oss", ["rms_norm_eps"]),
+    ("gptj", ["rotary_dim"]),
+    ("mistral", ["sliding_window"]),
+    ("mixtral", ["rms_norm_eps", "rope_parameters"]),
+    ("olmoe", ["rms_norm_eps"]),
+    ("phi3", ["rms_norm_eps"]),
+    ("starcoder2", ["hidden_act"]),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys"), DEFAULTS)
+def test_a_missing_key_is_the_default_of_transformers(model_type: str, keys: list[str]) -> None:
+    config = default_config(model_type)
+    for key in keys:
+        left_out = {name: value for name, value in config.items() if name != key}
+        assert config_from_json(left_out) == config_from_json(config), key
+
+
+def test_a_null_is_no_soft_cap_of_gemma2() -> None:
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = config_from_json(default_config("gemma2") | nulls)
+    assert config.attention_softcap is None
+    assert config.logit_softcap is None
+
+
+def test_rope_values_beside_rope_parameters() -> None:
+    """transformers moves them into the section that lacks them."""
+    outer = {"rope_theta": 12345.0, "partial_rotary_factor": 0.5}
+    parameters: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = default_config("glm4")
+    merged = config | {"rope_parameters": parameters | outer}
+    assert config_from_json(config | outer | {"rope_parameters": parameters}).rope == config_from_json(merged).rope
+    length = {"original_max_position_embeddings": 64}
+    rope = config_from_json(merged | length).rope
+    assert rope == config_from_json(config | {"rope_parameters": parameters | outer | length}).rope
+
+
+def test_ministral3_ends_early_with_the_old_form_of_rope_too() -> None:
+    config = default_config("ministral3")
+    assert (
+        config_from_json(config | {"rope_parameters": None, "rope_scaling": config["rope_parameters"]}).max_len
+        == 16_384
+    )
 
 
 def test_longrope_needs_a_number_for_each_frequency(directories: Callable[[str], Path]) -> None:
