@@ -135,8 +135,6 @@ def build_attention(
     ops: Kernels,
     index: int,
     rotary: RotaryTable | None,
-    *,
-    qk_norm: bool,
     **options: Any,
 ) -> Attention | LatentAttention:
     """Layer `index`'s attention, under its usual name. `options` are more arguments of `Attention`."""
@@ -156,7 +154,7 @@ def build_attention(
             bias=config.output_bias,
         )
     norms, is_wide = None, config.structure.qk_norm == "whole"
-    if qk_norm or config.structure.qk_norm is not None:
+    if config.structure.qk_norm is not None:
         norm = partial(build_norm, config, source, ops)
         widths = [heads if is_wide else 1 for heads in (config.num_heads, config.num_kv_heads)]
         q, k = (norm(f"{name}.{each}_norm", width * config.head_dim) for each, width in zip("qk", widths, strict=True))

@@ -27,7 +27,7 @@ class Gemma3Layer:
         name = f"model.layers.{index}"
         norm = partial(build_norm, config, source, ops, size=config.hidden_size)
         self.input_norm = norm(f"{name}.input_layernorm")
-        self.attention = build_attention(config, source, ops, index, rotary, qk_norm=True)
+        self.attention = build_attention(config, source, ops, index, rotary)
         self.post_attention_norm = norm(f"{name}.post_attention_layernorm")
         self.mlp_norm = norm(f"{name}.pre_feedforward_layernorm")
         self.mlp = build_mlp(config, source, ops, index)

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 class LlamaLayer:
     """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(
-        self, config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable, qk_norm: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, source: Source, ops: Kernels, index: int, rotary: RotaryTable) -> None:
         name, size = f"model.layers.{index}", config.hidden_size
         self.input_norm = build_norm(config, source, ops, f"{name}.input_layernorm", size)
-        self.attention = build_attention(config, source, ops, index, rotary, qk_norm=qk_norm)
+        self.attention = build_attention(config, source, ops, index, rotary)
         self.mlp_norm = build_norm(config, source, ops, f"{name}.post_attention_layernorm", size)
         self.mlp = build_mlp(config, source, ops, index)
 
@@ -51,7 +49,7 @@ class LlamaLayer:
 class Llama(Decoder):
     """A Decoder of LlamaLayers."""
 
-    def __init__(self, config: ModelConfig, source: Source, ops: Kernels, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: ModelConfig, source: Source, ops: Kernels) -> None:
         rotary = rotary_table(config.rope, config.max_len, ops.arrays)
-        layers = [LlamaLayer(config, source, ops, index, rotary, qk_norm) for index in range(config.num_layers)]
+        layers = [LlamaLayer(config, source, ops, index, rotary) for index in range(config.num_layers)]
         super().__init__(config, source, ops, layers)

@@ -6,7 +6,6 @@ MiMo, Mistral, Qwen2 and Qwen3 are Llamas. Comments state how a family differs f
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from quire.kernels import Kernels
 from quire.layers.source import Source
@@ -48,9 +47,9 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "starcoder2": Transformer,  # LayerNorms, an MLP without a gate
     "mimo": Llama,  # a Qwen2 with layers for multi-token prediction: `ModelConfig.num_mtp_layers`
     "mixtral": Llama,  # experts
-    "olmoe": partial(Llama, qk_norm=True),  # experts; whole queries and keys are normed
+    "olmoe": Llama,  # experts; whole queries and keys are normed
     "qwen2": Llama,  # Qwen2 and Qwen2.5. Biases on q, k and v: `ModelConfig.attention_bias`
     "qwen2_moe": Llama,  # experts, one of which all tokens have
-    "qwen3_moe": partial(Llama, qk_norm=True),  # experts
-    "qwen3": partial(Llama, qk_norm=True),  # each head of q and k is normed before rotation
+    "qwen3_moe": Llama,  # experts
+    "qwen3": Llama,  # each head of q and k is normed before rotation
 }

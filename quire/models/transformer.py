@@ -155,4 +155,4 @@ def build_wired_attention(
         qkv = fused_parts(Part(f"{name}.qkv_proj", 0, split="rows", **stored), sizes, structure.qkv_groups)
     output = Part(f"{name}.o_proj", config.hidden_size, split="columns", **stored)
     slopes = None if structure.slopes is None else ops.arrays.put(structure.slopes, "float32")
-    return build_attention(config, source, ops, index, rotary, qk_norm=False, slopes=slopes, qkv=qkv, output=output)
+    return build_attention(config, source, ops, index, rotary, slopes=slopes, qkv=qkv, output=output)

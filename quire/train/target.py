@@ -81,11 +81,14 @@ class Target:
         """What a layer stores. x [tokens, hidden_size], its input -> keys and values [tokens, heads, dim]"""
         module: Any = self.model.layers[layer]
         attention = module.attention
-        qkv = self.as_tensor(attention.qkv(module.input_norm(self._as_states(x))))
+        states = self._as_states(x)
+        states = states if module.input_norm is None else module.input_norm(states)
+        qkv = self.as_tensor(attention.qkv(states))
         _, k, v = torch.split(qkv.view(len(x), -1, attention.head_dim), attention.heads, dim=1)
         if attention.qk_norm is not None:
-            norm = attention.qk_norm[1]
-            k = torch.as_tensor(reference.rms_norm(k, self.as_tensor(norm.weight), norm.eps))
+            norm, shape = attention.qk_norm[1], k.shape
+            k = k.flatten(1) if attention.wide_norm else k
+            k = torch.as_tensor(reference.rms_norm(k, self.as_tensor(norm.weight), norm.eps)).view(shape)
         if attention.rotary is not None:
             table = self.as_tensor(attention.rotary.table)
             k, _ = reference.rope(k, k, positions.to(self.device), table, attention.rotary.interleaved)

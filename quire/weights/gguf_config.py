@@ -77,7 +77,8 @@ def read_qwen2(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None)
 
 
 def read_qwen3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None) -> ModelConfig:
-    return plain_config(fields, shapes, "qwen3", divisors)
+    config = plain_config(fields, shapes, "qwen3", divisors)
+    return replace(config, structure=replace(config.structure, qk_norm="head"))
 
 
 def read_gemma3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None) -> ModelConfig:
@@ -92,6 +93,7 @@ def read_gemma3(fields: Fields, shapes: Shapes, divisors: Sequence[float] | None
         attention_scale=(config.hidden_size / config.num_heads) ** -0.5 if large else None,
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logit_softcap=fields.optional_number("final_logit_softcapping"),
+        structure=replace(config.structure, qk_norm="head"),
     )
 
 

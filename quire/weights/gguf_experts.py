@@ -31,7 +31,8 @@ def read_qwen2moe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelCo
 
 
 def read_qwen3moe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:
-    return replace(plain, experts=read_experts(fields, shapes, plain, read_routing(fields, normalize=True)))
+    experts = read_experts(fields, shapes, plain, read_routing(fields, normalize=True))
+    return replace(plain, structure=replace(plain.structure, qk_norm="head"), experts=experts)
 
 
 def read_olmoe(fields: Fields, shapes: Shapes, plain: ModelConfig) -> ModelConfig:

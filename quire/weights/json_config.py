@@ -84,7 +84,8 @@ def read_qwen3(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     config = plain_config(fields, "qwen3", head_dim=128)
     windows = qwen_windows(fields, config.num_layers)
-    return replace(config, windows=windows, attention_bias=bias, output_bias=bias)
+    structure = replace(config.structure, qk_norm="head")
+    return replace(config, windows=windows, attention_bias=bias, output_bias=bias, structure=structure)
 
 
 def read_gemma3(fields: Fields) -> ModelConfig:
@@ -104,6 +105,7 @@ def read_gemma3(fields: Fields) -> ModelConfig:
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logit_softcap=fields.optional_number("final_logit_softcapping"),
+        structure=replace(config.structure, qk_norm="head"),
     )
 
 

@@ -53,7 +53,8 @@ def read_qwen2_moe(fields: Fields, plain: ModelConfig) -> ModelConfig:
 
 def read_qwen3_moe(fields: Fields, plain: ModelConfig) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
-    return replace(plain, attention_bias=bias, output_bias=bias, experts=sparse_layers(fields, plain))
+    structure, experts = replace(plain.structure, qk_norm="head"), sparse_layers(fields, plain)
+    return replace(plain, attention_bias=bias, output_bias=bias, structure=structure, experts=experts)
 
 
 def read_olmoe(fields: Fields, plain: ModelConfig) -> ModelConfig:

@@ -31,7 +31,7 @@ def rope_from_json(config: Fields, *, head_dim: int, max_len: int) -> Rope:
 
 
 def with_outer_values(config: Fields, parameters: Fields) -> Fields:
-    """`parameters`, completed by what the configuration has beside them. The original length beside them comes first."""
+    """`parameters`, completed by what the configuration has beside them. Its original length comes first."""
     outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor") if config.has(key)}
     given = {key: value for key, value in parameters.values.items() if value is not None}
     original = {key: config.get(key) for key in ("original_max_position_embeddings",) if config.has(key)}

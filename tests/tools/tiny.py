@@ -54,10 +54,10 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, family="mistral", windows=(12,) * 3),
     "qwen2": replace(LLAMA, family="qwen2", attention_bias=True),
-    "qwen3": replace(LLAMA, family="qwen3"),
+    "qwen3": replace(LLAMA, family="qwen3", structure=Structure(qk_norm="head")),
     "gemma3": replace(
         LLAMA, family="gemma3", windows=(9, 9, None), local_rope=Rope(8, 1000.0), activation="gelu_tanh",
-        tie_embeddings=True,
+        tie_embeddings=True, structure=Structure(qk_norm="head"),
     ),
     "bloom": replace(
         CLASSIC, family="bloom", structure=replace(

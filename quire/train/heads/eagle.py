@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.errors import UnsupportedModel
+from quire.layers import mlp as layers
 from quire.layers.rotary import plain_frequencies
 from quire.train.features import Batch, Inputs
 from quire.train.heads.head import GatedMLP, Norm, attend, linear, rotate, spread_layers, state_scale
@@ -71,6 +73,10 @@ class EagleModule(nn.Module):
     def __init__(self, target: Target, depth: int, generator: torch.Generator, text: Sequence[int]) -> None:
         """`text` is any text of the target's, to see how large its states are."""
         super().__init__()
+        if target.config.latent is not None:
+            raise UnsupportedModel(
+                "An EAGLE head has the heads of its target, and this one has latents instead. Train a Medusa head."
+            )
         config, size = target.config, target.hidden_size
         self.depth = depth
         self.inputs = Inputs(spread_layers(target, TAP_SHARES))
@@ -125,6 +131,8 @@ def copy_layer(target: Target, to: EagleLayer, scale: float) -> None:
     The residual stream is that of the target, divided by `scale`: states of any model then learn at one rate."""
     layer: Any = target.model.layers[-1]
     attention, size = layer.attention, target.hidden_size
+    if layer.input_norm is None:
+        return
     qkv = target.as_tensor(attention.qkv.weight.dense()).float().cpu()
     q, k, v = torch.split(qkv, [heads * attention.head_dim for heads in attention.heads])
     to.hidden_norm.weight.copy_(target.as_tensor(layer.input_norm.weight).float())
@@ -134,7 +142,7 @@ def copy_layer(target: Target, to: EagleLayer, scale: float) -> None:
     if attention.qk_norm is None and rotary is not None and rotary.table.shape[1] == attention.head_dim:
         to.self_attn.q_proj.weight[:, size:] = split_pairs(q, attention.head_dim) if rotary.interleaved else q
         to.self_attn.k_proj.weight[:, size:] = split_pairs(k, attention.head_dim) if rotary.interleaved else k
-    if target.config.activation == "silu":
+    if isinstance(layer.mlp, layers.GatedMLP) and layer.mlp.activation == "silu" and layer.mlp_norm is not None:
         gate, up = target.as_tensor(layer.mlp.gate_up.weight.dense()).float().cpu().chunk(2)
         to.mlp.gate_proj.weight.copy_(gate)
         to.mlp.up_proj.weight.copy_(up)
