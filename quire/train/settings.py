@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.errors import BadModelFile, InvalidParams
+from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.models.config import ModelConfig
 
 KINDS = ("block", "eagle", "medusa", "exit")
@@ -123,6 +123,7 @@ def choose(settings: Settings, scale: Scale, model: ModelConfig) -> Settings:
             f"The model has {model.num_layers} layers, and a head of kind {settings.kind} needs {least}. Train a head "
             "of kind medusa."
         )
+    check_architecture(settings.kind, model)
     return replace(
         settings,
         tokens=settings.tokens or scale.tokens,
@@ -131,6 +132,20 @@ def choose(settings: Settings, scale: Scale, model: ModelConfig) -> Settings:
         layers=(settings.layers or scale.layers) if settings.kind == "block" else None,
         vocabulary=min(settings.vocabulary, model.vocab_size),
     )
+
+
+def check_architecture(kind: str, model: ModelConfig) -> None:
+    """Before any answer is generated, which takes the most time."""
+    if kind in ("block", "eagle") and model.latent is not None:
+        raise UnsupportedModel(
+            f"A head of kind {kind} has the attention heads of its target, and this model has latents instead. Train a "
+            "head of kind medusa."
+        )
+    if model.structure.head_bias:
+        raise UnsupportedModel(
+            "This model's output matrix has a bias, and heads copy rows of that matrix. Speculate with 'ngram' or a "
+            "draft model."
+        )
 
 
 def save(settings: Settings, engine: dict[str, Any], path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.errors import UnsupportedModel
 from quire.layers import mlp as layers
 from quire.layers.rotary import plain_frequencies
 from quire.train.features import Batch, Inputs
@@ -73,10 +72,6 @@ class EagleModule(nn.Module):
     def __init__(self, target: Target, depth: int, generator: torch.Generator, text: Sequence[int]) -> None:
         """`text` is any text of the target's, to see how large its states are."""
         super().__init__()
-        if target.config.latent is not None:
-            raise UnsupportedModel(
-                "An EAGLE head has the heads of its target, and this one has latents instead. Train a Medusa head."
-            )
         config, size = target.config, target.hidden_size
         self.depth = depth
         self.inputs = Inputs(spread_layers(target, TAP_SHARES))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.cpu.native import multiplies_floats
 from quire.kernels.routing import ExpertWeights, Routing
 from quire.quant.dense import Dense
 from tests.tools.native import (
@@ -88,6 +89,16 @@ def test_dense_experts(tokens: int, activation: Any, name: str) -> None:
     close(ops.experts(x, routes, packed, shared, gate), reference.experts(x, routes, dense, shared, gate))
 
 
+@each_isa
+def test_float8_experts(name: str) -> None:
+    """Products with float8 read floats, and nothing is rounded to int8."""
+    packed, dense = make_experts(("fp8-g128", "fp8-g128"), 5, 256, 256, name, 2)
+    for tokens in (1, 9, 40):
+        routes = reference.route(draw(tokens, 5), None, Routing(5, 2))
+        x = draw(tokens, 256, seed=6)
+        close(ops_of(name).experts(x, routes, packed), reference.experts(x, routes, dense))
+
+
 def expected_of_rounded(x: Tensor, routes: tuple[Tensor, Tensor], weights: ExpertWeights) -> Tensor:
     """The reference, in float64, on activations that are rounded to int8 before each product."""
     ids, factors = routes
@@ -119,7 +130,10 @@ def test_quantized_experts(format: str, name: str) -> None:
 
 
 @each_isa
-@pytest.mark.parametrize("formats", [("q4_k", "q6_k"), ("q8_0", "bf16"), ("f16", "q4_1"), ("f32", "f32")])
+@pytest.mark.parametrize(
+    "formats",
+    [("q4_k", "q6_k"), ("q8_0", "bf16"), ("f16", "q4_1"), ("f32", "f32"), ("fp8-g128", "q8_0"), ("q8_0", "fp8-g128")],
+)
 def test_bits_do_not_depend_on_batch_and_threads(formats: tuple[str, str], name: str) -> None:
     """Experts that no token has chosen, and one that all have."""
     routing = Routing(9, 3)
@@ -140,7 +154,7 @@ def test_bits_do_not_depend_on_batch_and_threads(formats: tuple[str, str], name:
 
 
 @each_isa
-@pytest.mark.parametrize("format", [*DENSE, "q8_0", "q4_k"])
+@pytest.mark.parametrize("format", [*DENSE, "fp8-g128", "q8_0", "q4_k"])
 @pytest.mark.parametrize("rest", [0, 16])
 def test_head_linear(format: str, rest: int, name: str) -> None:
     heads, cols, out = 3, 256, 48
@@ -148,7 +162,11 @@ def test_head_linear(format: str, rest: int, name: str) -> None:
     dense = Dense(weight.dense().clone())
     for tokens in (1, 6, 50):
         x = draw(tokens, heads, cols + rest)
-        given = x if format in DENSE else torch.cat((rounded_activations(x[..., :cols]).float(), x[..., cols:]), -1)
+        given = (
+            x
+            if multiplies_floats(format)
+            else torch.cat((rounded_activations(x[..., :cols]).float(), x[..., cols:]), -1)
+        )
         found = ops_of(name).head_linear(x, weight)
         close(found, reference.head_linear(given, dense))
         assert torch.equal(ops_of(name, 5).head_linear(x[:1], weight), found[:1])
