@@ -104,6 +104,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "models",
         "layers.attention",
+        "layers.mlp",
         "layers.rotary",
         "weights",
         "speculative",
