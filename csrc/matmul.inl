@@ -7,6 +7,8 @@
 // of panels is first unpacked into a thread's scratch and then multiplied with all tiles.
 #pragma once
 
+#include <utility>
+
 #include "kernels.h"
 #include "scratch.h"
 #include "simd.h"
@@ -24,13 +26,16 @@ struct Number {
   static constexpr int v = value;
 };
 
-// Calls f(Number<0>()), ..., f(Number<n - 1>()): an unrolled loop with a constant index.
-template <int n, int at = 0, class F>
+// Calls f(Number<0>()), ..., f(Number<n - 1>()): an unrolled loop with a constant index. One expression is compiled faster
+// than a recursion over the indices.
+template <int... at, class F>
+QUIRE_INLINE void unroll_over(std::integer_sequence<int, at...>, F f) {
+  (f(Number<at>()), ...);
+}
+
+template <int n, class F>
 QUIRE_INLINE void unroll(F f) {
-  if constexpr (at < n) {
-    f(Number<at>());
-    unroll<n, at + 1>(f);
-  }
+  unroll_over(std::make_integer_sequence<int, n>(), f);
 }
 
 // R rows at equal distances. Only every third row has a pointer, so that all pointers stay in registers.
@@ -190,8 +195,17 @@ QUIRE_INLINE i32 kept(i32 quad) {
 namespace quire {
 namespace QUIRE_ISA {
 
-// A panel in a thread's scratch, with one byte for each code and float32 scales.
+// Formats that are alike once they are unpacked share the products with unpacked panels: a tile's operations depend on
+// the parts of a block, on whether there are minima, on the width of codes and, without minima, on their shift.
+template <Scales scales>
+constexpr Scales kUnpackedScales = kParts<scales> == 2   ? Scales::SUPER_D16
+                                   : kHasMinimum<scales> ? Scales::DM
+                                                         : Scales::D;
 template <Codes codes, Scales scales>
+constexpr Codes kUnpackedCodes = kWide<codes> ? Codes::U8 : kHasMinimum<scales> ? Codes::U4 : codes;
+
+// A panel in a thread's scratch, with one byte for each code and float32 scales.
+template <Scales scales>
 struct UnpackedPanel {
   uint8_t* codes_at;   // [blocks][8][64]; with i8mm in the order of store_pair
   float* scales_at;    // [blocks][parts][16]
@@ -211,29 +225,29 @@ struct UnpackedPanel {
   f32 minimum(int64_t block) const { return load(minima_at + block * 16); }
   template <int num_panels>
   void prefetch(int64_t) const {}
-
-  void fill(const Panels& weight, int64_t panel, Ahead ahead) const {
-    auto packed = PackedPanel<codes, scales>::of(weight, panel, ahead);
-    for (int64_t block = 0; block < weight.blocks(); block++) {
-      const int64_t from = block * packed.step;
-      packed.template prefetch<4>(block);
-#ifdef __ARM_FEATURE_MATMUL_INT8
-      unroll<4>([&](auto pair) {
-        store_pair<pair.v>(codes_at + block * 512, kept<codes, scales>(packed.template quad_of<2 * pair.v>(from)),
-                           kept<codes, scales>(packed.template quad_of<2 * pair.v + 1>(from)));
-      });
-#else
-      unroll<8>([&](auto j) {
-        store_bytes(codes_at + block * 512 + 64 * j.v, kept<codes, scales>(packed.template quad_of<j.v>(from)));
-      });
-#endif
-      unroll<kParts<scales>>([&](auto part) {
-        store(scales_at + (block * kParts<scales> + part.v) * 16, packed.scale(block, part.v));
-      });
-      if constexpr (kHasMinimum<scales>) store(minima_at + block * 16, packed.minimum(block));
-    }
-  }
 };
+
+template <Codes codes, Scales scales>
+static void unpack_panel(const PackedPanel<codes, scales>& from, const UnpackedPanel<kUnpackedScales<scales>>& to) {
+  for (int64_t block = 0; block < from.blocks; block++) {
+    const int64_t at = block * from.step;
+    from.template prefetch<4>(block);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    unroll<4>([&](auto pair) {
+      store_pair<pair.v>(to.codes_at + block * 512, kept<codes, scales>(from.template quad_of<2 * pair.v>(at)),
+                         kept<codes, scales>(from.template quad_of<2 * pair.v + 1>(at)));
+    });
+#else
+    unroll<8>([&](auto j) {
+      store_bytes(to.codes_at + block * 512 + 64 * j.v, kept<codes, scales>(from.template quad_of<j.v>(at)));
+    });
+#endif
+    unroll<kParts<scales>>([&](auto part) {
+      store(to.scales_at + (block * kParts<scales> + part.v) * 16, from.scale(block, part.v));
+    });
+    if constexpr (kHasMinimum<scales>) store(to.minima_at + block * 16, from.minimum(block));
+  }
+}
 
 constexpr int64_t unpacked_bytes(int64_t blocks) { return blocks * (512 + 128 + 64); }
 
@@ -363,12 +377,10 @@ struct Multiplier {
                    int64_t out_stride);
 };
 
-template <Codes codes, Scales scales>
-struct QuantizedMultiplier {
-  using Packed = PackedPanel<codes, scales>;
-  using Unpacked = UnpackedPanel<codes, scales>;
-
-  template <int R, int P, class Panel>
+// Tiles of one format times up to four panels, packed or unpacked.
+template <Codes codes, Scales scales, class Panel>
+struct TileMultiplier {
+  template <int R, int P>
   static void pass(const Panel* panels, int count, int64_t blocks, const uint8_t* x, float* out, int64_t out_stride) {
     if constexpr (P == 4) {
       if (count < 4) return pass<R, 2>(panels, count, blocks, x, out, out_stride);
@@ -377,9 +389,8 @@ struct QuantizedMultiplier {
       multiply<codes, scales, R, P>(panels + p, blocks, x, out + p * kLanes, out_stride);
   }
 
-  template <class Panel>
-  static void tile(const Panel* panels, int count, int64_t blocks, const void* x, int64_t size, float* out,
-                   int64_t out_stride) {
+  static void run(const Panel* panels, int count, int64_t blocks, const void* x, int64_t size, float* out,
+                  int64_t out_stride) {
     const uint8_t* records = static_cast<const uint8_t*>(x);
 #ifdef __AMX_INT8__
     if constexpr (!Panel::packed) {
@@ -401,25 +412,39 @@ struct QuantizedMultiplier {
       pass<rows.v, panels_at_once(rows.v)>(panels, count, blocks, records, out, out_stride);
     });
   }
+};
+
+// `codes` and `scales` are those of unpacked panels.
+template <Codes codes, Scales scales>
+static void multiply_unpacked(const MatmulCall& call, const Group& group, uint8_t* memory, const void* x, int64_t size,
+                              float* out, int64_t out_stride) {
+  using Unpacked = UnpackedPanel<scales>;
+  const int64_t blocks = call.weight.blocks();
+  Unpacked panels[4];
+  for (int p = 0; p < group.count; p++) panels[p] = Unpacked::at(memory + p * unpacked_bytes(blocks), blocks);
+  TileMultiplier<codes, scales, Unpacked>::run(panels, group.count, blocks, x, size, out, out_stride);
+}
+
+template <Codes codes, Scales scales>
+struct QuantizedMultiplier {
+  using Packed = PackedPanel<codes, scales>;
+
   static void packed(const MatmulCall& call, const Group& group, const void* x, int64_t size, float* out,
                      int64_t out_stride) {
     Packed panels[4];
     for (int p = 0; p < group.count; p++) panels[p] = Packed::of(call.weight, group.panels[p], group.ahead[p]);
-    tile(panels, group.count, call.weight.blocks(), x, size, out, out_stride);
+    TileMultiplier<codes, scales, Packed>::run(panels, group.count, call.weight.blocks(), x, size, out, out_stride);
   }
   static void unpack(const MatmulCall& call, const Group& group, uint8_t* memory) {
     const int64_t blocks = call.weight.blocks();
-    for (int p = 0; p < group.count; p++)
-      Unpacked::at(memory + p * unpacked_bytes(blocks), blocks).fill(call.weight, group.panels[p], group.ahead[p]);
+    for (int p = 0; p < group.count; p++) {
+      unpack_panel(Packed::of(call.weight, group.panels[p], group.ahead[p]),
+                   UnpackedPanel<kUnpackedScales<scales>>::at(memory + p * unpacked_bytes(blocks), blocks));
+    }
   }
-  static void unpacked(const MatmulCall& call, const Group& group, uint8_t* memory, const void* x, int64_t size,
-                       float* out, int64_t out_stride) {
-    const int64_t blocks = call.weight.blocks();
-    Unpacked panels[4];
-    for (int p = 0; p < group.count; p++) panels[p] = Unpacked::at(memory + p * unpacked_bytes(blocks), blocks);
-    tile(panels, group.count, blocks, x, size, out, out_stride);
+  static Multiplier make() {
+    return {packed, unpack, multiply_unpacked<kUnpackedCodes<codes, scales>, kUnpackedScales<scales>>};
   }
-  static Multiplier make() { return {packed, unpack, unpacked}; }
 };
 
 template <Codes codes>
