@@ -284,7 +284,7 @@ static void join(const AttentionCall& call, Worker& worker) {
 
 // Writes `out` for every token, except for those whose contexts several workers share. Returns true if there are any:
 // then join_attention must be called when all workers are done. All workers return the same.
-static bool attention(const AttentionCall& call, Worker& worker) {
+bool attention(const AttentionCall& call, Worker& worker) {
   switch (call.cache.shape.type) {
     case CacheType::F32: return attend<F32Item>(call, worker);
     case CacheType::BF16: return attend<BF16Item>(call, worker);
@@ -293,7 +293,7 @@ static bool attention(const AttentionCall& call, Worker& worker) {
   return attend<INT8Item>(call, worker);
 }
 
-static void join_attention(const AttentionCall& call, Worker& worker) {
+void join_attention(const AttentionCall& call, Worker& worker) {
   switch (call.cache.shape.type) {
     case CacheType::F32: return join<F32Item>(call, worker);
     case CacheType::BF16: return join<BF16Item>(call, worker);

@@ -1,9 +1,11 @@
-# One translation unit for each instruction set: isa_<name>.cpp, compiled with its own flags. Code that runs on every
-# machine is compiled with QUIRE_HAS_<NAME>. It calls the others after a check of the CPU.
+# The translation units of each instruction set: isa_<name>_<part>.cpp, which include isa_<part>.inl and are compiled
+# with the set's flags. Parts are compiled side by side, so the longest come first. Code that runs on every machine is
+# compiled with QUIRE_HAS_<NAME>. It calls the others after a check of the CPU.
 include(CheckCXXSourceCompiles)
+set(ISA_PARTS gguf groups attention unpacked table)
 
 # A wheel has all instruction sets. A build in the checkout has those that this machine reports, and the most common
-# one: each takes half a minute to compile.
+# one: each takes 10 to 30 seconds to compile.
 if(IN_TREE)
   set(DEFAULT_ISAS native)
 else()
@@ -31,25 +33,23 @@ function(add_isa name flag header probe)
     message(STATUS "The compiler does not know ${name}: built without it")
     return()
   endif()
-  set(source "${CMAKE_CURRENT_SOURCE_DIR}/isa_${name}.cpp")
-  set(options ${ARGN} -DQUIRE_ISA=${name} -Wno-unused-function -Wno-uninitialized)
+  set(options ${ARGN} -Wno-unused-function -Wno-uninitialized)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     list(APPEND options -Wno-maybe-uninitialized)  # a false positive in GCC 12's intrinsics
   endif()
-  set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
-  list(APPEND ISA_SOURCES "${source}")
+  foreach(part ${ISA_PARTS})
+    set(source "${CMAKE_CURRENT_BINARY_DIR}/isa_${name}_${part}.cpp")
+    file(CONFIGURE OUTPUT "${source}" CONTENT
+         "#define QUIRE_ISA ${name}\n#define QUIRE_ISA_NAME \"${name}\"\n#include \"isa_${part}.inl\"\n")
+    set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
+    list(APPEND ISA_SOURCES "${source}")
+  endforeach()
   list(APPEND ISA_DEFINITIONS QUIRE_HAS_${NAME})
   set(ISA_SOURCES ${ISA_SOURCES} PARENT_SCOPE)
   set(ISA_DEFINITIONS ${ISA_DEFINITIONS} PARENT_SCOPE)
 endfunction()
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(${X86})$")
-  add_isa(avx2 "" immintrin.h
-          "_mm256_fmadd_ps(_mm256_cvtph_ps(_mm_setzero_si128()), _mm256_setzero_ps(), _mm256_setzero_ps())"
-          -mavx2 -mfma -mf16c)
-  add_isa(avxvnni avx_vnni immintrin.h
-          "_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256())"
-          -mavx2 -mfma -mf16c -mavxvnni)
   set(AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c)
   add_isa(avx512 avx512_vnni immintrin.h
           "_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512())"
@@ -57,6 +57,12 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(${X86})$")
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # kernels.cpp requests the tiles from the Linux kernel
     add_isa(amx amx_int8 immintrin.h "_tile_zero(0); _tile_dpbusd(0, 1, 2)" ${AVX512} -mamx-tile -mamx-int8)
   endif()
+  add_isa(avx2 "" immintrin.h
+          "_mm256_fmadd_ps(_mm256_cvtph_ps(_mm_setzero_si128()), _mm256_setzero_ps(), _mm256_setzero_ps())"
+          -mavx2 -mfma -mf16c)
+  add_isa(avxvnni avx_vnni immintrin.h
+          "_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256())"
+          -mavx2 -mfma -mf16c -mavxvnni)
 else()
   add_isa(neon "" arm_neon.h "vfmaq_f32(vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0))" -march=armv8-a)
   add_isa(dotprod asimddp arm_neon.h "vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(0), vdupq_n_s8(0))" -march=armv8.2-a+dotprod)

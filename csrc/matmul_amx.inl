@@ -1,7 +1,7 @@
-// Products of 16 rows at a time with AMX tiles. matmul.inl includes this file. Without AMX it is empty.
+// Products of 16 rows at a time with AMX tiles. panel_products.inl includes this file. Without AMX it is empty.
 //
 // A tile product computes the exact sums of one block for 16 rows and 16 outputs. Vectors then scale them by the same
-// operations, in the same order, as in matmul.inl. So the bits of a row do not depend on the code path.
+// operations, in the same order, as in panel_products.inl. So the bits of a row do not depend on the code path.
 #pragma once
 
 #ifdef __AMX_INT8__

@@ -1,5 +1,5 @@
-// Products with float8 panels: floats are multiplied with floats, and the sums of a group are scaled. And the formats
-// whose scales are in groups. matmul.inl includes this file.
+// Products with float8 panels: floats are multiplied with floats, and the sums of a group are scaled. matmul.inl
+// includes this file.
 #pragma once
 
 #include "kernels.h"
@@ -59,21 +59,6 @@ struct Float8Multiplier {
   }
   static Multiplier make() { return {packed, nullptr, nullptr}; }
 };
-
-static Multiplier find_grouped(const Format& format) {
-  if (format.scales == Scales::HALVES) return QuantizedMultiplier<Codes::T4, Scales::HALVES>::make();
-  if (format.scales == Scales::GROUP) {
-    if (format.codes == Codes::U4) return QuantizedMultiplier<Codes::U4, Scales::GROUP>::make();
-    if (format.codes == Codes::T4) return QuantizedMultiplier<Codes::T4, Scales::GROUP>::make();
-    return QuantizedMultiplier<Codes::U8, Scales::GROUP>::make();
-  }
-  switch (format.codes) {
-    case Codes::U2: return QuantizedMultiplier<Codes::U2, Scales::GROUP_Z>::make();
-    case Codes::U3: return QuantizedMultiplier<Codes::U3, Scales::GROUP_Z>::make();
-    case Codes::U4: return QuantizedMultiplier<Codes::U4, Scales::GROUP_Z>::make();
-    default: return QuantizedMultiplier<Codes::U8, Scales::GROUP_Z>::make();
-  }
-}
 
 }  // namespace QUIRE_ISA
 }  // namespace quire

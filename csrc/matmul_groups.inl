@@ -1,5 +1,5 @@
 // The scales of formats that quantization packages write: float32, one for a group of blocks or for half a block.
-// matmul.inl includes this file.
+// panel_products.inl includes this file.
 #pragma once
 
 #include "kernels.h"

@@ -1,7 +1,7 @@
 // Products of two or four rows at a time with SMMLA, which multiplies two rows with two outputs over 8 values of K.
-// matmul.inl includes this file. Without i8mm it is empty.
+// panel_products.inl includes this file. Without i8mm it is empty.
 //
-// The sums of a block are exact. Vectors then scale them by the same operations, in the same order, as in matmul.inl.
+// The sums of a block are exact. Vectors then scale them by the same operations, in the same order, as in panel_products.inl.
 // So the bits of a row do not depend on the code path.
 #pragma once
 

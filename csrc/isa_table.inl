@@ -1,4 +1,4 @@
-// The functions of one instruction set, in the order of KernelTable. Each isa_*.cpp includes only this file.
+// The functions of one instruction set, in the order of KernelTable, and all that no other isa_*.inl compiles.
 #pragma once
 
 #include "kernels.h"
@@ -8,14 +8,17 @@
 
 #include "matmul.inl"
 
-#include "attention.inl"
 #include "elementwise.inl"
 #include "experts.inl"
+#include "kv_store.inl"
 #include "logits.inl"
 #include "sample.inl"
 
 namespace quire {
 namespace QUIRE_ISA {
+
+bool attention(const AttentionCall& call, Worker& worker);       // isa_attention.inl
+void join_attention(const AttentionCall& call, Worker& worker);
 
 const KernelTable& kernels() {
   static const KernelTable table = {QUIRE_ISA_NAME, kRowGrain, matmul,   quantize,  norm,          rope,

@@ -1,2 +1,0 @@
-#define QUIRE_ISA_NAME "amx"
-#include "kernel_table.inl"

@@ -1,0 +1,4 @@
+// Attention, which isa_table.inl lists.
+#pragma once
+
+#include "attention.inl"

@@ -1,2 +1,0 @@
-#define QUIRE_ISA_NAME "avx512"
-#include "kernel_table.inl"

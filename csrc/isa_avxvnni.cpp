@@ -1,2 +1,0 @@
-#define QUIRE_ISA_NAME "avxvnni"
-#include "kernel_table.inl"

@@ -1,2 +1,0 @@
-#define QUIRE_ISA_NAME "dotprod"
-#include "kernel_table.inl"
