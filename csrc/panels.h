@@ -1,5 +1,5 @@
 // The memory layout of a matrix. It consists of panels of 16 outputs: a vector holds the same column of 16 rows, and
-// each row is summed in its own lane. pack.cpp writes this layout, and matmul.inl reads it.
+// each row is summed in its own lane. pack.cpp writes this layout, and panel_products.inl reads it.
 //
 // A panel is its codes for all of K and then, aligned to 64 bytes, its scales. Quantized codes are in blocks of 32
 // values of K. "Quad j" is the four values 4j to 4j + 3 of K. Lane n of a vector holds a quad of output n:
