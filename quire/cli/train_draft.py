@@ -83,8 +83,9 @@ def import_torch() -> None:
     from quire.kernels import isa
 
     isa.prepare()
-    if not is_installed("torch"):
-        raise InvalidParams(f"Training needs torch, and torch is not installed. {INSTALL_TORCH}")
+    for package in ("torch", "safetensors"):
+        if not is_installed(package):
+            raise InvalidParams(f"Training needs {package}, and {package} is not installed. {INSTALL_TORCH}")
 
 
 def show(document: dict[str, Any]) -> None:

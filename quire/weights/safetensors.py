@@ -1,28 +1,30 @@
 """SafetensorsFiles: the tensors of a directory, in one `model.safetensors` or in the shards of an index.
 
-The safetensors library checks each file. Tensors are read as numpy arrays from the offsets in its header, because the
-library has no numpy type for bfloat16. Each read maps its tensor only. Names are those in the files.
+`read_header` checks a file: its tensors fill it without holes and do not overlap. Tensors are read as numpy arrays from
+the offsets in the header. Each read maps its tensor only. Names are those in the files.
 `safetensors_checkpoint.py` calls this.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from io import SEEK_END
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from quire.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from quire.weights.fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_VALUES = 2**48
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Types that numpy lacks are read as unsigned integers of the same size.
 NUMPY_TYPES = {
@@ -115,20 +117,58 @@ def shard_path(directory: Path, shard: object) -> Path:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The file's tensors. The library has checked that their offsets are inside the file and do not overlap."""
+    """The file's tensors."""
     try:
-        with safe_open(path, framework="numpy"):
-            pass
         with path.open("rb") as file:
+            num_bytes = file.seek(0, SEEK_END)
+            file.seek(0)
             size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(size))
-    except (SafetensorError, OSError, ValueError) as error:
+            if num_bytes < 8 or size > min(MAX_HEADER_BYTES, num_bytes - 8):
+                raise ValueError(f"its header would be {size} bytes long, and the file has {num_bytes}")
+            header = json.loads(file.read(size), object_pairs_hook=without_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        header.pop("__metadata__", None)
+        tensors = {name: read_entry(path, name, entry, 8 + size) for name, entry in header.items()}
+        check_offsets(tensors, 8 + size, num_bytes)
+    except (OSError, ValueError, RecursionError) as error:
         raise unusable(path, error) from None
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(path, tuple(entry["shape"]), entry["dtype"], 8 + size + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
+    return {name: tensor for name, (tensor, _) in tensors.items()}
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name occurs twice in its header")
+    return values
+
+
+def read_entry(path: Path, name: str, entry: Any, data_at: int) -> tuple[StoredTensor, int]:
+    """A tensor, and where it ends in the file."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
+            pass
+        case _:
+            raise ValueError(f"the header's entry of {name!r} lacks a dtype, a shape or two data_offsets")
+    if any(type(value) is not int or value < 0 for value in (*shape, begin, end)) or begin > end:
+        raise ValueError(f"the shape or the offsets of {name!r} are no sizes")
+    if prod(max(dim, 1) for dim in shape) > MAX_VALUES:
+        raise ValueError(f"the shape of {name!r}, {shape}, is too large")
+    tensor = StoredTensor(path, tuple(shape), dtype, data_at + begin)
+    if dtype in NUMPY_TYPES and tensor.nbytes != end - begin:
+        raise ValueError(f"{name!r} has {end - begin} bytes instead of the {tensor.nbytes} of its shape {shape}")
+    return tensor, data_at + end
+
+
+def check_offsets(tensors: Mapping[str, tuple[StoredTensor, int]], begin: int, num_bytes: int) -> None:
+    """Every byte behind the header belongs to one tensor."""
+    at = begin
+    for offset, end, name in sorted((tensor.offset, end, name) for name, (tensor, end) in tensors.items()):
+        if offset != at:
+            raise ValueError(f"{name!r} begins at byte {offset}, and the tensor before it ends at {at}")
+        at = end
+    if at != num_bytes:
+        raise ValueError(f"its tensors end at byte {at}, and the file has {num_bytes}")
 
 
 def unusable(path: Path, error: Exception) -> BadModelFile:
