@@ -1,4 +1,4 @@
-// Attention, which isa_table.inl lists.
+// Attention. Instruction sets with the same vectors share it.
 #pragma once
 
 #include "attention.inl"

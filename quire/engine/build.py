@@ -31,11 +31,8 @@ from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.batching import choose_batching
 from quire.engine.cache import CacheTensors, lay_out, shape_blocks
 from quire.engine.costs import time_copies
-from quire.engine.draft_model import DraftModel
-from quire.engine.eagle import EagleProposer
 from quire.engine.engine import Engine, EngineInfo
 from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
-from quire.engine.heads import RequestFeatures
 from quire.engine.memory import (
     GRAPH_BYTES,
     WEIGHTS_REMEDY,
@@ -47,26 +44,20 @@ from quire.engine.memory import (
     size_swap,
 )
 from quire.engine.runner import ModelRunner, Runner, StepListener
-from quire.engine.self_speculation import build_split, load_exit
 from quire.engine.speculation import (
     build_controller,
-    build_heads,
-    count_drafter_bytes,
-    find_tap_layers,
-    head_specs,
     load_draft_model,
-    load_heads,
-    needs_features,
+    names_exit,
+    names_heads,
     speculates,
 )
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
-from quire.kernels.cpu.split import SplitModel
 from quire.kernels.paging import LayerCache
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.speculative.proposer import ModelProposer
 from quire.weights.config import read_config
-from quire.weights.eagle import LoadedEagle
 from quire.weights.loader import (
     LoadedModel,
     build_model,
@@ -79,7 +70,11 @@ from quire.weights.loader import (
 )
 
 if TYPE_CHECKING:
+    from quire.engine.draft_heads import DraftHeads
     from quire.engine.precompile import Precompilation
+    from quire.engine.self_speculation import Exit
+    from quire.kernels.cpu.split import SplitModel
+    from quire.weights.eagle import LoadedEagle
 
 
 def build_engine(
@@ -103,10 +98,19 @@ def build_engine(
     max_requests = choose_max_requests(config, device)
     step_tokens = choose_step_tokens(config.max_tokens_per_step, max_requests, ops)
     draft = load_draft_model(config, loaded, path, ops, dtype)
-    heads = load_heads(config, loaded, path, ops, dtype)
-    found_exit = load_exit(config, loaded, ops)
+    heads: DraftHeads | None = None
+    if names_heads(config):
+        from quire.engine.draft_heads import DraftHeads
+
+        heads = DraftHeads(config, loaded, path, ops, dtype, max_requests)
+    found_exit: Exit | None = None
+    if names_exit(config):
+        from quire.engine.self_speculation import load_exit
+
+        found_exit = load_exit(config, loaded, ops)
     num_layers = len(loaded.model.cache_specs())
-    specs = loaded.model.cache_specs() + head_specs(heads) + (draft.model.cache_specs() if draft else [])
+    head_specs = heads.specs if heads else []
+    specs = loaded.model.cache_specs() + head_specs + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
     if precompilation is not None:
         if ops.fused is None:
@@ -117,7 +121,7 @@ def build_engine(
     if libraries is not None:
         profile_run = ProfileRun(loaded.model, ops, layout, step_tokens, max_requests, model.max_len, config.block_size)
         step_bytes = profile_run.measure(libraries)
-        kept_bytes = count_drafter_bytes(heads, loaded.model, step_tokens, ITEM_BYTES[dtype])
+        kept_bytes = heads.count_bytes(step_tokens, ITEM_BYTES[dtype]) if heads else 0
     budget = find_memory_budget(device, step_bytes, kept_bytes)
     size = size_cache(
         block_bytes=layout.block_bytes,
@@ -145,19 +149,19 @@ def build_engine(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
-        num_target_and_heads = num_layers + len(head_specs(heads))
+        num_target_and_heads = num_layers + len(head_specs)
         layers, head_layers = cache.layers[:num_layers], cache.layers[num_layers:num_target_and_heads]
         draft_layers = cache.layers[num_target_and_heads:]
         cache.layers = layers
-        taps = find_tap_layers(heads) if ops.native is not None else ()  # a GPU's runner keeps them itself
+        taps = heads.taps if heads and ops.native is not None else ()  # a GPU's runner keeps them itself
         split_model: SplitModel | None = None
         if found_exit is not None and ops.native is not None:
+            from quire.kernels.cpu.split import SplitModel
+
             split_model = SplitModel(loaded.model, layers, ops.native, step_tokens, found_exit.layer, taps)
         decoder: Any = split_model or ops.record(loaded.model, layers, step_tokens, taps)
-        features = RequestFeatures(max_requests)
-        listeners: list[StepListener] = [features] if needs_features(heads) else []
-        eagles = [head for head in heads.values() if isinstance(head, LoadedEagle)]
-        drafter = (eagles[0], head_layers[0]) if eagles and ops.fused is not None else None
+        listeners: list[StepListener] = [*heads.listeners] if heads else []
+        drafter = heads.gpu_drafter(head_layers) if heads and ops.fused is not None else None
         runner = build_runner(
             decoder, cache, ops, shape, model, dtype, step_bytes + GRAPH_BYTES, listeners,
             speculates=speculates(config, ops), drafter=drafter,
@@ -178,10 +182,14 @@ def build_engine(
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )
-    models = build_heads(heads, loaded.model, layers, head_layers, features, scheduler, ops, size.max_len, max_requests)
-    if isinstance(runner, ModelRunner):
-        runner.listeners += [model for model in models if isinstance(model, EagleProposer)]
+    models: list[ModelProposer] = []
+    if heads is not None:
+        models, eagles = heads.build(layers, head_layers, scheduler, size.max_len)
+        if isinstance(runner, ModelRunner):
+            runner.listeners += eagles
     if draft is not None:
+        from quire.engine.draft_model import DraftModel
+
         recorded = ops.record(draft.model, draft_layers, step_tokens)
         buffers = BatchBuffers(shape)
         models.append(
@@ -190,6 +198,8 @@ def build_engine(
             )
         )  # fmt: skip
     if found_exit is not None and split_model is not None and isinstance(runner, ModelRunner):
+        from quire.engine.self_speculation import build_split
+
         buffers = BatchBuffers(shape)
         runner.split, self_draft = build_split(
             found_exit, loaded.model, split_model, buffers, ops, max_requests, scheduler.reserve

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.core.drafts import ROOT
 from quire.core.plan import Plan, Sampled, TokenLogprobs
@@ -18,10 +18,12 @@ from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.sampler import LogprobsArrays, Sampler, SamplerOutput, to_candidates, to_token_logprobs
-from quire.engine.split_steps import SplitSteps, without_rows
 from quire.kernels import Kernels
 from quire.kernels.arrays import Array, Arrays
 from quire.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from quire.engine.split_steps import SplitSteps
 
 LOGPROBS_CHUNK = 64  # prompt positions whose logits are in memory at the same time
 
@@ -260,6 +262,14 @@ def has_prompt_logprobs(plan: Plan, row: int) -> bool:
     """Whether a row computes tokens of a prompt whose log probabilities are requested."""
     request = plan.requests[row]
     return request.params.prompt_logprobs is not None and plan.starts[row] < request.num_prompt - 1
+
+
+def without_rows(samples: Samples, rows: Collection[int]) -> Samples:
+    """The samples of the other rows."""
+    kept = [nth for nth, row in enumerate(samples.rows) if row not in rows]
+    names = ("requests", "rows", "indices", "lengths", "nodes", "entries")
+    columns = {name: getattr(samples, name) for name in names}
+    return Samples(**{name: [column[nth] for nth in kept] for name, column in columns.items()}, drafts=samples.drafts)
 
 
 def select_samples(hidden: Array, samples: Samples, arrays: Arrays) -> Array:

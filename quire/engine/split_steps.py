@@ -6,14 +6,13 @@ exit. A token's bits do not depend on the other tokens of a pass, so they are th
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.plan import Plan
-from quire.engine.batch import Batch, Samples
+from quire.engine.batch import Batch
 from quire.engine.early_exit import EarlyExit, can_wait
 from quire.engine.kept_states import KeptStates
 from quire.engine.sampler import Sampler
@@ -118,11 +117,3 @@ class SplitSteps:
             self.kept.begin(plan.requests[row], plan.starts[row])
             for index in range(query_starts[row], query_starts[row + 1]):
                 self.kept.add(plan.requests[row], tokens[index], states[index])
-
-
-def without_rows(samples: Samples, rows: Collection[int]) -> Samples:
-    """The samples of the other rows."""
-    kept = [nth for nth, row in enumerate(samples.rows) if row not in rows]
-    names = ("requests", "rows", "indices", "lengths", "nodes", "entries")
-    columns = {name: getattr(samples, name) for name in names}
-    return Samples(**{name: [column[nth] for nth in kept] for name, column in columns.items()}, drafts=samples.drafts)

@@ -15,9 +15,8 @@ from quire.weights.fields import Fields, read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_config import config_from_gguf
 from quire.weights.gguf_families import with_longrope
-from quire.weights.json_config import config_from_json
 
-__all__ = ["config_from_gguf", "config_from_json", "read_config", "read_directory_config", "read_gguf_config"]
+__all__ = ["config_from_gguf", "read_config", "read_directory_config", "read_gguf_config"]
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -30,6 +29,8 @@ def read_config(path: Path) -> ModelConfig:
 
 def read_directory_config(directory: Path) -> ModelConfig:
     """`config.json`, with the end-of-sequence tokens and sampling parameters of `generation_config.json`, if any."""
+    from quire.weights.json_config import config_from_json  # a GGUF file starts without it
+
     generation = directory / "generation_config.json"
     return config_from_json(
         read_json(directory / "config.json"),

@@ -24,8 +24,6 @@ from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import is_draft_layer, may_stay_unread
-from quire.weights.safetensors import SafetensorsFiles
-from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from quire.weights.survey import Survey, check
 
 if TYPE_CHECKING:
@@ -146,7 +144,9 @@ def shorten(config: ModelConfig, max_len: int | None, path: Path) -> ModelConfig
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ModelConfig, Checkpoint]]:
     if path.is_dir():
-        from quire.weights.schemes.read import read_scheme  # a GGUF file starts without the schemes
+        from quire.weights.safetensors import SafetensorsFiles  # a GGUF file starts without these
+        from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
+        from quire.weights.schemes.read import read_scheme
 
         config = read_directory_config(path)
         scheme = read_scheme(read_json(path / "config.json"), str(path / "config.json"))

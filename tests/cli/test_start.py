@@ -38,6 +38,22 @@ def test_commands_without_a_model_load_nothing_heavy(arguments):
     assert run(*arguments) == "loaded:\n"
 
 
+# What an answer of a plain model needs nothing of.
+DEFERRED = (
+    "torch", "jinja2", "rich", "fastapi", "pydantic", "llguidance", "asyncio", "safetensors", "huggingface_hub", "tqdm",
+    "quire.engine.draft_heads", "quire.engine.draft_model", "quire.engine.eagle", "quire.engine.early_exit",
+    "quire.engine.self_speculation", "quire.engine.split_steps", "quire.kernels.cpu.split", "quire.quantize",
+    "quire.train", "quire.weights.heads", "quire.weights.json_config", "quire.weights.mtp",
+    "quire.weights.safetensors_checkpoint", "quire.weights.schemes",
+)  # fmt: skip
+
+
+def test_an_answer_loads_only_what_it_needs(tmp_path):
+    model = str(tiny_text_gguf(tmp_path / "model.gguf"))
+    options = ("-p", "hello", "--max-tokens", "3", "--kernels", "native")
+    assert run("generate", model, *options, heavy=DEFERRED).splitlines()[-1] == "loaded:"
+
+
 def test_the_check_sees_what_is_loaded():
     assert run("models", heavy=("torch", "argparse", "json")) == "loaded: argparse json\n"
 

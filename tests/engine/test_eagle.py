@@ -21,10 +21,10 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.engine.build import build_engine as build
+from quire.engine.draft_heads import LoadedHead
 from quire.engine.eagle import EagleProposer
 from quire.engine.recorded_eagle import EagleRow, RecordedEagle
 from quire.engine.sampling_state import signed
-from quire.engine.speculation import LoadedHead
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.kernels import select_torch
 from quire.kernels.paging import LayerCache, Paging

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine.speculation import check_gpu_head, count_drafter_bytes
+from quire.engine.draft_heads import check_gpu_head, count_drafter_bytes
 from quire.errors import UnsupportedModel
 from quire.models.eagle import EagleConfig
 from quire.weights.eagle import LoadedEagle

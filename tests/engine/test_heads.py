@@ -19,11 +19,12 @@ from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.build import build_engine as build
+from quire.engine.draft_heads import LOADERS, LoadedHead
 from quire.engine.draft_vocabulary import MAX_OWN, OwnTokens
 from quire.engine.engine import Engine
 from quire.engine.heads import HeadProposer
 from quire.engine.sampling_state import signed
-from quire.engine.speculation import LoadedHead
+from quire.engine.speculation import HEAD_KINDS
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound
 from quire.kernels.gumbel import gumbel
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
@@ -54,6 +55,10 @@ def make_head(kind: str, family: str, directory: Path, seed: int = 0) -> tuple[d
     config = medusa_config(target)
     tensors = medusa_tensors(config, target.config, 50 if kind == "trimmed medusa" else None, seed)
     return {"medusa": load_medusa(write_head(directory, config, tensors), target, OPS)}, tensors
+
+
+def test_a_kind_that_imports_the_heads_has_a_loader() -> None:
+    assert tuple(LOADERS) == HEAD_KINDS
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.engine import precompile as parent
 from quire.engine.build import build_engine
 from quire.kernels.cuda.launch.precompile import Model, share
-from quire.weights.config import config_from_json
+from quire.weights.json_config import config_from_json
 
 pytestmark = pytest.mark.cpu
 

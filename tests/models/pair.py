@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import select_torch
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS
-from quire.weights.config import config_from_json
+from quire.weights.json_config import config_from_json
 from tests.tools.paged import PagedCache
 from tests.tools.state_dict_source import StateDictSource
 

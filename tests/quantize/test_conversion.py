@@ -14,7 +14,8 @@ from quire.quantize.gguf_metadata import rope_tensors, scores_of, sizes_of
 from quire.quantize.hf_config import made_config, rope_fields
 from quire.quantize.outputs import Rows, split_shards
 from quire.text.tokenizers.tokenizer import load_tokenizer
-from quire.weights.config import config_from_gguf, config_from_json, read_config
+from quire.weights.config import config_from_gguf, read_config
+from quire.weights.json_config import config_from_json
 from tests.tools.tiny_models import FAMILIES, gguf_architecture, tiny_config, tiny_gguf, tiny_text_gguf
 
 pytestmark = pytest.mark.cpu

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from quire.engine.draft_heads import LoadedHead, build_heads, find_tap_layers, head_specs
 from quire.engine.eagle import EagleProposer
 from quire.engine.engine import Engine
 from quire.engine.heads import RequestFeatures
-from quire.engine.speculation import LoadedHead, build_heads, find_tap_layers, head_specs
 from quire.kernels import Kernels
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder

@@ -8,7 +8,8 @@ import pytest
 
 from quire.errors import BadModelFile, UnsupportedModel
 from quire.models.config import Rope, RopeScaling
-from quire.weights.config import config_from_gguf, config_from_json
+from quire.weights.config import config_from_gguf
+from quire.weights.json_config import config_from_json
 
 pytestmark = pytest.mark.cpu
 

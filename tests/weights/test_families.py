@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
-from quire.weights.config import config_from_gguf, config_from_json, read_config
+from quire.weights.config import config_from_gguf, read_config
 from quire.weights.family_names import HUGGING_FACE, canonical_name, file_name
 from quire.weights.json_classics import alibi_slopes
+from quire.weights.json_config import config_from_json
 from quire.weights.loader import load_model, opened
 from tests.tools.family_cases import CASES, save
 
