@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MAX_MB = 155  # of what `pip install quire` installs, the model not included; numpy takes 72
+MAX_MB = 150  # of what `pip install quire` installs, the model not included; numpy takes 72
 
 pytestmark = [
     pytest.mark.model,

@@ -1,4 +1,5 @@
-"""The CPU path without torch: every module of it is imported and used where `import torch` fails.
+"""The CPU path without torch: every module of it is imported and used where `import torch` fails, and with it what only
+its extra installs.
 
 A folder with a `torch.py` that raises stands in front of the real one, for this process's children too.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +23,8 @@ NEEDS_TORCH = {
     "engine.profile_run", "engine.torch_runner", "kernels.cpu.ops", "kernels.philox", "kernels.reference",
     "kernels.reference_experts", "kernels.reference_latent", "kernels.reference_sampling", "kernels.torch_arrays",
     "quant.code_blocks", "quant.dense", "quant.gguf_blocks", "quant.unpack",
-    "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle", "train.heads.exit",
-    "train.heads.head", "train.heads.medusa", "train.loop", "train.run", "train.target", "train.vocabulary",
+    "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle", "train.heads.exit",
+    "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run", "train.target", "train.vocabulary",
     "weights.dense_source",
     "weights.random_tensors",
 }  # fmt: skip
@@ -51,8 +53,8 @@ with LLM(max_len=512, kv_memory=0.5, swap_memory=0.1) as llm:
 
 @pytest.fixture
 def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvloop is an extra too."""
-    for name in ("torch", "uvloop"):
+    """uvloop is an extra too, and safetensors is in that of torch."""
+    for name in ("torch", "safetensors", "uvloop"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
@@ -73,7 +75,7 @@ def test_modules_of_the_cpu_path_load_no_torch(no_torch) -> None:
 @pytest.mark.parametrize("name", sorted(NEEDS_TORCH))
 def test_the_others_do(no_torch, name: str) -> None:
     done = run("-c", f"import quire.{name}")
-    assert "No module named 'torch'" in done.stderr
+    assert re.search("No module named '(torch|safetensors)'", done.stderr), done.stderr
 
 
 @pytest.mark.model
