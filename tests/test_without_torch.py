@@ -23,9 +23,9 @@ NEEDS_TORCH = {
     "engine.profile_run", "engine.torch_runner", "kernels.cpu.ops", "kernels.philox", "kernels.reference",
     "kernels.reference_experts", "kernels.reference_latent", "kernels.reference_sampling", "kernels.torch_arrays",
     "quant.code_blocks", "quant.dense", "quant.gguf_blocks", "quant.unpack",
-    "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle", "train.heads.exit",
-    "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run", "train.target", "train.vocabulary",
-    "weights.dense_source",
+    "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle",
+    "train.heads.exit", "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run", "train.target",
+    "train.vocabulary", "weights.dense_source",
     "weights.random_tensors",
 }  # fmt: skip
 
