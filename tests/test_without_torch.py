@@ -24,8 +24,8 @@ NEEDS_TORCH = {
     "kernels.reference_experts", "kernels.reference_latent", "kernels.reference_sampling", "kernels.torch_arrays",
     "quant.code_blocks", "quant.dense", "quant.gguf_blocks", "quant.unpack",
     "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle",
-    "train.heads.exit", "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run", "train.target",
-    "train.vocabulary", "weights.dense_source",
+    "train.heads.exit", "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run",
+    "train.target", "train.vocabulary", "weights.dense_source",
     "weights.random_tensors",
 }  # fmt: skip
 
