@@ -70,6 +70,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._is_pipelined = is_pipelined
         self._has_gap = False  # before the next step that is observed
+        self._is_disturbed = False  # the host did other work during that step
         self._drafting = drafting
         self._on_device: dict[str, int] = {}  # drafts that the device has made behind the last step, by request
         self._propose_s = 0.0  # of the step being planned
@@ -165,9 +166,14 @@ class Controller:
             self._records[running[row].id].pause = 0  # they are asked again when the tokens are known
         return True
 
+    def ignore_duration(self) -> None:
+        """The step that is observed next was held up by work for later steps: its duration says nothing."""
+        self._is_disturbed = True
+
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Learn from a step that has ended. Called after its commit."""
         end_s = self._clock()
+        is_disturbed, self._is_disturbed = self._is_disturbed, False
         has_gap, self._has_gap = self._has_gap, False
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         for row, drafts in plan.drafts.items():
@@ -176,9 +182,10 @@ class Controller:
         num_rows, was_drafted = len(plan), bool(self._on_device)
         self._learn_unused(plan)
         self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
-        if plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
-            return  # prompts, or rows that skipped layers
         propose_s, self._propose_s = self._propose_s, 0.0
+        asked_s, self._asked_s = self._asked_s, 0.0
+        if is_disturbed or plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
+            return  # work for later steps, prompts, or rows that skipped layers
         has_gap = has_gap or was_drafted  # the device was busy with drafts that were not verified
         if num_drafts or not has_gap:
             self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
@@ -186,7 +193,6 @@ class Controller:
         if step_s is None:
             return
         num_accepted = sum(map(len, sampled.accepted.values()))
-        asked_s, self._asked_s = self._asked_s, 0.0
         if not num_drafts and has_gap:
             self._gap_s += GAP_WEIGHT * (min(max(0.0, seconds - propose_s - step_s), step_s) - self._gap_s)
         elif not num_drafts:
