@@ -241,7 +241,7 @@ class Engine:
         if plan is None:
             return False
         if self.controller is not None:
-            self.controller.plan_drafting(plan, self.scheduler.reserve)
+            self.controller.plan_drafting(plan, self.scheduler.reserve_all)
         if self.before_run is not None:
             self.before_run(plan)
         try:

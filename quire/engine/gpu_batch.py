@@ -267,28 +267,38 @@ class GpuBuffers(BatchBuffers):
         self.sample_lengths.upload(size)
 
     def _upload_drafts(self, plan: Plan, samples: Samples, num_rows: int) -> None:
-        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1. All rows are listed,
-        padded to `num_rows`, if the device drafts behind the step."""
+        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1. They are padded to
+        `num_rows` if the device drafts behind the step."""
         if not plan.drafts and not plan.drafted:
             return
-        count = 0
+        count = num_tokens = 0
+        lists_all = self._lists_all_rows(plan)
         for nth, (row, node) in enumerate(zip(samples.rows, samples.nodes, strict=True)):
             drafts = plan.drafts.get(row)
-            if node != ROOT or (drafts is None and not plan.drafted):
+            if node != ROOT or (drafts is None and not lists_all):
                 continue
             num_drafts = 0 if drafts is None else len(drafts)
             capacity = plan.requests[row].capacity
-            self.draft_rows.host[count] = row, nth, samples.indices[nth], num_drafts, capacity
+            self.draft_rows.host[count] = row, nth, samples.indices[nth], num_drafts, capacity, num_tokens
             if drafts is not None:
                 parents = drafts.parents
                 of_nodes = range(num_drafts) if parents is None else [parent + 1 for parent in parents]
                 self.parents.host[nth + 1 : nth + 1 + num_drafts] = of_nodes
             count += 1
+            num_tokens += 1 + num_drafts
         if plan.drafted:
             self.draft_rows.host[count:num_rows] = PADDING_ROW
             count = num_rows
         self.draft_rows.upload(count)
         self.parents.upload(len(samples))
+
+    def _lists_all_rows(self, plan: Plan) -> bool:
+        return bool(plan.drafted) or (self.has_drafter and plan.counts == plan.yields)
+
+    def listed_rows(self, plan: Plan) -> Tensor:
+        """The rows of a step of drafts as `accept_drafts` takes them: those that have some, or all, if there is a
+        drafter and no prompt."""
+        return self.draft_rows.view(len(plan) if self._lists_all_rows(plan) else len(plan.drafts))
 
     def fill_padding(self, size: int, rows: int) -> None:
         """A step that consists of padding, for warmup and capture."""

@@ -115,9 +115,9 @@ class Controller:
             return None
         return self.times.plain_s(len(running))
 
-    def plan_drafting(self, plan: Plan, reserve: Callable[[Request, int], int]) -> None:
+    def plan_drafting(self, plan: Plan, reserve: Callable[[Sequence[tuple[Request, int]]], object]) -> None:
         """Set `Plan.drafted`: how many drafts the device makes behind this step. `reserve` allocates blocks for them
-        (`Scheduler.reserve`)."""
+        (`Scheduler.reserve_all`)."""
         drafting, num_rows = self._drafting, len(plan)
         if drafting is None or plan.counts != plan.yields:
             return
@@ -127,16 +127,17 @@ class Controller:
         rows = [row for row, request in enumerate(plan.requests) if may_be_drafted(request)]
         rates = []
         for row in rows:
-            record = self._records.setdefault(plan.requests[row].id, Record())
-            rate = record.asked.setdefault(drafting.name, Asked()).rate
+            record = self._record_of(plan.requests[row])
+            if (asked := record.asked.get(drafting.name)) is None:
+                asked = record.asked[drafting.name] = Asked()
+            rate = asked.rate
             shift = record.shifts.get(drafting.name, 0.0)
             rates.append(min(rate, *self.calibration.chances(drafting.name, [rate], shift)))
         most = min(drafting.max_depth * len(rows), self._max_tokens - num_rows)
         if rows and (depth := drafting.choose_depth(rates, num_rows, self.times.ratios(num_rows, max(0, most)))):
-            for row in rows:
-                request = plan.requests[row]
-                reserve(request, max(0, min(depth, request.max_len - request.num_planned - 1)))
-                plan.drafted[row] = depth
+            requests = [plan.requests[row] for row in rows]
+            reserve([(each, max(0, min(depth, each.max_len - each.num_planned - 1))) for each in requests])
+            plan.drafted.update(dict.fromkeys(rows, depth))
 
     def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
         """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
@@ -313,10 +314,13 @@ class Controller:
         """The most drafts of a request in one step."""
         return min(self._max_drafts, request.max_len - len(request.tokens) - 1)
 
-    def _pauses(self, request: Request) -> bool:
+    def _record_of(self, request: Request) -> Record:
         if (record := self._records.get(request.id)) is None:
             record = self._records[request.id] = Record()
-        return record.pauses(is_forced(request))
+        return record
+
+    def _pauses(self, request: Request) -> bool:
+        return self._record_of(request).pauses(is_forced(request))
 
     def _ask(self, requests: Sequence[Request]) -> tuple[list[Drafts | None], float]:
         """For each request the best of the proposers' drafts, with those that its grammar forces. And the seconds that
@@ -405,8 +409,12 @@ class Controller:
         """Each draft whose parent was right is one more observation."""
         record = self._records.get(request.id)
         right = {ROOT, *path}
-        self.drafted.update(map(drafts.source_of, range(len(drafts))))
-        self.accepted.update(map(drafts.source_of, path))
+        if drafts.sources is None:
+            self.drafted[drafts.source] += len(drafts)
+            self.accepted[drafts.source] += len(path)
+        else:
+            self.drafted.update(drafts.sources)
+            self.accepted.update(drafts.sources[node] for node in path)
         if record is None:
             return
         levels: dict[tuple[str, int], bool] = {}  # by model and parent: whether one of its drafts was right

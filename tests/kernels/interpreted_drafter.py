@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,19 +34,24 @@ from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
 from tests.tools.eagle import eagle_config, eagle_tensors
 from tests.tools.heads import write_head
-from tests.tools.oracle import run
+from tests.tools.oracle import Oracle, make_tree, run
 from tests.tools.paged import PagedCache
 
 CONFIG = replace(simulated_gpu.LLAMA, num_layers=4, windows=(None,) * 4)
 DEPTH = 3
-MAX_TOKENS = 10
+MAX_TOKENS = 12
 
 
-class Always(Drafting):
-    """Behind each step that may have drafts."""
+@dataclass
+class Scripted(Drafting):
+    """Behind each step that may have drafts, or with pauses."""
+
+    pauses: bool = False
+    num_calls: int = 0
 
     def choose_depth(self, rates: Sequence[float], num_rows: int, ratios: Sequence[float]) -> int:
-        return DEPTH
+        self.num_calls += 1
+        return 0 if self.pauses and self.num_calls % 3 else DEPTH
 
 
 def make_requests() -> list[Request]:
@@ -137,18 +142,27 @@ def check_drafts(engine: Engine, reference: Reference) -> list[int]:
 
 def check(directory: Path, *, exact: bool) -> None:
     expected = run(build(directory, exact=exact, drafting=None), make_requests())
-    for captured in (True,) if exact else (True, False):
-        engine = build(directory, exact=exact, drafting=Always("eagle", DEPTH), captured=captured, prefix_cache=False)
-        # Without a graph for drafts nothing is drafted behind them. Then the head lacks keys, and drafts are others.
-        compared = check_drafts(engine, Reference(directory)) if captured else []
-        got = run(engine, make_requests())
+    wanted = {name: answer if exact else (answer[0], []) for name, answer in expected.items()}
+    for drafting, captured, trees in (
+        (Scripted("eagle", DEPTH), exact, False),
+        (Scripted("eagle", DEPTH, pauses=True), True, True),
+    ):
+        engine = build(directory, exact=exact, drafting=drafting, captured=captured, prefix_cache=False)
+        # Without a graph for drafts nothing is drafted behind them. No key is missing then, nor after a pause.
+        compared = check_drafts(engine, Reference(directory))
         assert engine.controller is not None
-        for name, answer in expected.items():
-            assert (got[name] if exact else got[name][0]) == (answer if exact else answer[0]), (captured, name)
-        drafted = engine.controller.drafted["eagle"]
-        assert (len(compared) > 10) == captured
-        assert drafted > 0
+        if trees:
+            engine.controller.proposers.append(Oracle(expected, make_tree, CONFIG.vocab_size))
+        got = run(engine, make_requests())
+        assert {name: answer if exact else (answer[0], []) for name, answer in got.items()} == wanted
+        assert trees or engine.controller.drafted["eagle"] > 0
+        assert len(compared) > 5
+        assert not trees or engine.controller.accepted["oracle"] > 0
         assert engine.scheduler.kv.pool.num_free == 200
+    engine = build(directory, exact=exact, drafting=Scripted("eagle", DEPTH, pauses=True), captured=True, num_blocks=14)
+    got = run(engine, make_requests())
+    assert {name: answer if exact else (answer[0], []) for name, answer in got.items()} == wanted
+    assert engine.scheduler.counters.preemptions
 
 
 if __name__ == "__main__":
