@@ -24,6 +24,9 @@ from quire.engine.gpu_drafter import GpuDrafter
 from quire.engine.gpu_graphs import Key
 from quire.engine.gpu_runner import GpuRunner
 from quire.kernels import Kernels, select_torch
+from quire.kernels.cuda.attention.split_kv import PADDING_ROW
+from quire.kernels.cuda.drafting import Kept, Places, fill_drafts, keep_states, place_drafts
+from quire.kernels.cuda.sampling.accept import MAX_NODES
 from quire.kernels.paging import Paging
 from quire.kernels.taps import Taps
 from quire.models.decoder import Decoder
@@ -165,8 +168,82 @@ def check(directory: Path, *, exact: bool) -> None:
     assert engine.scheduler.counters.preemptions
 
 
+def check_keep() -> None:
+    """Rows of a step of 4, 1 and 3 tokens, of which a side branch, the only one and the first are right; and after them
+    a step of single tokens. The tokens are 10, 11, ..., their slots 100, 101, ..."""
+    count, width = 8, 5000  # more than the columns of one program
+    rows = torch.tensor([[2, 0, 0, 3, 99, 0], [0, 4, 4, 0, 99, 4], [1, 5, 5, 2, 99, 5]], dtype=torch.int32)
+    num_accepted, paths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, MAX_NODES, dtype=torch.int32)
+    paths[2, :2], paths[1, 0] = torch.tensor([0, 2], dtype=torch.int32), 1
+    entries = torch.tensor([3, 3, 3, 3, 1, 2, 2, 2], dtype=torch.int32)
+    last_tokens = torch.tensor([0, 70, 71, 72])
+    states = torch.randn(count, width)
+    step = {
+        "num_accepted": num_accepted, "paths": paths, "tokens": torch.arange(10, 18),
+        "positions": torch.tensor([40, 41, 42, 41, 7, 20, 21, 21]), "slots": torch.arange(100, 108), "entries": entries,
+        "last_tokens": last_tokens, "states": states,
+    }  # fmt: skip
+    kept = Kept.allocate(20, width, torch.float32, torch.device("cpu"))
+    kept.slots[:] = 55  # what is not right must be marked
+    keep_states(kept, 2, rows, 3, 3, **step)
+    assert kept.slots[2:10].tolist() == [100, 101, 102, -1, 104, 105, 106, -1]
+    right = {2: (0, 11, 40), 3: (1, 13, 41), 4: (3, 72, 42), 6: (4, 70, 7), 7: (5, 17, 20), 8: (7, 71, 21)}
+    for index, (source, following, position) in right.items():
+        assert torch.equal(kept.states[index], states[source]), index
+        assert (int(kept.tokens[index]), int(kept.positions[index])) == (following, position), index
+    keep_states(kept, 10, None, 3, 0, **step)
+    assert kept.slots.tolist() == [55, 55, 100, 101, 102, -1, 104, 105, 106, -1, 100, 101, 102, *[55] * 7]
+    assert kept.tokens[10:13].tolist() == [72, 72, 72]
+    assert kept.positions[10:13].tolist() == [40, 41, 42]
+    assert torch.equal(kept.states[10:13], states[:3])
+
+
+def check_places() -> None:
+    """A row of 20 computed tokens, three of which are right drafts, with blocks for 26; one without a draft that is
+    right; a padding row. Blocks have 8 tokens."""
+    rows = torch.tensor([[1, 0, 0, 3, 26, 0], [0, 4, 4, 1, 40, 4], [-1] * 6], dtype=torch.int32)
+    num_accepted = torch.tensor([0, 3], dtype=torch.int32)
+    starts, seq_lens = torch.tensor([4, 6, 10], dtype=torch.int32), torch.tensor([11, 20], dtype=torch.int32)
+    table = torch.tensor([[3, 1, 9, 9], [5, 4, 2, 6]], dtype=torch.int32)
+    entries = torch.tensor([7, 7, 7, 7, 8, 8], dtype=torch.int32)
+    places = Places.allocate(3, 8, 2, torch.device("cpu"))
+    places.slots[:] = 77
+    place_drafts(rows, num_accepted, starts, seq_lens, entries, table, 8, 15, places)
+    assert places.indices.tolist() == [3, 4, 0]
+    assert places.entries.tolist() == [7, 8, 15]
+    for nth in range(8):
+        first, second = 20 + nth, 10 + nth  # positions of the tokens after the first draft
+        assert places.positions[nth].tolist() == [min(first, 25), second, 0]
+        block = [5, 4, 2, 6][min(first, 25) // 8]
+        of_second = [3, 1, 9, 9][second // 8]
+        assert places.slots[nth].tolist() == [
+            block * 8 + first % 8 if first < 26 else -1, of_second * 8 + second % 8, -1,
+        ]  # fmt: skip
+        assert places.lengths[nth].tolist() == [min(first, 25) + 1, second + 1, 0]
+        spans = [[] for _ in range(3)]
+        for row, begin, end, *_ in places.splits[nth].tolist():
+            if row != PADDING_ROW:
+                spans[row].append((begin, end))
+        for span, length in zip(spans, places.lengths[nth].tolist(), strict=True):
+            assert [token for begin, end in span for token in range(begin, end)] == list(range(length))
+
+
+def check_fill() -> None:
+    tokens, drafts = torch.arange(9), torch.arange(100, 130).view(3, 10)
+    starts, entries = torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([2, 5, 6], dtype=torch.int32)
+    fill_drafts(tokens, starts, entries, drafts, 3)
+    assert tokens.tolist() == [0, 102, 112, 3, 4, 106, 116, 126, 8]
+    entries[:] = -1
+    tokens = torch.arange(9)
+    fill_drafts(tokens, starts, entries, drafts, 3)
+    assert tokens.tolist() == list(range(9))
+
+
 if __name__ == "__main__":
     simulated_gpu.install()
+    check_keep()
+    check_places()
+    check_fill()
     with TemporaryDirectory() as folder:
         model = simulated_gpu.build_model(CONFIG, select_torch("cpu"))
         config = eagle_config("eagle3", Target(model, CONFIG))

@@ -137,7 +137,7 @@ def check_accept(seed: int) -> None:
         first, count = len(tokens), 0 if drafts is None else len(drafts)
         if drafts is not None:
             plan.drafts[row] = drafts
-            draft_rows.append((row, first, first, count, 0))
+            draft_rows.append((row, first, first, count, 0, 0))
         sampled = [rng.randrange(3) for _ in range(count + 1)]
         tokens += sampled
         max_logits += [rng.choice([1.0] * 12 + [float("nan"), float("-inf")]) for _ in sampled]
