@@ -178,6 +178,7 @@ class Engine:
         self._sample_next()
         if self.controller is not None and self.runner.depth > 1:
             self._prepare_drafts(self.controller)
+            self.controller.learn()
 
     def _prepare_drafts(self, controller: Controller) -> None:
         """Decide whether drafts are worth an idle device. If it is idle, launch before the updates are delivered.

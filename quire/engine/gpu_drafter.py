@@ -27,6 +27,7 @@ from quire.kernels import Kernels
 from quire.kernels.cuda.attention import split_kv
 from quire.kernels.cuda.attention.dispatch import Work
 from quire.kernels.cuda.drafting import Kept, Places, fill_drafts, keep_states, place_drafts
+from quire.kernels.cuda.sampling.accept import FIELDS
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.kernels.taps import Taps
@@ -134,7 +135,14 @@ class GpuDrafter:
             self._num_kept = 0
 
     def prepare(self) -> None:
-        """Run every kernel of `compute_kept`, on no tokens."""
+        """Run every kernel of `keep` and `compute_kept`, on no request's tokens."""
+        rows, tokens = torch.zeros(1, FIELDS, dtype=torch.int32, device=self.drafts.device), self._unused_tokens[:1]
+        entries = self._unused_entries[:1]
+        for listed in (rows, None):
+            keep_states(
+                self._kept, 0, listed, 1, 0, entries, rows, tokens, tokens, tokens, entries, tokens, self._states
+            )  # fmt: skip
+        self._kept.slots.fill_(-1)
         for size in KEPT_SIZES:
             self._store_kept(min(size, len(self._kept.slots)))
 

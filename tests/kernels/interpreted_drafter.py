@@ -159,7 +159,7 @@ def check(directory: Path, *, exact: bool) -> None:
         got = run(engine, make_requests())
         assert {name: answer if exact else (answer[0], []) for name, answer in got.items()} == wanted
         assert trees or engine.controller.drafted["eagle"] > 0
-        assert len(compared) > 5
+        assert compared if trees else len(compared) > 5
         assert not trees or engine.controller.accepted["oracle"] > 0
         assert engine.scheduler.kv.pool.num_free == 200
     engine = build(directory, exact=exact, drafting=Scripted("eagle", DEPTH, pauses=True), captured=True, num_blocks=14)

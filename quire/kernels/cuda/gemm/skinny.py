@@ -21,7 +21,6 @@ from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_f
 
 OUTPUTS, INPUTS = 2, 2048  # of a GEMV tile: the fastest of the sizes tried, for all matrices of a model
 MIN_ROWS, MAX_ROWS = 16, 64
-LINE = tl.constexpr(64)  # inputs of 2 bytes in a cache line
 PROGRAMS = 132  # multiprocessors of an H200: cuBLAS is as fast for matrices with more tiles
 MAX_SPLITS = 4
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,20 +48,11 @@ def _gemv(
     tl.store(y + outputs, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=outputs < num_out)
 
 
-@triton.jit
-def _prefetch(pointers):
-    """Bring the cache lines of 128 bytes at these addresses into the L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_rows"])  # one compilation for all numbers of rows that pad to the same tile
 def _skinny(
     x, weight, y, partials, arrived, num_rows, num_out, num_in, x_row, stride, to_second, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
-    IS_EVEN: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    IS_EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -76,13 +66,6 @@ def _skinny(
     share = tl.cdiv(num_in, SPLITS * INPUTS) * INPUTS
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if PDL and LINES and IS_EVEN:
-        # The first weights, while the kernel before this one ends. Those past the share are another program's.
-        begins = tl.minimum(split * share + tl.arange(0, LINES) * LINE, num_in - LINE)
-        lines = weight + outputs.to(tl.int64)[:, None] * stride + begins[None, :]
-        _prefetch(lines)
-        if IS_GATED:
-            _prefetch(lines + to_second)
     wait_for_previous(PDL)
     for start in range(split * share, tl.minimum(split * share + share, num_in), INPUTS):
         in_range = start + inputs < num_in
@@ -123,8 +106,6 @@ class Tile(NamedTuple):
     stages: int
     splits: int = 1
     max_rows: int = MAX_ROWS
-    lines: int = 0  # cache lines of each output's weights that are fetched before the kernel before has ended
-    min_rows: int = MIN_ROWS
 
 
 TILE_OUTPUTS = 64
@@ -180,13 +161,13 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile, activation: str | None = Non
     num_rows, num_out = x.numel() // num_in, weight.shape[0] // 2 if activation else weight.shape[0]
     y = torch.empty(*x.shape[:-1], num_out, dtype=x.dtype, device=x.device)
     partials, arrived = workspace(x.device)
-    rows = min(tile.max_rows, max(tile.min_rows, triton.next_power_of_2(num_rows)))
+    rows = min(tile.max_rows, max(MIN_ROWS, triton.next_power_of_2(num_rows)))
     assert tile.splits == 1 or num_rows <= rows, "the workspace has room for one tile of rows"
     _skinny[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, tile.outputs), tile.splits)](
         x, weight, y, partials, arrived, num_rows, num_out, num_in, num_in, weight.stride(0),
         num_out * weight.stride(0), ROWS=rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, SPLITS=tile.splits, IS_GATED=activation is not None,
         IS_SILU=activation == "silu", IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0,
-        LINES=tile.lines, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_options(),
     )  # fmt: skip
     return y
