@@ -300,7 +300,8 @@ class GpuBuffers(BatchBuffers):
     def listed_rows(self, plan: Plan) -> Tensor:
         """The rows of a step of drafts as `accept_drafts` takes them: those that have some, or all, if there is a
         drafter and no prompt."""
-        return self.draft_rows.view(len(plan) if self._lists_all_rows(plan) else len(plan.drafts))
+        rows: Tensor = self.draft_rows.view(len(plan) if self._lists_all_rows(plan) else len(plan.drafts))
+        return rows
 
     def fill_padding(self, size: int, rows: int) -> None:
         """A step that consists of padding, for warmup and capture."""

@@ -155,7 +155,8 @@ class GpuDrafter:
         """Compute the tokens of the step that was run last, and `depth` drafts for each row, by its entry of the
         sampling state. following [tokens]: the token after each of the step's."""
         places, count = self._find_places(num_rows, depth), len(batch.tokens)
-        features = self._head.fuse(self._states[:count])
+        states: Tensor
+        features: Tensor = self._head.fuse(self._states[:count])
         states, features = self._head(following[:count], features, batch.positions, batch.paging, self._cache)
         buffers, paging, group = self._buffers, batch.paging, self._cache.group
         place_drafts(
