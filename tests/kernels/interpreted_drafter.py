@@ -17,7 +17,8 @@ import torch
 
 from tests.kernels import simulated_gpu  # before what imports Triton's kernels
 
-from quire.core.params import SamplingParams  # isort: skip
+from quire.core.drafts import Drafts  # isort: skip
+from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.engine.gpu_drafter import GpuDrafter
@@ -32,6 +33,7 @@ from quire.kernels.taps import Taps
 from quire.models.decoder import Decoder
 from quire.speculative.controller import Controller
 from quire.speculative.drafting import Drafting
+from quire.speculative.proposer import Context
 from quire.speculative.step_times import EqualTimes
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import Target
@@ -66,6 +68,16 @@ def make_requests() -> list[Request]:
         Request(str(nth), list(range(7, 20 + 5 * nth)), each, max_tokens=MAX_TOKENS, seed=nth)
         for nth, each in enumerate(params)
     ]
+
+
+class EveryOther(Oracle):
+    """Drafts in every other step, so that the device drafts in the others."""
+
+    num_calls = 0
+
+    def propose(self, contexts: Sequence[Context], max_drafts: Sequence[int]) -> list[Drafts | None]:
+        self.num_calls += 1
+        return super().propose(contexts, max_drafts) if self.num_calls % 2 else [None] * len(contexts)
 
 
 class Reference:
@@ -147,19 +159,19 @@ def check(directory: Path, *, exact: bool) -> None:
     expected = run(build(directory, exact=exact, drafting=None), make_requests())
     wanted = {name: answer if exact else (answer[0], []) for name, answer in expected.items()}
     for drafting, captured, trees in (
-        (Scripted("eagle", DEPTH), exact, False),
-        (Scripted("eagle", DEPTH, pauses=True), True, True),
+        (Scripted("eagle", DEPTH, pauses=True), exact, False),
+        (Scripted("eagle", DEPTH), True, True),
     ):
         engine = build(directory, exact=exact, drafting=drafting, captured=captured, prefix_cache=False)
         # Without a graph for drafts nothing is drafted behind them. No key is missing then, nor after a pause.
         compared = check_drafts(engine, Reference(directory))
         assert engine.controller is not None
         if trees:
-            engine.controller.proposers.append(Oracle(expected, make_tree, CONFIG.vocab_size))
+            engine.controller.proposers.append(EveryOther(expected, make_tree, CONFIG.vocab_size))
         got = run(engine, make_requests())
         assert {name: answer if exact else (answer[0], []) for name, answer in got.items()} == wanted
         assert trees or engine.controller.drafted["eagle"] > 0
-        assert compared if trees else len(compared) > 5
+        assert len(compared) > 2
         assert not trees or engine.controller.accepted["oracle"] > 0
         assert engine.scheduler.kv.pool.num_free == 200
     engine = build(directory, exact=exact, drafting=Scripted("eagle", DEPTH, pauses=True), captured=True, num_blocks=14)
