@@ -198,7 +198,8 @@ def check_moves(dtype: torch.dtype, dim: int) -> None:
         device_paths[row, : len(path)] = torch.tensor(path)
     TokenMover(layers, 1, torch.device("cpu"))(
         torch.tensor([[0, 0, 0, 9, 0, 0], [1, 10, 10, 3, 0, 10]], dtype=torch.int32),
-        torch.tensor([4, 2], dtype=torch.int32), device_paths, starts, lengths, [torch.tensor(tables, dtype=torch.int32)],
+        torch.tensor([4, 2], dtype=torch.int32), device_paths, starts, lengths,
+        [torch.tensor(tables, dtype=torch.int32)],
     )  # fmt: skip
     moves = torch.tensor(find_moves(plan, sampled, 0, size)).T
     by_token = [LayerCache(c.k.transpose(1, 2), c.v.transpose(1, 2), 0, size) for c in copies]
