@@ -195,6 +195,14 @@ def measure(client: InProcess, batch: int, chance: float, drafts: str | None, se
     return Measured(1e3 * seconds * batch / tokens, tokens / batch / max(1, total), shares)
 
 
+def capture_missed(client: InProcess) -> None:
+    """Capture the steps that were served by larger graphs, as an engine does when it is idle."""
+    runner = client.engine.runner
+    assert isinstance(runner, GpuRunner)
+    while any(runner.graphs._num_missed[key] for key in runner.graphs._pending):
+        runner.idle(float("inf"))
+
+
 def start(options: argparse.Namespace, folder: Path, speculate: str) -> InProcess:
     (folder / "config.json").write_text(json.dumps(gpu.LLAMA_3_8B))
     config = EngineConfig(
@@ -227,6 +235,7 @@ def compare(options: argparse.Namespace, plain: InProcess, guessing: InProcess) 
                     seed = 1000 * batch + 10 * repeat + (name == "plain")
                     drafts = options.drafts if name == "guessing" else None
                     measured = measure(client, batch, chance, drafts, seed)
+                    capture_missed(client)
                     found[name] += [measured] if repeat else []
             plain_ms, ms = (statistics.median(each.ms for each in found[name]) for name in found)
             last = found["guessing"][-1]

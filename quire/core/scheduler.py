@@ -342,16 +342,26 @@ class Scheduler:
         Returns for how many tokens there are blocks. As for drafts that are planned, only blocks are used that nobody
         else needs.
         """
-        start, size = request.num_planned, self.kv.block_size
-        if not self.kv.has_writable(request):
-            return 0  # the block is copied by the plan that writes to it
-        if start + 1 + count > request.capacity:
-            num_groups = len(self.kv.windows)
-            free = (self._count_spare_blocks() + num_groups) // num_groups  # one is for this request's own last token
-            end = min(start + 1 + count, (ceil_div(request.capacity, size) + free) * size)
-            if end > request.capacity:
-                self._has_draft_blocks |= self.kv.grow(request, end, [])
-        return max(0, min(1 + count, request.capacity - start))
+        return self.reserve_all([(request, count)])[0]
+
+    def reserve_all(self, wanted: Sequence[tuple[Request, int]]) -> list[int]:
+        """`reserve` for several requests: the blocks that nobody needs are counted once."""
+        size, num_groups, found = self.kv.block_size, len(self.kv.windows), list[int]()
+        spare: int | None = None
+        for request, count in wanted:
+            start = request.num_planned
+            if not self.kv.has_writable(request):
+                found.append(0)  # the block is copied by the plan that writes to it
+                continue
+            if start + 1 + count > request.capacity:
+                spare, num_free = self._count_spare_blocks() if spare is None else spare, self.kv.pool.num_free
+                free = (spare + num_groups) // num_groups  # one is for this request's own last token
+                end = min(start + 1 + count, (ceil_div(request.capacity, size) + free) * size)
+                if end > request.capacity:
+                    self._has_draft_blocks |= self.kv.grow(request, end, [])
+                    spare = max(0, spare - (num_free - self.kv.pool.num_free))
+            found.append(max(0, min(1 + count, request.capacity - start)))
+        return found
 
     def _give_back_draft_blocks(self) -> bool:
         """Release the blocks that were allocated for drafts and hold none, since others need them. Returns whether

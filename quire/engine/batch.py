@@ -7,6 +7,7 @@ from itertools import accumulate
 from operator import add
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan
@@ -157,8 +158,7 @@ class BatchBuffers:
         if query_starts[-1] == num_rows:
             self.positions.host[:num_rows] = plan.starts
             return
-        for first, start, count in zip(query_starts, plan.starts, plan.counts, strict=False):
-            self.positions.host[first : first + count] = np.arange(start, start + count)
+        self.positions.host[: query_starts[-1]] = chain_positions(plan, query_starts)[1]
         for row, drafts in plan.drafts.items():
             if not drafts.is_chain:
                 first = query_starts[row] + 1
@@ -195,17 +195,23 @@ class BatchBuffers:
 
     def _fill_blocks(self, plan: Plan, group: int, query_starts: list[int]) -> None:
         """Block tables and slots. A token's slot is block * block_size + offset."""
-        size, slots = self.block_size, self.slot_mapping[group].host
+        size, slots, table = self.block_size, self.slot_mapping[group].host, self.tables[group]
         for row, request in enumerate(plan.requests):
-            blocks = request.tables[group]
-            self.tables[group].fill(row, blocks)
-            first, start, count = query_starts[row], plan.starts[row], plan.counts[row]
-            if count == 1:
-                slots[first] = (blocks[start // size] or 0) * size + start % size
-                continue
-            positions = np.arange(start, start + count)  # without those of a tree, whose nodes lie one after another
-            of_positions = self.tables[group].buffer.host[row, positions // size]
-            slots[first : first + count] = of_positions * size + positions % size
+            table.fill(row, request.tables[group])
+        if query_starts[-1] == len(plan.starts):
+            for row, (request, start) in enumerate(zip(plan.requests, plan.starts, strict=True)):
+                slots[row] = (request.tables[group][start // size] or 0) * size + start % size
+            return
+        rows, positions = chain_positions(plan, query_starts)  # a tree's nodes lie one after another too
+        slots[: len(rows)] = table.buffer.host[rows, positions // size] * size + positions % size
+
+
+def chain_positions(plan: Plan, query_starts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The row and the position of each token, as if no row were a tree."""
+    counts = np.array(plan.counts, np.int64)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    first = np.repeat(np.array(plan.starts, np.int64) - query_starts[:-1], counts)
+    return rows, first + np.arange(len(rows))
 
 
 def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entries: list[int]) -> Samples:
@@ -216,11 +222,11 @@ def find_samples(plan: Plan, query_starts: list[int], seq_lens: list[int], entri
     samples = Samples(drafts=plan.drafts)
     for row, (request, num_yields) in enumerate(zip(plan.requests, plan.yields, strict=True)):
         depths = [0, *plan.drafts[row].depths()] if row in plan.drafts else [0]
-        for nth in range(num_yields):
-            samples.requests.append(request)
-            samples.rows.append(row)
-            samples.indices.append(query_starts[row + 1] - num_yields + nth)
-            samples.lengths.append(seq_lens[row] - num_yields + 1 + depths[nth])
-            samples.nodes.append(ROOT + nth)
-            samples.entries.append(entries[row])
+        first, last = query_starts[row + 1] - num_yields, seq_lens[row] - num_yields + 1
+        samples.requests += [request] * num_yields
+        samples.rows += [row] * num_yields
+        samples.indices += range(first, first + num_yields)
+        samples.lengths += [last + depth for depth in depths[:num_yields]]
+        samples.nodes += range(ROOT, ROOT + num_yields)
+        samples.entries += [entries[row]] * num_yields
     return samples

@@ -21,6 +21,7 @@ from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import LayerCache
 from quire.models.decoder import Decoder
+from quire.speculative.drafting import count_kept
 from quire.speculative.proposer import ModelProposer
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
@@ -59,7 +60,7 @@ class DraftHeads:
         return next(head for head in self._heads.values() if isinstance(head, LoadedEagle)), layers[0]
 
     def count_bytes(self, max_tokens: int, item_bytes: int) -> int:
-        return count_drafter_bytes(self._heads, self._target, max_tokens, item_bytes)
+        return count_drafter_bytes(self._heads, self._target, max_tokens, self._max_requests, item_bytes)
 
     def build(
         self, layers: Sequence[LayerCache], own_layers: Sequence[LayerCache], scheduler: Scheduler, max_len: int
@@ -135,13 +136,15 @@ def find_tap_layers(heads: Mapping[str, LoadedHead]) -> tuple[int, ...]:
     return tuple(sorted({layer for config in configs for layer in config.tap_layers}))
 
 
-def count_drafter_bytes(heads: Mapping[str, LoadedHead], target: Decoder, max_tokens: int, item_bytes: int) -> int:
-    """What EAGLE heads keep on a GPU beside their weights: the target's states of a step, and the rows of its head that
-    are drafted, if a head has no output matrix (`gpu_drafter.py`)."""
+def count_drafter_bytes(
+    heads: Mapping[str, LoadedHead], target: Decoder, max_tokens: int, max_requests: int, item_bytes: int
+) -> int:
+    """What EAGLE heads keep on a GPU beside their weights: the target's states of a step and of tokens whose keys are
+    computed later, and the rows of its head that are drafted, if a head has no output matrix (`gpu_drafter.py`)."""
     num_items = 0
     for loaded in heads.values():
         if isinstance(loaded, LoadedEagle):
-            num_items += max_tokens * loaded.head.config.num_features
+            num_items += (max_tokens + count_kept(max_requests)) * loaded.head.config.num_features
             if loaded.output is None and loaded.draft_ids is not None:
                 num_items += len(loaded.draft_ids) * target.head.weight.shape[1]
     return num_items * item_bytes

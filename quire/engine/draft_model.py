@@ -7,18 +7,15 @@ drafts. After a swap it computes all of them again, and after a copy those of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from quire.core.block_pool import BlockPool
 from quire.core.drafts import Drafts
 from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.batch import Batch, BatchBuffers
-from quire.engine.sampling_state import settings_of, signed
+from quire.engine.draft_chains import begin_chains, draw_drafts, plan_pass
 from quire.kernels import Kernels
 from quire.kernels.arrays import Array
 from quire.kernels.paging import LayerCache
@@ -76,21 +73,16 @@ class DraftModel:
 
     def propose_requests(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Drafts | None]:
         """A chain for each request. `catch_up` was called for those that get drafts."""
-        rows: list[Row] = []
-        found: list[Drafts | None] = [None] * len(requests)
-        for index, (request, depth) in enumerate(zip(requests, max_drafts, strict=True)):
-            depth = min(depth, self._reserve(request, depth)) if depth else 0
-            if depth:
-                found[index] = drafts = Drafts([], None, [], self.name)
-                rows.append(Row(request, depth, len(request.tokens) - 1, drafts))
-        while rows:
-            states = self._run(rows)
-            self._draw(rows, states)
-            rows = [row for row in rows if len(row.drafts) < row.depth]
-        for request, made in zip(requests, found, strict=True):
-            if made is not None:
-                self._note(request, len(request.tokens) + len(made) - 1, made.tokens)
-        return found
+        chains = begin_chains(self.name, requests, max_drafts, self._reserve)
+        left = [chain for chain in chains if chain is not None]
+        while left:
+            states = self._forward(self._buffers.fill(plan_pass(left)))
+            draw_drafts(left, self._model.head(states), odds_of, self._ops)
+            left = [chain for chain in left if not chain.is_done]
+        for chain in chains:
+            if chain is not None:
+                self._note(chain.request, len(chain.request.tokens) + len(chain.drafts) - 1, chain.drafts.tokens)
+        return [None if chain is None else chain.drafts for chain in chains]
 
     def finish(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
@@ -126,55 +118,12 @@ class DraftModel:
         blocks, num_known = list(request.tables[0]), len(request.tokens)
         self._computed[request.id] = Computed(num_tokens, blocks, request.num_preemptions, num_known, list(drafts))
 
-    def _run(self, rows: Sequence[Row]) -> Array:
-        """Compute the last token of each row. Returns their hidden states."""
-        plan = Plan(
-            0,
-            [row.request for row in rows],
-            [row.start for row in rows],
-            [1] * len(rows),
-            [1] * len(rows),
-            {index: Drafts([row.drafts.tokens[-1]]) for index, row in enumerate(rows) if len(row.drafts)},
-        )
-        states = self._forward(self._buffers.fill(plan))
-        for row in rows:
-            row.start += 1
-        return states
-
     def _forward(self, batch: Batch) -> Array:
         return self._model(batch.tokens, batch.positions, batch.paging, self._layers)
 
-    def _draw(self, rows: Sequence[Row], states: Array) -> None:
-        """The next draft of each row: sampled with the request's noise, as the large model will sample. Nothing is cut
-        off by top-k, top-p and min-p: what is unlikely here may be likely there.
-        """
-        arrays = self._ops.arrays
-        logits = self._model.head(states)
-        settings = [(settings_of(row.request.params)[0], 0, 1.0, -math.inf) for row in rows]
-        tokens, max_logits = self._ops.sample(
-            arrays.put(np.asarray(logits).copy(), "float32"),
-            arrays.put(settings, "float64"),
-            arrays.put([signed(row.request.seed) for row in rows], "int64"),
-            arrays.put([len(row.request.tokens) + len(row.drafts) for row in rows], "int64"),
-        )
-        logprobs = self._ops.logprobs(logits, tokens, 0)[0]
-        columns = zip(rows, tokens.tolist(), max_logits.tolist(), logprobs.tolist(), strict=True)
-        for row, token, max_logit, logprob in columns:
-            if not math.isfinite(max_logit):
-                row.depth = len(row.drafts)
-                continue
-            row.drafts.tokens.append(token)
-            row.drafts.odds.append(CONFIDENT * math.exp(logprob))
 
-
-@dataclass(slots=True)
-class Row:
-    """A request while drafts are made for it."""
-
-    request: Request
-    depth: int
-    start: int  # position of the next token to compute
-    drafts: Drafts
+def odds_of(probability: float) -> float:
+    return CONFIDENT * probability
 
 
 def count_right(computed: Computed, tokens: Sequence[int]) -> int:

@@ -158,7 +158,7 @@ class Engine:
             self._wait(left_s)
             return
         if self.scheduler.pace.target_s is None:  # without a latency target captures may delay updates
-            self.runner.idle(self._launched[-1].ends_s - time.monotonic())
+            self._prepare_runner(self._launched[-1].ends_s - time.monotonic())
         oldest = self._launched.popleft()
         plan = oldest.plan
         ends_now = not oldest.running.is_done()
@@ -178,6 +178,7 @@ class Engine:
         self._sample_next()
         if self.controller is not None and self.runner.depth > 1:
             self._prepare_drafts(self.controller)
+            self.controller.learn()
 
     def _prepare_drafts(self, controller: Controller) -> None:
         """Decide whether drafts are worth an idle device. If it is idle, launch before the updates are delivered.
@@ -220,8 +221,16 @@ class Engine:
         """Sleep for a poll interval, or prepare later steps."""
         if not self._launched:
             time.sleep(min(IDLE_S, left_s))
-        elif not self.runner.idle(left_s):
+        elif not self._prepare_runner(left_s):
             time.sleep(min(POLL_S, left_s))
+
+    def _prepare_runner(self, seconds: float) -> bool:
+        """Let the runner prepare later steps while one is in flight. That may take longer than `seconds`, which says
+        nothing about that step."""
+        has_worked = self.runner.idle(seconds)
+        if has_worked and self.controller is not None:
+            self.controller.ignore_duration()
+        return has_worked
 
     def _launch(self) -> bool:
         now_s = time.monotonic()
@@ -233,7 +242,7 @@ class Engine:
         if plan is None:
             return False
         if self.controller is not None:
-            self.controller.plan_drafting(plan, self.scheduler.reserve)
+            self.controller.plan_drafting(plan, self.scheduler.reserve_all)
         if self.before_run is not None:
             self.before_run(plan)
         try:

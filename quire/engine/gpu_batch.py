@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.drafts import ROOT
 from quire.core.plan import Plan
 from quire.engine.batch import Batch, BatchBuffers, BufferShape, Samples
 from quire.engine.buffers import Buffer
@@ -70,6 +69,7 @@ class GpuBuffers(BatchBuffers):
         # For steps with drafts: the rows that have some, and each sample's parent (see `accept_drafts`). For captured
         # steps with trees each token's ancestors, as exact attention takes them or as the other kernels do.
         self.draft_rows = Buffer((max_rows, accept.FIELDS), "int32", arrays, uploader)
+        self._chain_parents = np.arange(accept.MAX_NODES, dtype=np.int32)
         self.parents = Buffer((max_tokens + accept.MAX_NODES,), "int32", arrays, uploader)
         # With a drafter: the entries of rows whose drafts are on the device, and the token after each token of a step
         # with prompts, from index 1 on. Of rows that are sampled the device adds the last one.
@@ -267,28 +267,41 @@ class GpuBuffers(BatchBuffers):
         self.sample_lengths.upload(size)
 
     def _upload_drafts(self, plan: Plan, samples: Samples, num_rows: int) -> None:
-        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1. All rows are listed,
-        padded to `num_rows`, if the device drafts behind the step."""
+        """The rows that have drafts, and the parents of these. The root is 0, and node n is n + 1. They are padded to
+        `num_rows` if the device drafts behind the step."""
         if not plan.drafts and not plan.drafted:
             return
-        count = 0
-        for nth, (row, node) in enumerate(zip(samples.rows, samples.nodes, strict=True)):
+        listed: list[tuple[int, ...]] = []
+        lists_all, first, num_tokens = self._lists_all_rows(plan), 0, 0
+        for row, num_yields in enumerate(plan.yields):
             drafts = plan.drafts.get(row)
-            if node != ROOT or (drafts is None and not plan.drafted):
-                continue
-            num_drafts = 0 if drafts is None else len(drafts)
-            capacity = plan.requests[row].capacity
-            self.draft_rows.host[count] = row, nth, samples.indices[nth], num_drafts, capacity
-            if drafts is not None:
-                parents = drafts.parents
-                of_nodes = range(num_drafts) if parents is None else [parent + 1 for parent in parents]
-                self.parents.host[nth + 1 : nth + 1 + num_drafts] = of_nodes
-            count += 1
+            if num_yields and (drafts is not None or lists_all):
+                num_drafts = 0 if drafts is None else len(drafts)
+                capacity = plan.requests[row].capacity
+                listed.append((row, first, samples.indices[first], num_drafts, capacity, num_tokens))
+                num_tokens += 1 + num_drafts
+                if drafts is not None:
+                    parents = drafts.parents
+                    self.parents.host[first + 1 : first + 1 + num_drafts] = (
+                        self._chain_parents[:num_drafts] if parents is None else [parent + 1 for parent in parents]
+                    )
+            first += num_yields
+        count = len(listed)
+        self.draft_rows.host[:count] = listed
         if plan.drafted:
             self.draft_rows.host[count:num_rows] = PADDING_ROW
             count = num_rows
         self.draft_rows.upload(count)
         self.parents.upload(len(samples))
+
+    def _lists_all_rows(self, plan: Plan) -> bool:
+        return bool(plan.drafted) or (self.has_drafter and plan.counts == plan.yields)
+
+    def listed_rows(self, plan: Plan) -> Tensor:
+        """The rows of a step of drafts as `accept_drafts` takes them: those that have some, or all, if there is a
+        drafter and no prompt."""
+        rows: Tensor = self.draft_rows.view(len(plan) if self._lists_all_rows(plan) else len(plan.drafts))
+        return rows
 
     def fill_padding(self, size: int, rows: int) -> None:
         """A step that consists of padding, for warmup and capture."""

@@ -4,22 +4,30 @@ The head's keys and values are one more layer in the target's blocks. The target
 kept on the device for one step. Behind a step the head computes that step's tokens, with the tokens sampled after them,
 and then one more token a row in each pass. The drafts stay on the device: the next step takes them as its input. The
 GPU's runner calls it.
+
+Of every other token the head needs keys and values only. Those of prompts are stored behind the step that computes
+them. Steps behind which nothing is drafted keep their tokens' states, and those are computed together: before the next
+drafts, and before anything else could use the tokens' slots. So no key is ever missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.core.plan import Plan
+from quire.core.request import Request
 from quire.engine.batch import Batch
 from quire.engine.gpu_batch import GpuBuffers
 from quire.kernels import Kernels
 from quire.kernels.cuda.attention import split_kv
 from quire.kernels.cuda.attention.dispatch import Work
-from quire.kernels.cuda.drafting import Places, fill_drafts, place_drafts
+from quire.kernels.cuda.drafting import Kept, Places, fill_drafts, keep_states, place_drafts
+from quire.kernels.cuda.sampling.accept import FIELDS
 from quire.kernels.cuda.sampling.argmax import Argmax
 from quire.kernels.paging import Ends, LayerCache, Paging
 from quire.kernels.taps import Taps
@@ -28,7 +36,7 @@ from quire.models.decoder import Decoder
 from quire.models.eagle import Eagle
 from quire.quant.dense import Dense
 from quire.quant.weight import Weight
-from quire.speculative.drafting import DEPTHS
+from quire.speculative.drafting import DEPTHS, KEPT_SIZES, count_kept
 from quire.weights.eagle import LoadedEagle
 
 MAX_SPLITS = 16  # of a row's context
@@ -76,6 +84,9 @@ class GpuDrafter:
         num_entries = buffers.state.size + 1
         self.drafts = torch.zeros(max_depth, num_entries, dtype=torch.int64, device=device)
         self._states = torch.zeros(buffers.max_tokens, head.config.num_features, dtype=dtype, device=device)
+        self._kept = Kept.allocate(count_kept(max_rows), head.config.num_features, dtype, device)
+        self._num_kept = 0
+        self._kept_for: Sequence[Request] = ()
         self._argmax = Argmax(max_rows, device)
         self._unused_entries = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._unused_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -93,17 +104,60 @@ class GpuDrafter:
         entries = self._buffers.draft_entries.view(num_rows)
         fill_drafts(batch.tokens, batch.paging.query_starts, entries, self.drafts, num_rows)
 
-    def extend(self, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the tokens of the step that was run last. following [tokens]: the token after each of them."""
-        count = len(batch.tokens)
+    def store(self, batch: Batch, following: Tensor) -> None:
+        """Store the keys of the step that was run last. following [tokens]: the token after each of its tokens."""
+        count, slots = len(batch.tokens), batch.paging.slot_mapping[self._cache.group]
         features = self._head.fuse(self._states[:count])
-        states, features = self._head(following[:count], features, batch.positions, batch.paging, self._cache)
-        return states, features
+        self._head.store(following[:count], features, batch.positions, slots, self._cache)
+
+    def keep(self, plan: Plan, rows: Tensor | None, num_accepted: Tensor, paths: Tensor, last_tokens: Tensor) -> None:
+        """Keep the states of the step that was run last, for `compute_kept`. rows: those of `accept_drafts`, None if
+        the plan has single tokens only."""
+        # Slots of a request that is not in this plan may be another's by now.
+        is_same = len(plan) == len(self._kept_for) and all(map(is_, plan.requests, self._kept_for))
+        num_rows = len(plan) if rows is None else len(rows)
+        count = num_rows + sum(map(len, plan.drafts.values()))
+        if not is_same or self._num_kept + count > len(self._kept.slots):
+            self.compute_kept()
+        buffers, total, self._kept_for = self._buffers, plan.num_tokens, plan.requests
+        slots = buffers.slot_mapping[self._cache.group].view(total)
+        keep_states(
+            self._kept, self._num_kept, rows, num_rows, max(map(len, plan.drafts.values()), default=0), num_accepted,
+            paths, buffers.tokens.view(total), buffers.positions.view(total), slots, buffers.sample_entries.view(total),
+            last_tokens, self._states,
+        )  # fmt: skip
+        self._num_kept += count
+
+    def compute_kept(self) -> None:
+        """Store the keys of all tokens whose states are kept."""
+        if self._num_kept:
+            self._store_kept(next(size for size in (*KEPT_SIZES, len(self._kept.slots)) if size >= self._num_kept))
+            self._num_kept = 0
+
+    def prepare(self) -> None:
+        """Run every kernel of `keep` and `compute_kept`, on no request's tokens."""
+        rows, tokens = torch.zeros(1, FIELDS, dtype=torch.int32, device=self.drafts.device), self._unused_tokens[:1]
+        entries = self._unused_entries[:1]
+        for listed in (rows, None):
+            keep_states(
+                self._kept, 0, listed, 1, 0, entries, rows, tokens, tokens, tokens, entries, tokens, self._states
+            )  # fmt: skip
+        self._kept.slots.fill_(-1)
+        for size in KEPT_SIZES:
+            self._store_kept(min(size, len(self._kept.slots)))
+
+    def _store_kept(self, count: int) -> None:
+        states, tokens, positions, slots = (each[:count] for each in self._kept)
+        self._head.store(tokens, self._head.fuse(states), positions, slots, self._cache)
+        slots.fill_(-1)
 
     def draft(self, batch: Batch, following: Tensor, num_accepted: Tensor, num_rows: int, depth: int) -> Tensor:
-        """`extend`, and `depth` drafts for each row, by its entry of the sampling state."""
-        places = self._find_places(num_rows, depth)
-        states, features = self.extend(batch, following)
+        """Compute the tokens of the step that was run last, and `depth` drafts for each row, by its entry of the
+        sampling state. following [tokens]: the token after each of the step's."""
+        places, count = self._find_places(num_rows, depth), len(batch.tokens)
+        states: Tensor
+        features: Tensor = self._head.fuse(self._states[:count])
+        states, features = self._head(following[:count], features, batch.positions, batch.paging, self._cache)
         buffers, paging, group = self._buffers, batch.paging, self._cache.group
         place_drafts(
             buffers.draft_rows.view(num_rows), num_accepted, paging.query_starts, paging.seq_lens,

@@ -18,7 +18,7 @@ from quire.engine.batch import Batch, Samples
 from quire.engine.cache import CacheTensors
 from quire.engine.gpu_batch import GpuBuffers
 from quire.engine.gpu_drafter import GpuDrafter
-from quire.engine.gpu_graphs import WARMUP_SIZES, Graphs, Key
+from quire.engine.gpu_graphs import Graphs, Key
 from quire.engine.gpu_sampler import GpuSampler
 from quire.engine.runner import ModelRunner, PromptLogprobs, RunningStep, collect, has_prompt_logprobs, select_samples
 from quire.engine.sampler import BeamArrays, LogprobsArrays, SamplerOutput
@@ -167,6 +167,8 @@ class GpuRunner(ModelRunner):
         host_outputs = self._host_outputs[0]
         self._host_outputs.rotate(-1)
         host_outputs.start_event.record()
+        if self._drafter is not None and (plan.swap_out or plan.swap_in or plan.copies):
+            self._drafter.compute_kept()
         self.cache.swap_blocks(plan.swap_out, plan.swap_in)
         self.cache.copy_blocks(plan.copies)
         if self._drafter is None or has_tree(plan):
@@ -263,7 +265,7 @@ class GpuRunner(ModelRunner):
     def accept(self, plan: Plan, output: SamplerOutput) -> None:
         """Find the accepted drafts of a step on the device, store the last tokens of their requests, and move side
         branches of trees to the front of their rows."""
-        buffers, rows = self.buffers, self.buffers.draft_rows.view(len(plan) if plan.drafted else len(plan.drafts))
+        buffers, rows = self.buffers, self.buffers.listed_rows(plan)
         accept_drafts(
             rows, buffers.parents.view(len(output.tokens)), buffers.tokens.view(plan.num_tokens), output.tokens,
             output.max_logits, buffers.sample_entries.view(len(output.tokens)), self.sampler.last_tokens,
@@ -278,17 +280,29 @@ class GpuRunner(ModelRunner):
 
     def draft(self, step: GpuStep) -> None:
         """Run the drafter behind a step that was sampled: on its prompts, or to make drafts for the next step."""
-        if self._drafter is None:
+        plan, drafter = step.plan, self._drafter
+        if drafter is None:
             return
-        if step.plan.drafted:
+        if plan.drafted:
             assert step.key is not None
-            self.graphs.run(step.key._replace(depth=max(step.plan.drafted.values())))
-        elif step.batch is not None and step.plan.counts != step.plan.yields:
-            buffers, num_rows, size = self.buffers, len(step.plan), len(step.batch.tokens)
-            following = buffers.following.view(1 + size)
-            stops, entries = buffers.query_starts.view(num_rows + 1)[1:], buffers.following_entries.view(num_rows)
-            fill_last_tokens(following, stops, entries, self.sampler.last_tokens, num_rows)
-            self._drafter.extend(step.batch, following[1:])
+            drafter.compute_kept()
+            self.graphs.run(step.key._replace(depth=max(plan.drafted.values())))
+            return
+        if plan.counts != plan.yields:
+            assert step.batch is not None
+            drafter.compute_kept()
+            self._store_prompts(drafter, plan, step.batch)
+        if plan.counts == plan.yields or plan.drafts:
+            rows = self.buffers.listed_rows(plan) if plan.drafts else None
+            drafter.keep(plan, rows, self.num_accepted, self._accepted_paths, self.sampler.last_tokens)
+
+    def _store_prompts(self, drafter: GpuDrafter, plan: Plan, batch: Batch) -> None:
+        """Store the head's keys of a step with prompts. The token after a prompt's last one is the sampled one."""
+        buffers, num_rows, size = self.buffers, len(plan), len(batch.tokens)
+        following = buffers.following.view(1 + size)
+        stops, entries = buffers.query_starts.view(num_rows + 1)[1:], buffers.following_entries.view(num_rows)
+        fill_last_tokens(following, stops, entries, self.sampler.last_tokens, num_rows)
+        drafter.store(batch, following[1:])
 
     def _find_drafting(self, key: Key) -> list[Key]:
         """What may come behind a step: drafting, by its depth."""
@@ -309,9 +323,8 @@ class GpuRunner(ModelRunner):
         kinds = ("mixed", "prompts", "crowded") if self.max_rows > MIXED_ROWS else ("mixed", "prompts")
         verify_kinds = VERIFY_KINDS if self._speculates else ()
         self.graphs.warm_up(kinds, VERIFY_KINDS[1:] if self.ops.exact and verify_kinds else verify_kinds, QUERIES)
-        if self._drafter is not None and (size := WARMUP_SIZES[-1]) <= self.buffers.max_tokens:
-            batch = self.buffers.mixed_batch(size, self._max_rows_of("mixed"), has_singles=True)
-            self._drafter.extend(batch, self.buffers.following.view(1 + size)[1:])
+        if self._drafter is not None:
+            self._drafter.prepare()
         key = self.graphs.find("decode", 1)
         assert key is not None
         self.sampler.prepare(self.graphs.replay(key))

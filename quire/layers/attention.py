@@ -97,6 +97,13 @@ class Attention:
         out = self.ops.attention(q, cache, paging, **options, slopes=self.slopes, **self._more_options())
         return self.output(out.flatten(1))
 
+    def store(self, x: Any, positions: Tensor, slots: Tensor, cache: LayerCache) -> None:
+        """Store the keys and values of tokens, as a call does, without attending."""
+        q, k, v = self.qkv(x).view(-1, sum(self.heads), self.head_dim).split_with_sizes(self.heads, dim=1)
+        if self.qk_norm is not None:
+            q, k = self._norm(q, 0), self._norm(k, 1)
+        self._rope_and_store(q, k, v, positions, slots, cache)
+
     def _more_options(self) -> dict[str, Any]:
         """Options that not every backend's kernels take."""
         return {} if self.sinks is None else {"sinks": self.sinks}

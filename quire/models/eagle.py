@@ -126,6 +126,11 @@ class Eagle:
         x, residual = self.norm.add(x, residual)
         return x, x if self.config.kind == "mtp" else residual
 
+    def store(self, tokens: Any, features: Any, positions: Any, slots: Any, cache: LayerCache) -> None:
+        """Store the keys and values of tokens, which later tokens read, and compute nothing else. slots [n] int64"""
+        x, _ = self._enter(self.embedding(tokens), features)
+        self.attention.store(x, positions, slots, cache)
+
     def _enter(self, x: Any, features: Any) -> tuple[Any, Any]:
         """The attention's input and the residual."""
         if self.token_norm is not None:

@@ -49,6 +49,8 @@ class Calibration:
     def chances(self, source: str, odds: Sequence[float], shift: float = 0.0) -> list[float]:
         """The chance of each draft to be right if its parent is. `shift` is that of the request, in log-odds."""
         bins = self._find(source)
+        if odds and odds.count(odds[0]) == len(odds):  # of a device: it has one estimate for all
+            return [1.0 / (1.0 + math.exp(-bins[bin_of(odds[0])].log_odds - shift))] * len(odds)
         return [1.0 / (1.0 + math.exp(-bins[bin_of(each)].log_odds - shift)) for each in odds]
 
     def learn(self, source: str, odds: float, right: bool, shift: float = 0.0) -> float:

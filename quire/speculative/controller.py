@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan, Sampled
@@ -38,6 +39,16 @@ GAP_WEIGHT, PEEK_WEIGHT = 0.2, 0.2  # of a measurement
 DEVICE_FORGETTING = 0.1  # a step, of what is known about a row's drafts on the device that are not verified
 DELAY_LOSS, DELAY_GRACE = 0.003, 0.5  # of plain steps, by asking for drafts behind tokens in flight
 IDLE_LOSS, IDLE_GRACE = 0.005, 1.0  # of the engine's time, by asking for drafts of which none is verified
+MAX_CHARGE = 3.0  # of a step in a pipeline, in the duration that is expected of it
+
+
+class Observed(NamedTuple):
+    """A step that has ended. `on_device`: the drafts that were there for it, by request. `charged`: see `_charge`."""
+
+    plan: Plan
+    sampled: Sampled
+    on_device: Mapping[str, int]
+    charged: tuple[float, float] | None
 
 
 class Controller:
@@ -70,7 +81,9 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._is_pipelined = is_pipelined
         self._has_gap = False  # before the next step that is observed
+        self._is_disturbed = False  # the host did other work during that step
         self._drafting = drafting
+        self._unlearned: list[Observed] = []
         self._on_device: dict[str, int] = {}  # drafts that the device has made behind the last step, by request
         self._propose_s = 0.0  # of the step being planned
         self._gap_s = 0.0  # by which a plain step takes longer after a gap
@@ -114,9 +127,9 @@ class Controller:
             return None
         return self.times.plain_s(len(running))
 
-    def plan_drafting(self, plan: Plan, reserve: Callable[[Request, int], int]) -> None:
+    def plan_drafting(self, plan: Plan, reserve: Callable[[Sequence[tuple[Request, int]]], object]) -> None:
         """Set `Plan.drafted`: how many drafts the device makes behind this step. `reserve` allocates blocks for them
-        (`Scheduler.reserve`)."""
+        (`Scheduler.reserve_all`)."""
         drafting, num_rows = self._drafting, len(plan)
         if drafting is None or plan.counts != plan.yields:
             return
@@ -126,16 +139,17 @@ class Controller:
         rows = [row for row, request in enumerate(plan.requests) if may_be_drafted(request)]
         rates = []
         for row in rows:
-            record = self._records.setdefault(plan.requests[row].id, Record())
-            rate = record.asked.setdefault(drafting.name, Asked()).rate
+            record = self._record_of(plan.requests[row])
+            if (asked := record.asked.get(drafting.name)) is None:
+                asked = record.asked[drafting.name] = Asked()
+            rate = asked.rate
             shift = record.shifts.get(drafting.name, 0.0)
             rates.append(min(rate, *self.calibration.chances(drafting.name, [rate], shift)))
         most = min(drafting.max_depth * len(rows), self._max_tokens - num_rows)
         if rows and (depth := drafting.choose_depth(rates, num_rows, self.times.ratios(num_rows, max(0, most)))):
-            for row in rows:
-                request = plan.requests[row]
-                reserve(request, max(0, min(depth, request.max_len - request.num_planned - 1)))
-                plan.drafted[row] = depth
+            requests = [plan.requests[row] for row in rows]
+            reserve([(each, max(0, min(depth, each.max_len - each.num_planned - 1))) for each in requests])
+            plan.drafted.update(dict.fromkeys(rows, depth))
 
     def promises_gain(self, running: Sequence[Request], may_admit: bool, hidden_s: float) -> bool:
         """Whether drafts behind the tokens in flight are worth a gap. Called while a plain step runs, for `hidden_s`
@@ -165,52 +179,74 @@ class Controller:
             self._records[running[row].id].pause = 0  # they are asked again when the tokens are known
         return True
 
+    def ignore_duration(self) -> None:
+        """The step that is observed next was held up by work for later steps: its duration says nothing."""
+        self._is_disturbed = True
+
     def observe(self, plan: Plan, sampled: Sampled) -> None:
-        """Learn from a step that has ended. Called after its commit."""
+        """Note a step that has ended. Called after its commit."""
+        self._unlearned.append(Observed(plan, sampled, self._on_device, self._charge(plan, sampled)))
+        self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
+        if not self._is_pipelined:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn about the requests of the steps that were observed. A pipelined engine calls it when it has launched
+        the next step: a device that waits for the host costs more than a choice that lags by a step."""
+        for plan, sampled, on_device, charged in self._unlearned:
+            for row, drafts in plan.drafts.items():
+                self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
+            self._learn_unused(plan, on_device)
+            if charged is not None:
+                seconds, step_s = charged
+                for row, request in enumerate(plan.requests):
+                    if (record := self._records.get(request.id)) is not None:
+                        record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
+        self._unlearned.clear()
+
+    def _charge(self, plan: Plan, sampled: Sampled) -> tuple[float, float] | None:
+        """Learn the duration of a step, and add it to the engine's ledger. Returns the seconds that its requests are
+        charged with, and those of a plain step, if that is known."""
         end_s = self._clock()
+        is_disturbed, self._is_disturbed = self._is_disturbed, False
         has_gap, self._has_gap = self._has_gap, False
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
-        for row, drafts in plan.drafts.items():
-            self._learn_odds(plan.requests[row], drafts, sampled.accepted.get(row, []))
-        num_drafts = sum(map(len, plan.drafts.values()))
-        num_rows, was_drafted = len(plan), bool(self._on_device)
-        self._learn_unused(plan)
-        self._on_device = {plan.requests[row].id: count for row, count in plan.drafted.items()}
-        if plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
-            return  # prompts, or rows that skipped layers
+        num_drafts, num_rows = sum(map(len, plan.drafts.values())), len(plan)
         propose_s, self._propose_s = self._propose_s, 0.0
-        has_gap = has_gap or was_drafted  # the device was busy with drafts that were not verified
+        asked_s, self._asked_s = self._asked_s, 0.0
+        if is_disturbed or plan.num_tokens - num_drafts != num_rows or not all(plan.yields) or sampled.exited:
+            return None  # work for later steps, prompts, or rows that skipped layers
+        has_gap = has_gap or bool(self._on_device)  # the device was busy with drafts that were not verified
         if num_drafts or not has_gap:
             self.times.learn(num_rows, num_drafts, seconds - propose_s)  # both ways have the rest of the host's work
         step_s = self.times.plain_s(num_rows)
         if step_s is None:
-            return
+            return None
         num_accepted = sum(map(len, sampled.accepted.values()))
-        asked_s, self._asked_s = self._asked_s, 0.0
         if not num_drafts and has_gap:
             self._gap_s += GAP_WEIGHT * (min(max(0.0, seconds - propose_s - step_s), step_s) - self._gap_s)
         elif not num_drafts:
             seconds = step_s + asked_s  # nothing else is gained or lost
             self._delays.add(step_s, step_s)
+        if self._is_pipelined:  # whatever takes so long, it is not the drafts
+            seconds = min(seconds, asked_s + MAX_CHARGE * step_s * self.times.ratios(num_rows, num_drafts)[num_drafts])
         plain_s = step_s * (1 + num_accepted / num_rows)
         idle_s = 0.0 if num_drafts else propose_s - asked_s
         is_gaining = self.ledger.balance_s > 0.0
         self.ledger.add(seconds + (idle_s if is_gaining else 0.0), plain_s)
         self._idle.add(step_s + (0.0 if is_gaining else idle_s), step_s)
-        for row, request in enumerate(plan.requests):
-            if (record := self._records.get(request.id)) is not None:
-                record.ledger.add(seconds, step_s * (1 + len(sampled.accepted.get(row, []))))
+        return seconds, step_s
 
-    def _learn_unused(self, plan: Plan) -> None:
+    def _learn_unused(self, plan: Plan, on_device: Mapping[str, int]) -> None:
         """Of drafts that the device has made and no row verified, each row's count as one that was wrong. If other rows
         verified theirs, what is known about a row's is forgotten little by little, so that they are tried again."""
         drafting = self._drafting
-        if drafting is None or not self._on_device:
+        if drafting is None or not on_device:
             return
         is_used = any(drafts.on_device for drafts in plan.drafts.values())
         for row, request in enumerate(plan.requests):
             drafts, record = plan.drafts.get(row), self._records.get(request.id)
-            if request.id not in self._on_device or record is None or (drafts is not None and drafts.on_device):
+            if request.id not in on_device or record is None or (drafts is not None and drafts.on_device):
                 continue
             asked, name = record.asked[drafting.name], drafting.name
             if not is_used:
@@ -225,7 +261,8 @@ class Controller:
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
-        self._on_device.clear()
+        self._on_device = {}
+        self._unlearned.clear()
         self._guard.reset()
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:
@@ -307,10 +344,13 @@ class Controller:
         """The most drafts of a request in one step."""
         return min(self._max_drafts, request.max_len - len(request.tokens) - 1)
 
-    def _pauses(self, request: Request) -> bool:
+    def _record_of(self, request: Request) -> Record:
         if (record := self._records.get(request.id)) is None:
             record = self._records[request.id] = Record()
-        return record.pauses(is_forced(request))
+        return record
+
+    def _pauses(self, request: Request) -> bool:
+        return self._record_of(request).pauses(is_forced(request))
 
     def _ask(self, requests: Sequence[Request]) -> tuple[list[Drafts | None], float]:
         """For each request the best of the proposers' drafts, with those that its grammar forces. And the seconds that
@@ -399,8 +439,12 @@ class Controller:
         """Each draft whose parent was right is one more observation."""
         record = self._records.get(request.id)
         right = {ROOT, *path}
-        self.drafted.update(map(drafts.source_of, range(len(drafts))))
-        self.accepted.update(map(drafts.source_of, path))
+        if drafts.sources is None:
+            self.drafted[drafts.source] += len(drafts)
+            self.accepted[drafts.source] += len(path)
+        else:
+            self.drafted.update(drafts.sources)
+            self.accepted.update(drafts.sources[node] for node in path)
         if record is None:
             return
         levels: dict[tuple[str, int], bool] = {}  # by model and parent: whether one of its drafts was right

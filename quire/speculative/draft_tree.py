@@ -140,6 +140,9 @@ def keep_allowed(tree: Drafts, constraint: Constraint) -> Drafts:
 def trunk_first(tree: Drafts, nodes: Sequence[int]) -> Drafts:
     """Some nodes of a tree, parents before children and likelier ones first, in the order of a row: the likeliest path,
     then the others."""
+    if tree.is_chain and tree.sources is None:
+        tree.truncate(len(nodes))  # they are its first ones
+        return tree
     trunk: list[int] = []
     last = ROOT
     for node in nodes:

@@ -13,6 +13,8 @@ from quire.speculative.asking import MIN_GAIN
 from quire.speculative.back_off import BackOff
 
 DEPTHS = (1, 3, 5)  # each is captured for itself
+# Tokens behind whose steps nothing was drafted and whose keys are computed together: padded to one of these numbers.
+KEPT_SIZES = (16, 128, 2048)
 PASS_RATIO = 0.06  # of one pass, relative to a plain step, until steps with drafts have been measured
 
 
@@ -38,3 +40,8 @@ class Drafting:
             self.back_off.reset()
             return best
         return DEPTHS[0] if self.back_off.is_due() else 0
+
+
+def count_kept(max_rows: int) -> int:
+    """The most tokens whose states the device keeps, so that a head computes their keys later."""
+    return max(KEPT_SIZES[-1], max_rows)

@@ -64,6 +64,8 @@ class Guard:
     ) -> tuple[list[list[Drafts]], float]:
         """For each request the drafts of all proposers, those without any left out. And the seconds that plug-ins took:
         quire's own proposers are bounded."""
+        if not self.proposers:
+            return [[] for _ in rows], 0.0
         contexts = [
             Context(row.id, row.tokens, row.num_prompt, row.salt, row.prediction)
             for row in rows

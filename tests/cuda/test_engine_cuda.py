@@ -5,6 +5,8 @@ does not decide between two tokens. Random weights in a small model's shapes, so
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,18 @@ class OtherParity:
     def advance(self, token: int) -> None:
         assert (token + self._last) % 2
         self._last = token
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        pairs = enumerate(pairwise([self._last, *tokens]))
+        return next((nth for nth, (before, token) in pairs if (before + token) % 2 == 0), len(tokens))
+
+    def copy(self) -> OtherParity:
+        other = OtherParity()
+        other._last = self._last
+        return other
 
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,15 @@ class AllowMany:
 
     def advance(self, token: int) -> None:
         pass
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return next((nth for nth, token in enumerate(tokens) if token % 4 == 3), len(tokens))
+
+    def copy(self) -> AllowMany:
+        return self
 
 
 def neighbours() -> list[Request]:

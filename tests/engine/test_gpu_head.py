@@ -63,5 +63,5 @@ def test_what_a_head_keeps_on_the_device_is_counted(shares_output: bool) -> None
     output: Any = None if shares_output else object()
     loaded = LoadedEagle(head, np.arange(50), output)
     target: Any = SimpleNamespace(head=SimpleNamespace(weight=SimpleNamespace(shape=(97, 32))))
-    expected = 64 * 2 * 32 * 2 + (50 * 32 * 2 if shares_output else 0)
-    assert count_drafter_bytes({"eagle": loaded}, target, max_tokens=64, item_bytes=2) == expected
+    expected = (64 + 3000) * 2 * 32 * 2 + (50 * 32 * 2 if shares_output else 0)
+    assert count_drafter_bytes({"eagle": loaded}, target, max_tokens=64, max_requests=3000, item_bytes=2) == expected

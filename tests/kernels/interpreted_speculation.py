@@ -137,7 +137,7 @@ def check_accept(seed: int) -> None:
         first, count = len(tokens), 0 if drafts is None else len(drafts)
         if drafts is not None:
             plan.drafts[row] = drafts
-            draft_rows.append((row, first, first, count, 0))
+            draft_rows.append((row, first, first, count, 0, 0))
         sampled = [rng.randrange(3) for _ in range(count + 1)]
         tokens += sampled
         max_logits += [rng.choice([1.0] * 12 + [float("nan"), float("-inf")]) for _ in sampled]
@@ -197,8 +197,9 @@ def check_moves(dtype: torch.dtype, dim: int) -> None:
     for row, path in enumerate(paths):
         device_paths[row, : len(path)] = torch.tensor(path)
     TokenMover(layers, 1, torch.device("cpu"))(
-        torch.tensor([[0, 0, 0, 9, 0], [1, 10, 10, 3, 0]], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32),
-        device_paths, starts, lengths, [torch.tensor(tables, dtype=torch.int32)],
+        torch.tensor([[0, 0, 0, 9, 0, 0], [1, 10, 10, 3, 0, 10]], dtype=torch.int32),
+        torch.tensor([4, 2], dtype=torch.int32), device_paths, starts, lengths,
+        [torch.tensor(tables, dtype=torch.int32)],
     )  # fmt: skip
     moves = torch.tensor(find_moves(plan, sampled, 0, size)).T
     by_token = [LayerCache(c.k.transpose(1, 2), c.v.transpose(1, 2), 0, size) for c in copies]

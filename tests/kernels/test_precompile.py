@@ -90,7 +90,7 @@ def test_all_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_kernels_of_drafts_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_all(tmp_path, monkeypatch, speculate="suffix")
-    assert {"_accept", "_move", "_place", "_fill"} <= {*compiled}
+    assert {"_accept", "_move", "_place", "_fill", "_keep"} <= {*compiled}
     assert compiled.count("_verify") == 4, (
         "of chains for few tokens, and for many in rows of up to 8; of trees likewise"
     )

@@ -1,5 +1,6 @@
 """Kernels around an EAGLE head that drafts behind a step: the places of the drafted tokens, which only the device knows
-yet, and the drafts as input of the next step. `engine/gpu_drafter.py` calls them.
+yet, the drafts as input of the next step, and what is kept of a step behind which nothing is drafted.
+`engine/gpu_drafter.py` calls them.
 """
 
 from __future__ import annotations
@@ -120,4 +121,77 @@ def fill_drafts(tokens: Tensor, starts: Tensor, entries: Tensor, drafts: Tensor,
     _fill[(num_rows,)](
         tokens, starts, entries, drafts, depth, drafts.stride(0), DEPTH=triton.next_power_of_2(depth), num_warps=1,
         **pdl_options(),
+    )  # fmt: skip
+
+
+KEPT_COLUMNS = 4096  # of a token's states, for one program
+
+
+@triton.jit(do_not_specialize=["first_kept"])
+def _keep(
+    rows, num_accepted, paths, path_row, tokens, positions, slots, entries, last_tokens, states, kept_states,
+    kept_tokens, kept_positions, kept_slots, first_kept, width,
+    IS_DECODE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    nth, depth = tl.program_id(0), tl.program_id(1)  # of a row: its last right token before this step, and right drafts
+    first_token, first_sample, before, accepted, count, path = nth, nth, nth, 0, 0, paths
+    if not IS_DECODE:
+        fields = rows + nth * FIELDS
+        row = tl.load(fields).to(tl.int64)
+        first_sample, first_token, count = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+        before = tl.load(fields + 5)
+        accepted = tl.load(num_accepted + row)
+        path = paths + row * path_row
+    out = (first_kept + before + depth).to(tl.int64)
+    if depth <= count:
+        if depth > accepted:
+            tl.store(kept_slots + out, -1)
+        else:
+            source = first_token
+            if depth > 0:
+                source = first_token + 1 + tl.load(path + depth - 1)
+            columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+            inside = columns < width
+            state = tl.load(states + source.to(tl.int64) * width + columns, mask=inside, other=0.0)
+            tl.store(kept_states + out * width + columns, state, mask=inside)
+            if depth < accepted:
+                following = tl.load(tokens + first_token + 1 + tl.load(path + depth))
+            else:
+                following = tl.load(last_tokens + tl.load(entries + first_sample))
+            tl.store(kept_tokens + out, following)
+            tl.store(kept_positions + out, tl.load(positions + first_token) + depth)
+            tl.store(kept_slots + out, tl.load(slots + first_token + depth))
+
+
+class Kept(NamedTuple):
+    """Tokens whose states are kept until a head computes their keys. Those whose slot is -1 do not count."""
+
+    states: Tensor  # [tokens, width]: the features of the head
+    tokens: Tensor  # [tokens] int64: the token after each
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64
+
+    @classmethod
+    def allocate(cls, count: int, width: int, dtype: torch.dtype, device: torch.device) -> Kept:
+        tokens, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
+        slots = torch.full((count,), -1, dtype=torch.int64, device=device)
+        return cls(torch.zeros(count, width, dtype=dtype, device=device), tokens, positions, slots)
+
+
+def keep_states(
+    kept: Kept, first: int, rows: Tensor | None, num_rows: int, max_drafts: int, num_accepted: Tensor, paths: Tensor,
+    tokens: Tensor, positions: Tensor, slots: Tensor, entries: Tensor, last_tokens: Tensor, states: Tensor,
+) -> None:  # fmt: skip
+    """Keep the right tokens of a step, from index `first` on. The tokens of rows that are not right take room too.
+
+    rows [num_rows, FIELDS] as `accept_drafts` takes them, None for a step of single tokens; num_accepted, paths and
+    last_tokens as that leaves them; the others are of the step. An accepted side branch is kept as the chain that it
+    has become."""
+    width = states.shape[1]
+    _keep[(num_rows, 1 + max_drafts, triton.cdiv(width, KEPT_COLUMNS))](
+        num_accepted if rows is None else rows, num_accepted, paths, paths.stride(0), tokens, positions, slots, entries,
+        last_tokens, states, *kept, first, width, IS_DECODE=rows is None, FIELDS=FIELDS, COLUMNS=KEPT_COLUMNS,
+        num_warps=8, **pdl_options(),
     )  # fmt: skip

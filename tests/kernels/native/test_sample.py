@@ -79,3 +79,21 @@ def test_top_p_over_many_seeds(name: str) -> None:
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(1)).expand(400, -1)
     for top_p in (0.05, 0.3, 0.6, 0.9):
         assert_same_tokens(name, logits, (1.0, 0, top_p, -torch.inf))
+
+
+@each_isa
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_tokens_are_distributed_as_softmax_says(name: str, temperature: float, by_position: bool) -> None:
+    """Chi-squared over many seeds, and over many positions of one seed. Accepted drafts are such tokens, so speculation
+    needs no test of its own."""
+    count, size = 40_000, 40
+    logits = 1.5 * torch.randn(1, size, generator=torch.Generator().manual_seed(3))
+    settings = torch.tensor([(temperature, 0, 1.0, -torch.inf)] * count, dtype=torch.float64)
+    varied, fixed = torch.arange(count) + 1, torch.full((count,), 17)
+    seeds, lengths = (fixed, varied) if by_position else (varied, fixed)
+    tokens, _ = ops_of(name, 2).sample(logits.expand(count, -1).contiguous(), settings, seeds, lengths)
+    expected = count * torch.softmax(logits[0].double() / temperature, -1)
+    assert expected.min() > 5, "enough for chi-squared"
+    found = torch.bincount(tokens, minlength=size)
+    assert float(((found - expected) ** 2 / expected).sum()) < 72.1  # 39 degrees of freedom, one in a thousand

@@ -157,8 +157,8 @@ class KernelCalls:
     def draft(self) -> None:
         """The kernels around a head that drafts on the device."""
         from quire.kernels.cuda.attention.split_kv import FIELDS as SPLIT_FIELDS
-        from quire.kernels.cuda.drafting import Places, fill_drafts, place_drafts
-        from quire.kernels.cuda.sampling.accept import FIELDS
+        from quire.kernels.cuda.drafting import Kept, Places, fill_drafts, keep_states, place_drafts
+        from quire.kernels.cuda.sampling.accept import FIELDS, MAX_NODES
 
         rows, depth = FEW_ROWS, 4
         indices, entries, wide = longs(rows), longs(rows), longs(depth, rows)
@@ -176,6 +176,13 @@ class KernelCalls:
             places,
         )
         fill_drafts(longs(4 * rows), starts, numbers(rows), longs(depth + 1, MAX_ROWS), rows)
+        states: Any = self._rows(MAX_ROWS, 3 * self.model.hidden_size)
+        kept = Kept(states, longs(MAX_ROWS), longs(MAX_ROWS), longs(MAX_ROWS))
+        for listed in (numbers(rows, FIELDS), None):
+            keep_states(
+                kept, 0, listed, rows, depth, numbers(rows), numbers(MAX_ROWS, MAX_NODES), longs(rows), longs(rows),
+                longs(rows), numbers(rows), longs(MAX_ROWS), states,
+            )  # fmt: skip
 
     def _scoring(self, window: int | None) -> dict[str, Any]:
         model = self.model

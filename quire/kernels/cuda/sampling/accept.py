@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
-# Of a row: its index, the index of its first sample, that of its first token in the step, its drafts, and the number of
-# tokens for which it has blocks.
-FIELDS = 5
+# Of a row: its index, the index of its first sample, that of its first token in the step, its drafts, the number of
+# tokens for which it has blocks, and the tokens of the rows listed before it.
+FIELDS = 6
 MAX_NODES = 64  # of a row, its first token included
 
 
