@@ -129,7 +129,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 def make_batch(target: Target, features: Sequence[Features], anchors: Sequence[Tensor]) -> Batch:
     """`anchors` are those of each dialogue, at least one, ascending."""
-    device = target.device
+    device = target.device  # few transfers: each waits for what the device computes
     pad = torch.nn.utils.rnn.pad_sequence
     texts = [torch.from_numpy(each.dialogue.tokens).long() for each in features]
     tokens = pad(texts, batch_first=True).to(device)

@@ -31,7 +31,7 @@ LAST_RATE = 0.05  # of the peak
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
 MAX_NORM = 1.0  # of gradients
 DECAY = 0.8  # of a draft's weight by its depth
-LOSS_STEPS = 20  # that a reported loss is the mean of
+LOSS_STEPS = 20  # whose losses are read together: reading one waits for the device. A reported loss is their mean.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reported after each step."""
+    """Reported every LOSS_STEPS steps, and after each round."""
 
     step: int
     num_steps: int
@@ -67,6 +67,7 @@ class Trainer:
     ) -> None:
         self.head = head
         self.losses: list[float] = []  # of all steps of this process
+        self._unread: list[Tensor] = []  # losses that are still on the device
         self._target = target
         self._vocabulary = vocabulary
         self._features = features
@@ -90,10 +91,11 @@ class Trainer:
                 break
             for batch in self._batches(number, each):
                 used = begin + (1 - begin) * self._share_used()
-                loss = self._step(batch, min(1.0, max(step / num_steps, used)))
+                self._unread.append(self._step(batch, min(1.0, max(step / num_steps, used))))
                 step += 1
-                self.losses.append(loss)
-                report(Progress(step, num_steps, sum(self.losses[-LOSS_STEPS:]) / len(self.losses[-LOSS_STEPS:])))
+                if len(self._unread) == LOSS_STEPS:
+                    report(Progress(step, num_steps, self._read_losses()))
+            report(Progress(step, num_steps, self._read_losses()))
             self._save(number + 1, step, begin + (1 - begin) * self._share_used())
 
     def _batches(self, number: int, dialogues: Sequence[Dialogue]) -> Iterator[Batch]:
@@ -110,7 +112,19 @@ class Trainer:
         anchors = [pick_anchors(each.dialogue, self._settings.anchor_share, generator) for each in group]
         return make_batch(self._target, group, anchors)
 
-    def _step(self, batch: Batch, done: float) -> float:
+    def _read_losses(self) -> float:
+        """The mean of the last LOSS_STEPS losses."""
+        if self._unread:
+            self.losses += torch.stack(self._unread).tolist()
+            self._unread.clear()
+        last = self.losses[-LOSS_STEPS:]
+        mean = sum(last) / len(last)
+        if not math.isfinite(mean):
+            raise ModelError(f"The loss of the head is {mean}. Train with another seed or more tokens.")
+        return mean
+
+    def _step(self, batch: Batch, done: float) -> Tensor:
+        """The loss before the step, on the device."""
         for group in self._optimizer.param_groups:
             group["lr"] = PEAK_RATE * rate(done) * group["rate"]
         with self._target.autocast():
@@ -119,11 +133,8 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_NORM)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise ModelError(f"The loss of the head is {value}. Train with another seed or more tokens.")
         self._optimizer.step()
-        return value
+        return loss.detach()
 
     def _save(self, number: int, step: int, used: float) -> None:
         """`used` is the part of the schedule that a limit on the time has used up."""

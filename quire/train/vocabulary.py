@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine.draft_vocabulary import MAX_OWN
@@ -59,20 +60,34 @@ class DraftVocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def columns(self, dialogue: Dialogue) -> Columns:
-        own, first = np.unique(dialogue.tokens, return_index=True)
-        kept = ~self._drafted[own]
+    def find_own(self, dialogue: Dialogue) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A dialogue's tokens that are not in the draft vocabulary, and where each occurs first, in that order."""
+        tokens, first = np.unique(dialogue.tokens, return_index=True)
+        kept = ~self._drafted[tokens]
         order = np.argsort(first[kept])[:MAX_OWN]
-        device = self.ids.device
-        own_ids = torch.from_numpy(own[kept][order]).long().to(device)
-        positions = torch.from_numpy(first[kept][order]).to(device)
-        if not len(own_ids):
+        return tokens[kept][order].astype(np.int64), first[kept][order].astype(np.int64)
+
+    def columns(self, dialogue: Dialogue) -> Columns:
+        own, first = (torch.from_numpy(each).to(self.ids.device) for each in self.find_own(dialogue))
+        if not len(own):
             return Columns(self.ids, self._rows, torch.zeros_like(self.ids))
         return Columns(
-            torch.cat([self.ids, own_ids]),
-            torch.cat([self._rows, self._target.head_rows(own_ids)]),
-            torch.cat([torch.zeros_like(self.ids), positions]),
+            torch.cat([self.ids, own]),
+            torch.cat([self._rows, self._target.head_rows(own)]),
+            torch.cat([torch.zeros_like(self.ids), first]),
         )
+
+    def own_tokens(self, dialogues: Sequence[Dialogue]) -> OwnTokens:
+        """Those of a batch, with one transfer for all: each waits for what the device computes."""
+        found = [self.find_own(dialogue) for dialogue in dialogues]
+        most = max(len(own) for own, _ in found)
+        padded = np.zeros((2, len(found), most), np.int64)
+        padded[1] = NOWHERE
+        for nth, each in enumerate(found):
+            padded[:, nth, : len(each[0])] = each
+        tokens, first = torch.from_numpy(padded).to(self.ids.device)
+        rows = self._target.head_rows(tokens.flatten()).view(len(found), most, self._target.hidden_size)
+        return OwnTokens(rows, first[:, None])
 
     def before(self, tokens: Tensor, bigrams: Bigrams) -> Tensor:
         """The rows of `bigrams.before` of tokens [...]; zero for those outside the draft vocabulary. [..., rank]"""
@@ -109,13 +124,6 @@ class OwnTokens(NamedTuple):
     rows: Tensor  # [dialogues, tokens, hidden_size], of the target's head
     first: Tensor  # [dialogues, 1, tokens]: where each occurs first; padding occurs nowhere
 
-    @classmethod
-    def of(cls, columns: Sequence[Columns], num_ids: int) -> OwnTokens:
-        pad = torch.nn.utils.rnn.pad_sequence
-        rows = pad([each.rows[num_ids:] for each in columns], batch_first=True)
-        first = pad([each.first[num_ids:] for each in columns], batch_first=True, padding_value=NOWHERE)
-        return cls(rows, first[:, None])
-
 
 class SoftCrossEntropy(torch.autograd.Function):
     """The cross entropy of a head's distribution against the target's. The output matrix is not trained, so the
@@ -129,7 +137,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         """states [dialogues, anchors, places, hidden_size]; before [dialogues, anchors, places, rank] and after
         [ids, rank] of the bigrams, whose rank may be 0. Returns the mean, with weights decay ** place."""
         num_ids = len(vocabulary)
-        own = OwnTokens.of([vocabulary.columns(each) for each in batch.dialogues], num_ids)
+        own = vocabulary.own_tokens(batch.dialogues)
         is_unknown = own.first > batch.anchors[..., None]  # own tokens that come later than the anchor
         grad_states, grad_before = torch.zeros_like(states), torch.zeros_like(before)
         grad_after = torch.zeros_like(after)
