@@ -20,7 +20,6 @@ from quire.engine.draft_vocabulary import DraftOutput
 from quire.engine.runner import StepStates
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import Kernels
-from quire.kernels.gumbel import gumbel
 from quire.speculative.draft_tree import Bias, Candidates, grow_tree
 
 NUM_CANDIDATES = 32  # of each place
@@ -150,13 +149,15 @@ class HeadProposer:
         for nth, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
             own = slice(nth * depth, (nth + 1) * depth)
             tokens = self._output.token_ids(request, columns[own])
-            tree = grow_tree(find_candidates(request, tokens, logprobs[own]), most, self._head.bias)
+            tree = grow_tree(find_candidates(request, tokens, logprobs[own], self._ops), most, self._head.bias)
             tree.source = self.name
             trees.append(tree)
         return trees
 
 
-def find_candidates(request: Request, tokens: Ids, logprobs: Floats, first: int = 0) -> list[Candidates]:
+def find_candidates(
+    request: Request, tokens: Ids, logprobs: Floats, ops: Kernels, first: int = 0
+) -> list[Candidates]:
     """tokens, logprobs [depth, candidates] -> candidates of each place, with the noise that the target will use.
 
     The first place has `first` drafts before it. Places after one with a value that is not a number are left out.
@@ -169,7 +170,7 @@ def find_candidates(request: Request, tokens: Ids, logprobs: Floats, first: int 
     if temperature > 0 and depth:
         lengths = len(request.tokens) + first + np.arange(len(tokens))
         seeds = np.full(len(tokens), signed(request.seed), np.int64)
-        scores = logprobs + np.float32(temperature) * gumbel(seeds, lengths, tokens)
+        scores = logprobs + np.float32(temperature) * ops.gumbel(seeds, lengths, tokens)
     places: list[Candidates] = []
     for place in range(depth):
         kept = valid[place]

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from quire.core.params import SamplingParams
+from quire.core.request import Finish
 from quire.errors import BadModelFile, InvalidParams
 from quire.llm import LLM
-from quire.text.input_processor import Prompt
+from quire.train.answers import answer
 from quire.train.settings import write_atomically
 from quire.train.tasks import choose_passages, write_task
 
@@ -37,6 +38,8 @@ HELD_OUT_EVERY = 16  # dialogues: it is greedy, and is measured instead of train
 MAX_EMPTY_ROUNDS = 3  # in a row
 TASK_TOKENS = 64  # room for the words of a task
 MARK = "QUIRE-QUESTION"  # in place of a question: what a template writes before it opens a user's turn
+
+ENDS = (Finish.STOP, Finish.LENGTH)  # of answers that are used
 
 Ids = NDArray[np.int32]
 
@@ -93,7 +96,6 @@ class Interviewer:
 
     def make_round(self, number: int) -> list[Dialogue]:
         questions = self._new_questions(number)
-        prompts: list[Prompt] = [{"prompt_token_ids": question} for question in questions]
         params = [
             SamplingParams(
                 temperature=TEMPERATURES[nth % len(TEMPERATURES)],
@@ -102,13 +104,11 @@ class Interviewer:
             )
             for nth, question in enumerate(questions)
         ]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         found = []
-        for nth, (question, output) in enumerate(zip(questions, outputs, strict=True)):
-            answer = output.outputs[0]
-            if answer.error or len(answer.token_ids) < MIN_ANSWER:
+        for nth, (question, made) in enumerate(zip(questions, answer(self.llm, questions, params), strict=True)):
+            if made.finish not in ENDS or len(made.tokens) < MIN_ANSWER:
                 continue
-            tokens = np.array([*question, *cut_loop(answer.token_ids)], np.int32)
+            tokens = np.array([*question, *cut_loop(made.tokens)], np.int32)
             found.append(Dialogue(tokens, len(question), nth % HELD_OUT_EVERY == 0))
         self._earlier += [dialogue for dialogue in found if not dialogue.is_held_out]
         return found
@@ -141,15 +141,15 @@ class Interviewer:
             SamplingParams(temperature=1.0, top_p=QUESTION_TOP_P, max_tokens=most, seed=self._seed(number, nth, 0))
             for nth in range(count)
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": opening}] * count, params, use_tqdm=False)
-        answers = [output.outputs[0] for output in outputs]
-        usable = [each for each in answers if not each.error and is_question(each.text, each.token_ids)]
-        if not self.llm.get_tokenizer().chat_template:
-            ends = self.llm._input_processor.end_token_ids
-            return [[*opening, *(token for token in each.token_ids if token not in ends)] for each in usable]
-        ended = [each for each in usable if each.finish_reason == "stop"]  # those that are cut off are often nonsense
+        tokenizer, ends = self.llm.get_tokenizer(), self.llm._input_processor.end_token_ids
+        made = [each for each in answer(self.llm, [opening] * count, params) if each.finish in ENDS]
+        texts = [decode(self.llm, each.tokens) for each in made]
+        usable = [(each, text) for each, text in zip(made, texts, strict=True) if is_question(text, each.tokens)]
+        if not tokenizer.chat_template:
+            return [[*opening, *(token for token in each.tokens if token not in ends)] for each, _ in usable]
+        ended = [pair for pair in usable if pair[0].finish is Finish.STOP]  # those that are cut off are often nonsense
         chosen = ended if len(ended) >= MIN_ENDED * count else usable
-        return [self._render(each.text.strip()) for each in chosen]
+        return [self._render(text.strip()) for _, text in chosen]
 
     def _tasks(self, number: int, count: int) -> list[list[int]]:
         """Prompts about answers of earlier rounds, which leave room for an answer."""
@@ -164,8 +164,8 @@ class Interviewer:
             chooser = random.Random(self._seed(number, nth, 2))
             chosen = [self._earlier[index] for index in choose_passages(lengths, most, chooser)]
             if chosen:
-                passages = [tokenizer.decode(each.tokens[each.num_prompt :].tolist()) for each in chosen]
-                question = tokenizer.decode(strip(chooser.choice(chosen), before, after))
+                passages = [decode(self.llm, each.tokens[each.num_prompt :].tolist()) for each in chosen]
+                question = decode(self.llm, strip(chooser.choice(chosen), before, after))
                 tasks.append(self._render(write_task(passages, question, chooser)))
         return tasks
 
@@ -199,6 +199,12 @@ def strip(dialogue: Dialogue, before: Sequence[int], after: Sequence[int]) -> li
     """The tokens of a dialogue's question, without what the template writes around it."""
     tokens = dialogue.tokens[: dialogue.num_prompt].tolist()
     return tokens[len(before) : len(tokens) - len(after)]
+
+
+def decode(llm: LLM, tokens: Sequence[int]) -> str:
+    """Without special tokens. A model may have more tokens than its tokenizer."""
+    tokenizer = llm.get_tokenizer()
+    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
 
 def find_opening(llm: LLM) -> list[int]:

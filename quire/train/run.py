@@ -43,6 +43,7 @@ from quire.train.vocabulary import DraftVocabulary, choose_draft_ids
 
 ASKING_SHARE = 0.45  # of the minutes, for questions and answers
 TRAINING_SHARE = 0.9  # of the minutes, when training ends: measuring takes the rest
+GPU_REQUESTS = 1024  # that the engine answers at once: a step of a small model takes hardly longer with more
 GPU_CACHE_GIB = 16.0  # of the engine that answers; the rest of the memory is for training
 MAX_SCORES = 1_500_000_000  # of attention in one batch
 
@@ -142,8 +143,10 @@ def check_directory(directory: Path, work: Path, resume: bool) -> None:
 def engine_options(config: EngineConfig) -> dict[str, Any]:
     """For many answers at once. On a GPU the cache leaves room for training."""
     options = {**asdict(config), "speculate": "off", "prefix_cache": False}
-    if config.kv_memory is None and config.num_blocks is None and uses_gpu(config):
-        options["kv_memory"] = GPU_CACHE_GIB
+    if uses_gpu(config):
+        options["max_requests"] = config.max_requests or GPU_REQUESTS
+        if config.kv_memory is None and config.num_blocks is None:
+            options["kv_memory"] = GPU_CACHE_GIB
     return options
 
 

@@ -52,7 +52,7 @@ class DraftVocabulary:
         self.ids = ids.to(target.device)
         self.softcap = target.softcap
         self._target = target
-        self._rows = target.head_rows(self.ids)
+        self.rows = target.head_rows(self.ids)
         self._index = torch.full((target.config.vocab_size,), -1, dtype=torch.int64, device=target.device)
         self._index[self.ids] = torch.arange(len(ids), device=target.device)
         self._drafted = (self._index >= 0).cpu().numpy()
@@ -70,10 +70,10 @@ class DraftVocabulary:
     def columns(self, dialogue: Dialogue) -> Columns:
         own, first = (torch.from_numpy(each).to(self.ids.device) for each in self.find_own(dialogue))
         if not len(own):
-            return Columns(self.ids, self._rows, torch.zeros_like(self.ids))
+            return Columns(self.ids, self.rows, torch.zeros_like(self.ids))
         return Columns(
             torch.cat([self.ids, own]),
-            torch.cat([self._rows, self._target.head_rows(own)]),
+            torch.cat([self.rows, self._target.head_rows(own)]),
             torch.cat([torch.zeros_like(self.ids), first]),
         )
 
@@ -109,13 +109,13 @@ class DraftVocabulary:
 
     def products(self, x: Tensor, own: OwnTokens) -> Tensor:
         """x [dialogues, anchors, hidden_size] -> [dialogues, anchors, ids + own tokens]"""
-        x = x.to(self._rows.dtype)
-        return torch.cat([x @ self._rows.T, x @ own.rows.mT], dim=-1)
+        x = x.to(self.rows.dtype)
+        return torch.cat([x @ self.rows.T, x @ own.rows.mT], dim=-1)
 
     def gradient(self, error: Tensor, own: OwnTokens) -> Tensor:
         """That of `products`: [dialogues, anchors, ids + own tokens] -> [dialogues, anchors, hidden_size]"""
-        error, num_ids = error.to(self._rows.dtype), len(self)
-        return error[..., :num_ids] @ self._rows + error[..., num_ids:] @ own.rows
+        error, num_ids = error.to(self.rows.dtype), len(self)
+        return error[..., :num_ids] @ self.rows + error[..., num_ids:] @ own.rows
 
 
 class OwnTokens(NamedTuple):
@@ -136,8 +136,12 @@ class SoftCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """states [dialogues, anchors, places, hidden_size]; before [dialogues, anchors, places, rank] and after
         [ids, rank] of the bigrams, whose rank may be 0. Returns the mean, with weights decay ** place."""
-        num_ids = len(vocabulary)
         own = vocabulary.own_tokens(batch.dialogues)
+        if states.is_cuda and vocabulary.softcap is None:
+            loss, *gradients = find_gradients(states, before, after, batch, vocabulary, own, decay)
+            ctx.save_for_backward(*gradients)
+            return loss
+        num_ids = len(vocabulary)
         is_unknown = own.first > batch.anchors[..., None]  # own tokens that come later than the anchor
         grad_states, grad_before = torch.zeros_like(states), torch.zeros_like(before)
         grad_after = torch.zeros_like(after)
@@ -174,3 +178,33 @@ class SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         return (*(each * grad for each in ctx.saved_tensors), None, None, None)
+
+
+def find_gradients(
+    states: Tensor, before: Tensor, after: Tensor, batch: Batch, vocabulary: DraftVocabulary, own: OwnTokens, decay: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of states, before and after, on a GPU: the same with a kernel for what lies between
+    the products. The bigrams are further columns of the matrices."""
+    from quire.kernels.cuda.soft_cross_entropy import soft_cross_entropy  # loads Triton
+
+    rows, size = vocabulary.rows, states.shape[3]
+    joined = torch.cat([rows, after.to(rows.dtype)], dim=1)
+    inputs = torch.cat([states, before], dim=3).to(rows.dtype)
+    gradients, grad_after = torch.zeros_like(inputs, dtype=torch.float32), torch.zeros_like(after)
+    total, weight_sum = states.new_zeros(()), states.new_zeros(())
+    first = own.first[:, 0].contiguous()
+    for place in range(states.shape[2]):
+        x = inputs[:, :, place].contiguous()
+        exists = batch.is_anchor & (batch.anchors + place + 1 < batch.lengths[:, None])
+        weights = (exists * decay**place).float()
+        known = take(batch.hidden, (batch.anchors + place).clamp(max=batch.hidden.shape[1] - 1)).to(rows.dtype)
+        error, own_error = x @ joined.T, x[..., :size] @ own.rows.mT  # logits, until the kernel has replaced them
+        losses = soft_cross_entropy(known @ rows.T, known @ own.rows.mT, error, own_error, first, batch.anchors, weights)
+        total += losses.sum()
+        weight_sum += weights.sum()
+        gradients[:, :, place] = error @ joined
+        gradients[:, :, place, :size] += own_error @ own.rows
+        grad_after += error.flatten(0, 1).T @ x[..., size:].flatten(0, 1)
+    scale = 1 / weight_sum.clamp(min=1e-9)
+    gradients *= scale
+    return total * scale, gradients[..., :size], gradients[..., size:], grad_after * scale

@@ -22,6 +22,7 @@ SCRIPTS = [
     "interpreted_speculation exact",
     "interpreted_speculation",
     "interpreted_drafter exact",
+    "interpreted_training",
 ]
 
 

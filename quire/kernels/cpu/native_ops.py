@@ -211,6 +211,14 @@ class NativeOps:
         )  # fmt: skip
         return tokens, largest
 
+    def gumbel(self, seeds: Ids, lengths: Ids, ids: Ids) -> Floats:
+        assert seeds.dtype == lengths.dtype == ids.dtype == np.int64
+        assert seeds.shape == lengths.shape == ids.shape[:1]
+        columns = [np.ascontiguousarray(x) for x in (seeds, lengths, ids)]
+        noise = np.empty(ids.shape, np.float32)
+        self.native.module.gumbel(*map(address, columns), *ids.shape, address(noise))
+        return noise
+
     def logprobs(self, logits: Floats, tokens: Ids, num_top: int) -> tuple[Floats, Ids, Ids, Floats]:
         rows, size = logits.shape
         assert tokens.dtype == np.int64
