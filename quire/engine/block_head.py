@@ -17,7 +17,6 @@ from quire.kernels.cpu.recorded import StepPaging, StepTokens
 from quire.kernels.cpu.tape import Tape
 from quire.kernels.paging import LayerCache, Paging
 from quire.layers.embedding import Embedding
-from quire.models.block_head import BlockHead
 from quire.speculative.draft_tree import Bias
 from quire.weights.heads import Bigram, LoadedBlockHead
 

@@ -155,9 +155,7 @@ class HeadProposer:
         return trees
 
 
-def find_candidates(
-    request: Request, tokens: Ids, logprobs: Floats, ops: Kernels, first: int = 0
-) -> list[Candidates]:
+def find_candidates(request: Request, tokens: Ids, logprobs: Floats, ops: Kernels, first: int = 0) -> list[Candidates]:
     """tokens, logprobs [depth, candidates] -> candidates of each place, with the noise that the target will use.
 
     The first place has `first` drafts before it. Places after one with a value that is not a number are left out.

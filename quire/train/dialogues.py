@@ -1,8 +1,8 @@
 """Dialogues: questions that a model asks itself, and its answers. They are made by quire and kept on disk. No torch.
 
 For a chat model the prompt is the beginning of a user's turn, so the model writes the question, and a third of the
-prompts are tasks on its earlier answers (`tasks.py`). Other models continue text that they have sampled themselves. Given
-prompts make up to a third.
+prompts are tasks on its earlier answers (`tasks.py`). Other models continue text that they have sampled themselves.
+Given prompts make up to a third.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def find_turn(llm: LLM) -> tuple[list[int], list[int]]:
 
 def strip(dialogue: Dialogue, before: Sequence[int], after: Sequence[int]) -> list[int]:
     """The tokens of a dialogue's question, without what the template writes around it."""
-    tokens = dialogue.tokens[: dialogue.num_prompt].tolist()
+    tokens: list[int] = dialogue.tokens[: dialogue.num_prompt].tolist()
     return tokens[len(before) : len(tokens) - len(after)]
 
 

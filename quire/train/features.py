@@ -71,7 +71,7 @@ class FeatureMaker:
         hidden = self._join([each.hidden for each in states])
         stacked = torch.stack(read, dim=1) if read else hidden.new_zeros(len(hidden), 0, target.hidden_size)
         keys, values = self._keys_values(dialogues, taps, lengths)
-        columns = [self._keep(each).split(lengths) for each in (stacked, hidden, *keys, *values)]
+        columns = [torch.split(self._keep(each), lengths) for each in (stacked, hidden, *keys, *values)]
         for dialogue, its_taps, its_hidden, *its_keys in zip(dialogues, *columns, strict=True):
             count = len(keys)
             yield Features(dialogue, its_taps, its_hidden, tuple(its_keys[:count]), tuple(its_keys[count:]))

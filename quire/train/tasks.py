@@ -1,5 +1,5 @@
-"""Tasks: prompts about texts that the model has written in earlier rounds. They make long prompts, whose words return in
-the answers, as in summaries and in answers from documents. `Interviewer` mixes them with questions. No torch.
+"""Tasks: prompts about texts that the model has written in earlier rounds. They make long prompts, whose words return
+in the answers, as in summaries and in answers from documents. `Interviewer` mixes them with questions. No torch.
 """
 
 from __future__ import annotations

@@ -181,7 +181,13 @@ class SoftCrossEntropy(torch.autograd.Function):
 
 
 def find_gradients(
-    states: Tensor, before: Tensor, after: Tensor, batch: Batch, vocabulary: DraftVocabulary, own: OwnTokens, decay: float
+    states: Tensor,
+    before: Tensor,
+    after: Tensor,
+    batch: Batch,
+    vocabulary: DraftVocabulary,
+    own: OwnTokens,
+    decay: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and the gradients of states, before and after, on a GPU: the same with a kernel for what lies between
     the products. The bigrams are further columns of the matrices."""
@@ -199,7 +205,9 @@ def find_gradients(
         weights = (exists * decay**place).float()
         known = take(batch.hidden, (batch.anchors + place).clamp(max=batch.hidden.shape[1] - 1)).to(rows.dtype)
         error, own_error = x @ joined.T, x[..., :size] @ own.rows.mT  # logits, until the kernel has replaced them
-        losses = soft_cross_entropy(known @ rows.T, known @ own.rows.mT, error, own_error, first, batch.anchors, weights)
+        losses = soft_cross_entropy(
+            known @ rows.T, known @ own.rows.mT, error, own_error, first, batch.anchors, weights
+        )
         total += losses.sum()
         weight_sum += weights.sum()
         gradients[:, :, place] = error @ joined

@@ -1,8 +1,8 @@
 """The cross entropy of one distribution against another, and its gradient, in one pass over their logits. Draft heads
 are trained with it (`train/vocabulary.py`); the engine does not use it.
 
-Rows are the anchors of dialogues. A row's logits are those of the draft vocabulary and those of the dialogue's own tokens,
-of which it has the ones that occur up to the anchor.
+Rows are the anchors of dialogues. A row's logits are those of the draft vocabulary and those of the dialogue's own
+tokens, of which it has the ones that occur up to the anchor.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def soft_cross_entropy(
     known: Tensor, known_own: Tensor, products: Tensor, products_own: Tensor, first: Tensor, anchors: Tensor,
     weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """known, products [dialogues, anchors, ids] and known_own, products_own [dialogues, anchors, own], the logits of the
-    wanted distribution and of the head's; first [dialogues, own], where each own token occurs first; anchors, weights
+    """known, products [dialogues, anchors, ids] and known_own, products_own [dialogues, anchors, own], the logits of
+    the wanted distribution and of the head's; first [dialogues, own], where each own token occurs first; anchors, weights
     [dialogues, anchors] -> losses [dialogues, anchors], with their weights. The gradient replaces `products`."""
     tensors = (known, known_own, products, products_own, first, anchors, weights)
     assert all(tensor.is_contiguous() for tensor in tensors)
