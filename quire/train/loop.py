@@ -1,4 +1,4 @@
-"""The training loop: rounds of features, batches, AdamW, and a state on disk after each round.
+"""The training loop: rounds of features, batches, AdamW, and a state on disk, after each round if that is quick.
 
 A round is a part of an epoch whose features fit into memory. All that is random depends on the seed and on the number
 of the round, so a run that was interrupted goes on from its last round as if nothing had happened.
@@ -7,6 +7,7 @@ of the round, so a run that was interrupted goes on from its last round as if no
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ LAST_RATE = 0.05  # of the peak
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
 MAX_NORM = 1.0  # of gradients
 DECAY = 0.8  # of a draft's weight by its depth
+SAVING_SHARE = 0.02  # of the time, for the state on disk
 LOSS_STEPS = 20  # whose losses are read together: reading one waits for the device. A reported loss is their mean.
 
 
@@ -68,6 +70,7 @@ class Trainer:
         self.head = head
         self.losses: list[float] = []  # of all steps of this process
         self._unread: list[Tensor] = []  # losses that are still on the device
+        self._save_s, self._saved_at_s = 0.0, 0.0  # how long the last save took, and when it ended
         self._target = target
         self._vocabulary = vocabulary
         self._features = features
@@ -96,7 +99,8 @@ class Trainer:
                 if len(self._unread) == LOSS_STEPS:
                     report(Progress(step, num_steps, self._read_losses()))
             report(Progress(step, num_steps, self._read_losses()))
-            self._save(number + 1, step, begin + (1 - begin) * self._share_used())
+            if self._save_s <= SAVING_SHARE * (time.monotonic() - self._saved_at_s) or number + 1 == len(rounds):
+                self._save(number + 1, step, begin + (1 - begin) * self._share_used())
 
     def _batches(self, number: int, dialogues: Sequence[Dialogue]) -> Iterator[Batch]:
         settings = self._settings
@@ -138,12 +142,15 @@ class Trainer:
 
     def _save(self, number: int, step: int, used: float) -> None:
         """`used` is the part of the schedule that a limit on the time has used up."""
+        begin_s = time.monotonic()
         tensors = {f"head.{name}": value.detach() for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             kept = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": kept[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in kept}
         on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
         write_atomically(self._path, save(on_host, {"round": f"{number}", "step": f"{step}", "used": f"{used}"}))
+        self._saved_at_s = time.monotonic()
+        self._save_s = self._saved_at_s - begin_s
 
     def _load(self) -> tuple[int, int, float]:
         """The round and the step to go on with, and the part of the schedule that time has used up."""

@@ -74,9 +74,12 @@ def soft_cross_entropy(
     known: Tensor, known_own: Tensor, products: Tensor, products_own: Tensor, first: Tensor, anchors: Tensor,
     weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """known, products [dialogues, anchors, ids] and known_own, products_own [dialogues, anchors, own], the logits of
-    the wanted distribution and of the head's; first [dialogues, own], where each own token occurs first; anchors, weights
-    [dialogues, anchors] -> losses [dialogues, anchors], with their weights. The gradient replaces `products`."""
+    """The losses of anchors, with their weights, [dialogues, anchors]. The gradient replaces `products`.
+
+    known, products [dialogues, anchors, ids] and known_own, products_own [dialogues, anchors, own]: the logits of the
+    wanted distribution and of the head's. first [dialogues, own]: where each own token occurs first. anchors, weights
+    [dialogues, anchors].
+    """
     tensors = (known, known_own, products, products_own, first, anchors, weights)
     assert all(tensor.is_contiguous() for tensor in tensors)
     rows, num_anchors, num_ids = known.shape
