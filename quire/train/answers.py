@@ -12,7 +12,7 @@ from quire.core.request import Finish, Request
 from quire.engine.client import no_garbage_collection
 from quire.llm import LLM
 
-REFILL = 16  # a part of the requests is replaced together: a step with prompts takes a GPU longer than one without
+REFILL = 8  # such a part of the requests is replaced together: a step with prompts takes a GPU longer than one without
 
 
 class Answer(NamedTuple):

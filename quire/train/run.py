@@ -112,9 +112,13 @@ def train_draft(
         if not target.is_gpu:
             torch.set_num_threads(config.threads or isa.prepare().cores)
         trained = train_head(target, dialogues, chosen, scale, work / "state.safetensors", clock, say)
-        acceptance, described = measure(target, trained, dialogues, chosen, scale)
+        described = describe_head(chosen.kind, target.model, target.config, trained.head.describe())
+        write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
+        if chosen.kind != "exit":  # which cannot be used without its calibration
+            write_config(directory, described)
+        acceptance, measured_fields = measure(target, trained, dialogues, chosen, scale)
+        described |= measured_fields
     report: dict[str, Any] = describe_training(dialogues, acceptance)
-    write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
     write_config(directory, {**described, "report": report})
     measured = None
     if target.ops.native is not None:  # the engine drafts with quire's own CPU kernels only
@@ -252,15 +256,12 @@ def make_head(target: Target, settings: Settings, num_ids: int, text: list[int])
 def measure(
     target: Target, trained: Trained, dialogues: Dialogues, settings: Settings, scale: Scale
 ) -> tuple[Acceptance, dict[str, Any]]:
-    """Acceptance on held-out dialogues, and the head's config.json without its report."""
+    """Acceptance on held-out dialogues, and what they add to the head's configuration."""
     held_out = dialogues.held_out[: scale.held_out]
     size = batch_size(settings, scale, target)
     evaluator = Evaluator(trained.head, target, trained.vocabulary, trained.features)
     acceptance = evaluator.measure(held_out, size)
-    fields = trained.head.describe()
-    if settings.kind == "exit":
-        fields["calibration"] = evaluator.calibrate(held_out, size)
-    return acceptance, describe_head(settings.kind, target.model, target.config, fields)
+    return acceptance, {"calibration": evaluator.calibrate(held_out, size)} if settings.kind == "exit" else {}
 
 
 def describe_training(dialogues: Dialogues, acceptance: Acceptance) -> dict[str, Any]:

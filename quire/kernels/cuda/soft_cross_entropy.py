@@ -28,7 +28,7 @@ def _load(pointers, inside):
     return tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own", "num_anchors"])  # each batch has others
 def _soft_cross_entropy(
     known, known_own, products, products_own, first, anchors, weights, losses, num_ids, num_own, num_anchors,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.errors import UnsupportedModel
 from quire.kernels import reference
@@ -119,11 +120,15 @@ def attend(
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """`attend` for one set of keys, in torch's own kernel, which keeps no scores. Every query sees a key."""
+    """`attend` for one set of keys, in torch's own kernel, which keeps no scores. Every query sees a key.
+
+    Not cuDNN's kernel: it is compiled for each new shape, and nearly every batch has one.
+    """
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.to(torch.bfloat16).transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, seen[:, None], scale=scale)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        out = functional.scaled_dot_product_attention(q, k, v, seen[:, None], scale=scale)
     return out.transpose(1, 2).flatten(2).float()
 
 
