@@ -6,7 +6,7 @@ gives every place all computed tokens of the request, and none of the other plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,10 +114,16 @@ def make_bias(bigram: Bigram, draft_ids: Ids, vocab_size: int) -> Bias:
     index = np.full(vocab_size, -1, np.int64)  # of ids in the draft vocabulary
     index[draft_ids] = np.arange(len(draft_ids))
 
-    def bias(token: int, tokens: Ids) -> Floats:
+    def bias(tokens: Ids) -> Callable[[int], Floats]:
         """0 where one of the two is not in the draft vocabulary."""
-        before, after = index[token], index[tokens]
-        products = bigram.after[after] @ bigram.before[before]
-        return np.where((after < 0) | (before < 0), np.float32(0), products)
+        after = index[tokens]
+        rows = np.where(after[:, None] < 0, np.float32(0), bigram.after[after])
+        none = np.zeros(len(tokens), np.float32)
+
+        def add(token: int) -> Floats:
+            before = index[token]
+            return rows @ bigram.before[before] if before >= 0 else none
+
+        return add
 
     return bias
