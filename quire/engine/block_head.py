@@ -6,18 +6,18 @@ gives every place all computed tokens of the request, and none of the other plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.request import Request
+from quire.engine.heads import Bigrams
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepPaging, StepTokens
 from quire.kernels.cpu.tape import Tape
 from quire.kernels.paging import LayerCache, Paging
 from quire.layers.embedding import Embedding
-from quire.speculative.draft_tree import Bias
 from quire.weights.heads import Bigram, LoadedBlockHead
 
 Ids = NDArray[np.int64]
@@ -40,7 +40,8 @@ class BlockDrafter:
     ) -> None:
         config = loaded.head.config
         self.depth = config.depth
-        self.bias = make_bias(loaded.bigram, loaded.draft_ids, embedding.weight.shape[0]) if loaded.bigram else None
+        vocab_size = embedding.weight.shape[0]
+        self.bigrams = index_bigrams(loaded.bigram, loaded.draft_ids, vocab_size) if loaded.bigram else None
         self._embedding = embedding
         self._weights = np.stack([np.asarray(weight) for weight in loaded.head.norms])  # [inputs, hidden_size]
         self._eps = np.float32(config.norm_eps)
@@ -110,20 +111,8 @@ def rms_norm(x: Floats, weight: Floats, eps: np.float32) -> Floats:
     return normed
 
 
-def make_bias(bigram: Bigram, draft_ids: Ids, vocab_size: int) -> Bias:
-    index = np.full(vocab_size, -1, np.int64)  # of ids in the draft vocabulary
+def index_bigrams(bigram: Bigram, draft_ids: Ids, vocab_size: int) -> Bigrams:
+    index = np.full(vocab_size, -1, np.int64)
     index[draft_ids] = np.arange(len(draft_ids))
-
-    def bias(tokens: Ids) -> Callable[[int], Floats]:
-        """0 where one of the two is not in the draft vocabulary."""
-        after = index[tokens]
-        rows = np.where(after[:, None] < 0, np.float32(0), bigram.after[after])
-        none = np.zeros(len(tokens), np.float32)
-
-        def add(token: int) -> Floats:
-            before = index[token]
-            return rows @ bigram.before[before] if before >= 0 else none
-
-        return add
-
-    return bias
+    before, after = (np.ascontiguousarray(each, np.float32) for each in (bigram.before, bigram.after))
+    return Bigrams(before, after, index)

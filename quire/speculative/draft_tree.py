@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
 
 def grow_tree(places: Sequence[Candidates], max_nodes: int, bias: Bias | None = None) -> Drafts:
     """The nodes that are likeliest to be reached and right, the likeliest first. A node at depth d has a token of
-    places[d - 1].
+    places[d - 1]. This is the reference of the C++ that draft heads use (csrc/bind_drafts.cpp).
 
     `bias(tokens)(token)` is added to the scores of the tokens of a place behind `token`.
     """
