@@ -80,12 +80,12 @@ def last_computed(plan: Plan, sampled: Sampled, row: int, query_starts: Sequence
 
 
 class Bigrams(NamedTuple):
-    """What the token before adds to the scores of candidates: the product of two rows. Ids without a row have index
+    """What the token before adds to the scores of candidates: the product of two rows. Ids without a row have position
     -1, and nothing is added."""
 
     before: Floats  # [ids, rank]
     after: Floats  # [ids, rank]
-    index: Ids  # [vocab]
+    positions: Ids  # [vocab]
 
 
 class DraftHead(Protocol):
@@ -170,13 +170,14 @@ def grow_native(
     request: Request, tokens: Ids, logprobs: Floats, max_nodes: int, bigrams: Bigrams | None, native: Native
 ) -> Drafts:
     """`grow_tree` on `find_candidates`, in C++. tokens, logprobs [depth, candidates]"""
+    assert max_nodes >= 1
     kept, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int64)
     chances = np.empty(max_nodes, np.float64)
     tokens, logprobs = np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(logprobs, np.float32)
     arrays = (0, 0, 0, 0, 0)
     if bigrams is not None:
-        before, after, index = bigrams
-        arrays = (address(before), address(after), address(index), before.shape[1], len(index))
+        before, after, positions = bigrams
+        arrays = (address(before), address(after), address(positions), before.shape[1], len(positions))
     count = native.module.grow_tree(
         (address(tokens), address(logprobs), *tokens.shape),
         (settings_of(request.params)[0], signed(request.seed), len(request.tokens)),

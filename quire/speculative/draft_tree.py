@@ -1,4 +1,7 @@
-"""Trees of drafts: grown from the best candidates of each place, merged from those of two proposers, and cut."""
+"""Trees of drafts: grown from the best candidates of each place, merged from those of two proposers, and cut.
+
+`grow_tree` is the executable reference of csrc/bind_drafts.cpp, which draft heads call.
+"""
 
 from __future__ import annotations
 

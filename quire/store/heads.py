@@ -14,9 +14,11 @@ STORED = "store"  # in place of a directory: the head of this model in the store
 
 
 def head_directory(model: str, kind: str) -> Path:
-    """Where the store keeps a head. An alias and the path of its file have the same."""
-    alias = ALIASES.get(model)
-    name = alias.file if isinstance(alias, WheelModel) else Path(model).name
+    """Where the store keeps a head: by the name of the model's file or folder. An alias of a single file and that file
+    have the same. Of two models with one name the second cannot use the first one's: heads know their target."""
+    alias, path = ALIASES.get(model), Path(model).expanduser()
+    name = path.resolve().name if path.exists() else path.name
+    name = alias.file if isinstance(alias, WheelModel) else name
     return cache_dir() / "heads" / re.sub(r"[^A-Za-z0-9._-]+", "-", name.removesuffix(".gguf")) / kind
 
 

@@ -165,8 +165,9 @@ class Interviewer:
             chosen = [self._earlier[index] for index in choose_passages(lengths, most, chooser)]
             if chosen:
                 passages = [decode(self.llm, each.tokens[each.num_prompt :].tolist()) for each in chosen]
-                question = decode(self.llm, strip(chooser.choice(chosen), before, after))
-                tasks.append(self._render(write_task(passages, question, chooser)))
+                question = strip(chooser.choice(chosen), before, after)
+                text = decode(self.llm, question) if len(question) <= QUESTION_TOKENS else None
+                tasks.append(self._render(write_task(passages, text, chooser)))
         return tasks
 
     def _render(self, text: str) -> list[int]:

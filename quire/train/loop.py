@@ -89,6 +89,7 @@ class Trainer:
         rounds = list(plan_rounds(dialogues, self._settings))
         num_steps = sum(count_batches(each, self._settings) for each in rounds)
         first, step, begin = self._load()
+        reached = saved = first  # rounds
         for number, each in enumerate(rounds[first:], first):
             if self._share_used() >= 1:
                 break
@@ -99,8 +100,12 @@ class Trainer:
                 if len(self._unread) == LOSS_STEPS:
                     report(Progress(step, num_steps, self._read_losses()))
             report(Progress(step, num_steps, self._read_losses()))
-            if self._save_s <= SAVING_SHARE * (time.monotonic() - self._saved_at_s) or number + 1 == len(rounds):
-                self._save(number + 1, step, begin + (1 - begin) * self._share_used())
+            reached = number + 1
+            if self._save_s <= SAVING_SHARE * (time.monotonic() - self._saved_at_s):
+                self._save(reached, step, begin + (1 - begin) * self._share_used())
+                saved = reached
+        if saved < reached:
+            self._save(reached, step, begin + (1 - begin) * self._share_used())
 
     def _batches(self, number: int, dialogues: Sequence[Dialogue]) -> Iterator[Batch]:
         settings = self._settings

@@ -142,6 +142,12 @@ def check_directory(directory: Path, work: Path, resume: bool) -> None:
         raise InvalidParams(
             f"{directory} is not empty. Name another directory, or continue its run with --resume.", "out"
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParams(
+            f"{directory} cannot be made: {error.strerror or error}. Name another directory.", "out"
+        ) from error
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,17 @@ def check_same(settings: Settings, engine: dict[str, Any], path: Path) -> None:
 def write_atomically(path: Path, data: bytes | str) -> None:
     """A file that is there is whole."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data if isinstance(data, bytes) else data.encode())
-    partial.replace(path)
+    try:
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise InvalidParams(
+            f"{path} cannot be written: {error.strerror or error}. Free some space or make {path.parent} writable, and "
+            "continue with --resume.",
+            "out",
+        ) from error
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

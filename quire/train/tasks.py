@@ -38,9 +38,9 @@ def choose_passages(lengths: Sequence[int], max_tokens: int, chooser: random.Ran
     return picked
 
 
-def write_task(passages: Sequence[str], question: str, chooser: random.Random) -> str:
-    """`question` is one that one of the passages answers."""
+def write_task(passages: Sequence[str], question: str | None, chooser: random.Random) -> str:
+    """`question` is one that one of the passages answers, if it is not a task itself."""
     text = "\n\n".join(passages)
-    if chooser.random() < QUESTIONED_SHARE:
+    if chooser.random() < QUESTIONED_SHARE and question is not None:
         return chooser.choice(QUESTIONED).format(text=text, question=question)
     return chooser.choice(INSTRUCTIONS).format(text=text, language=chooser.choice(LANGUAGES))

@@ -37,6 +37,8 @@ from quire.train.heads.head import spread_layers
 from quire.train.loop import LoopSettings, plan_rounds, rate
 from quire.train.prompts import read_prompts
 from quire.train.report import check_answers, judge, summarize
+from quire.train.run import check_directory
+from quire.train.settings import write_atomically
 from quire.train.tasks import choose_passages
 from quire.train.vocabulary import DraftVocabulary
 from tests.tools.chat_model import chat_model
@@ -199,6 +201,21 @@ def test_prompts_are_read(tmp_path: Path) -> None:
     )
     (tmp_path / "b.txt").write_text("f\n g \na\n")
     assert read_prompts([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == ["a", "b", "c", "e", "f", "g"]
+    (tmp_path / "c.jsonl").write_text('\ufeff{"prompt": "one\u2028line"}\r\n{"prompt": "h"}\r\n', encoding="utf-8")
+    assert read_prompts([str(tmp_path / "c.jsonl")]) == ["one\u2028line", "h"]
+    (tmp_path / "d.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "}")
+    with pytest.raises(InvalidParams, match="line 1, is no prompt"):
+        read_prompts([str(tmp_path / "d.jsonl")])
+
+
+def test_what_cannot_be_written_is_an_error_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidParams, match="cannot be made"):
+        check_directory(tmp_path / "file" / "head", tmp_path / "file" / "head" / "training", resume=False)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidParams, match=r"folder cannot be written.* --resume"):
+        write_atomically(tmp_path / "folder", b"")  # in place of a full disk
+    assert not (tmp_path / "folder.partial").exists()
 
 
 def test_anchors() -> None:

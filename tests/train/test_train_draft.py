@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from quire import LLM, SamplingParams
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound
 from quire.store import head_directory
+from quire.train import loop
 from quire.train.dialogues import Interviewer
 from quire.train.loop import Trainer
 from quire.train.report import METHODS
@@ -105,6 +106,7 @@ INTERRUPTIONS: dict[str, tuple[type, str, int]] = {
     "asking": (Interviewer, "make_round", 3),
     "the first round": (Trainer, "_step", 3),
     "a later round": (Trainer, "_step", 30),
+    "a later round, without a state": (Trainer, "_step", 30),
 }
 
 
@@ -113,6 +115,8 @@ def test_an_interrupted_run_goes_on(at: str, model: Path, tmp_path: Path, monkey
     """Its files are those of a run without an interruption."""
     whole = train(model, tmp_path / "whole")
     with monkeypatch.context() as patched:
+        if at.endswith("without a state"):
+            patched.setattr(loop, "SAVING_SHARE", -1.0)
         interrupt(patched, *INTERRUPTIONS[at])
         with pytest.raises(KeyboardInterrupt):
             train(model, tmp_path / "part")
