@@ -1,7 +1,4 @@
-"""GGUF block types as codes with scales, for tiles: the same numbers as `unpack.py`, not yet multiplied.
-
-Codes of more than 4 bits are moved so that 128 stands for zero, which the kernels subtract without a cost.
-"""
+"""GGUF block types as codes with scales, for tiles: the same numbers as `unpack.py`, not yet multiplied."""
 
 from __future__ import annotations
 
@@ -10,26 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.quant.code_format import IQ4
 from quire.quant.ggml_types import GGMLType
-from quire.quant.tile_format import TileFormat, TileRows
-from quire.quant.unpack import DOUBLED_E2M1, bit_planes, bits, crumbs, nibbles
-
-TILE_FORMATS: dict[GGMLType, TileFormat] = {
-    GGMLType.Q4_0: TileFormat("uint", 4, 32, 32, "f16", zero=8),
-    GGMLType.Q4_1: TileFormat("uint", 4, 32, 32, "f16", has_minimums=True),
-    GGMLType.Q5_0: TileFormat("uint", 8, 32, 32, "f16", zero=128),
-    GGMLType.Q5_1: TileFormat("uint", 8, 32, 32, "f16", zero=128, has_minimums=True),
-    GGMLType.Q8_0: TileFormat("uint", 8, 32, 32, "f16", zero=128),
-    GGMLType.Q2_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, has_minimums=True, supers=16),
-    GGMLType.Q3_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, supers=16),
-    GGMLType.Q4_K: TileFormat("uint", 4, 32, 32, "f16", has_minimums=True, supers=8),
-    GGMLType.Q5_K: TileFormat("uint", 8, 32, 32, "f16", zero=128, has_minimums=True, supers=8),
-    GGMLType.Q6_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, supers=16),
-    GGMLType.IQ4_NL: TileFormat("table", 4, 32, 32, "f16", table=IQ4),
-    GGMLType.IQ4_XS: TileFormat("table", 4, 32, 32, "f16", table=IQ4, supers=8),
-    GGMLType.MXFP4: TileFormat("table", 4, 32, 32, "bf16", table=DOUBLED_E2M1),
-}
+from quire.quant.tile_packing import TileRows
+from quire.quant.unpack import (
+    bit_planes,
+    bits,
+    crumbs,
+    nibbles,
+    scales_of_iq4_xs,
+    scales_of_mxfp4,
+    scales_of_q3_k,
+    six_bits,
+)
 
 Read = Callable[[Tensor], TileRows]  # of blocks [n, type_size]; each field of the result is [n, ...]
 
@@ -81,10 +70,7 @@ def read_q2_k(blocks: Tensor) -> TileRows:
 
 def read_q3_k(blocks: Tensor) -> TileRows:
     codes = (crumbs(blocks[:, 32:96]) | bit_planes(blocks[:, :32]) << 2) + (128 - 4)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
-    high = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
-    scales = (nibbles(blocks[:, 96:104], 8) | high << 4).view(torch.int8) - 32
-    return TileRows(codes, scales, super_scales=float16(blocks, 108))
+    return TileRows(codes, scales_of_q3_k(blocks), super_scales=float16(blocks, 108))
 
 
 def read_q4_k(blocks: Tensor) -> TileRows:
@@ -106,25 +92,11 @@ def read_iq4_nl(blocks: Tensor) -> TileRows:
 
 
 def read_iq4_xs(blocks: Tensor) -> TileRows:
-    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
-    high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
-    scales = (low | high << 4).view(torch.int8) - 32
-    return TileRows(nibbles(blocks[:, 8:136], 16), scales, super_scales=float16(blocks, 0))
+    return TileRows(nibbles(blocks[:, 8:136], 16), scales_of_iq4_xs(blocks), super_scales=float16(blocks, 0))
 
 
 def read_mxfp4(blocks: Tensor) -> TileRows:
-    exponents = blocks[:, :1].int()
-    halves = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23).view(torch.float32)
-    return TileRows(nibbles(blocks[:, 1:17], 16), halves)
-
-
-def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minimums of a Q4_K or Q5_K block, in 12 bytes from byte 4."""
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    return torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], dim=1), torch.cat(
-        [b & 63, (c >> 4) | ((b >> 2) & 48)], dim=1
-    )
+    return TileRows(nibbles(blocks[:, 1:17], 16), scales_of_mxfp4(blocks))
 
 
 def with_factors(codes: Tensor, scales: Tensor, minimums: Tensor, scale: Tensor, minimum: Tensor) -> TileRows:

@@ -2,8 +2,8 @@
 
 A tile has 64 outputs and `chunk` inputs and is contiguous. Each of its rows is words of four bytes, in the order
 [thread, word]: thread t of four holds the inputs 8h + 2t + i of a step of the tensor core, which has 16 inputs (h and i
-are 0 or 1). A word has 8 codes of 4 bits, of two steps, or 4 codes of 8 bits, of one step. `pack` and `unpack` are plain
-torch. `kernels/cuda/gemm/tiled.py` multiplies.
+are 0 or 1). A word has 8 codes of 4 bits, of two steps, or 4 codes of 8 bits, of one step. `tile_packing.py` packs, and
+`kernels/cuda/gemm/tiled.py` multiplies. This module loads no torch, for the processes that compile.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from quire.quant.code_format import CodeFormat, e4m3_values
+from quire.quant.code_format import IQ4, NF4, CodeFormat
+from quire.quant.ggml_types import GGMLType
 
 TILE_OUTPUTS = 64
 MAX_CHUNK = 128
 STEP = 16  # inputs of one instruction of a tensor core
-SCALE_TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+ROUNDED_GROUPS = (128, 64, 32)  # inputs that share a scale, the largest that divides the inputs
+DOUBLED_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,6 @@ class TileFormat:
     def num_chunks(self, cols: int) -> int:
         return -(-cols // self.chunk)
 
-    def levels(self) -> Tensor:
-        """The level of each code: [256] float32, or [16] for 4 bits."""
-        if self.codes == "table":
-            return torch.tensor(self.table, dtype=torch.float32)
-        if self.codes == "e4m3":
-            return torch.from_numpy(e4m3_values())
-        return torch.arange(1 << self.bits, dtype=torch.float32)
-
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes in memory of a matrix."""
         rows = -(-rows // TILE_OUTPUTS) * TILE_OUTPUTS
@@ -68,7 +60,7 @@ class TileFormat:
         if self.supers:
             scales = rows * groups * sides + 2 * rows * -(-groups // self.supers) * sides
         else:
-            scales = rows * groups * sides * SCALE_TYPES[self.scale].itemsize
+            scales = rows * groups * sides * SCALE_BYTES[self.scale]
         return rows * self.num_chunks(cols) * self.row_bytes + scales + rows * groups * self.has_zeros
 
 
@@ -85,50 +77,36 @@ def tile_format(format: CodeFormat, cols: int) -> TileFormat | None:
     return TileFormat(format.codes, bits, group, chunk, format.scale, zero, format.has_zeros, table=format.table)
 
 
-def pack(codes: Tensor, format: TileFormat) -> Tensor:
-    """Codes [rows, cols], one a byte, rows a multiple of 64 -> tiles [rows / 64, chunks, 64 * row_bytes]."""
-    chunks = format.num_chunks(codes.shape[1])
-    codes = torch.nn.functional.pad(codes, (0, chunks * format.chunk - codes.shape[1]))
-    tiles = len(codes) // TILE_OUTPUTS
-    if format.bits == 8:
-        if format.codes == "uint":
-            codes = codes ^ 128  # two's complement, less 128
-        parts = codes.view(tiles, TILE_OUTPUTS, chunks, format.chunk // STEP, 2, 4, 2)  # tile row chunk step h t i
-        return parts.permute(0, 2, 1, 5, 3, 6, 4).reshape(tiles, chunks, -1)
-    parts = codes.view(tiles, TILE_OUTPUTS, chunks, format.chunk // (2 * STEP), 2, 2, 4, 2)  # tile row chunk j o h t i
-    parts = parts.permute(*PLACES[format.codes])
-    return (parts[..., 0] | parts[..., 1] << 4).reshape(tiles, chunks, -1)
+def rounded_tile_format(name: str, cols: int) -> TileFormat | None:
+    """Tiles for a plain matrix that is rounded while it is loaded. None: its columns are no whole groups."""
+    if cols % 16:
+        return None
+    row = -(-cols // MAX_CHUNK) * MAX_CHUNK  # one scale an output
+    if name == "int8":
+        return TileFormat("uint", 8, row, MAX_CHUNK, "f32", zero=128)
+    if name == "fp8":
+        return TileFormat("e4m3", 8, row, MAX_CHUNK, "f32")
+    group = next((group for group in ROUNDED_GROUPS if cols % group == 0 and (name == "int4" or group <= 64)), None)
+    if group is None:
+        return None
+    if name == "nf4":
+        return TileFormat("table", 4, group, group, "f16", table=NF4)
+    return TileFormat("uint", 4, group, group, "f16", has_zeros=True)
 
 
-# The dimensions (tile, row, chunk, j, o, h, t, i) in the order in which they are stored. The codes of whole numbers are
-# unpacked by pairs i that are 16 bits apart, those of tables by pairs that are neighbours.
-PLACES = {"uint": (0, 2, 1, 6, 3, 7, 4, 5), "table": (0, 2, 1, 6, 3, 4, 5, 7)}
-
-
-def unpack(tiles: Tensor, format: TileFormat, cols: int) -> Tensor:
-    """The inverse of `pack`."""
-    num_tiles, chunks, _ = tiles.shape
-    rows = num_tiles * TILE_OUTPUTS
-    if format.bits == 8:
-        parts = tiles.view(num_tiles, chunks, TILE_OUTPUTS, 4, format.chunk // STEP, 2, 2)
-        codes = parts.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, -1)
-        codes = codes ^ 128 if format.codes == "uint" else codes
-        return codes[:, :cols]
-    both = torch.stack((tiles & 15, tiles >> 4), dim=-1)
-    places = PLACES[format.codes]
-    sizes = (num_tiles, TILE_OUTPUTS, chunks, format.chunk // (2 * STEP), 2, 2, 4, 2)
-    parts = both.view([sizes[place] for place in places])
-    inverse = [places.index(place) for place in range(len(places))]
-    return parts.permute(inverse).reshape(rows, -1)[:, :cols]
-
-
-@dataclass(frozen=True, slots=True)
-class TileRows:
-    """Some rows of a matrix, on any device. Scales and the like are [rows, groups], factors [rows, super-groups]."""
-
-    codes: Tensor  # [rows, cols] uint8, one code a byte
-    scales: Tensor  # of the format's type or a wider one; int8 with super-scales
-    zeros: Tensor | None = None  # uint8
-    minimums: Tensor | None = None  # as scales
-    super_scales: Tensor | None = None  # float16
-    super_minimums: Tensor | None = None
+# Codes of more than 4 bits are moved so that 128 stands for zero, which the kernels subtract without a cost.
+TILE_FORMATS: dict[GGMLType, TileFormat] = {
+    GGMLType.Q4_0: TileFormat("uint", 4, 32, 32, "f16", zero=8),
+    GGMLType.Q4_1: TileFormat("uint", 4, 32, 32, "f16", has_minimums=True),
+    GGMLType.Q5_0: TileFormat("uint", 8, 32, 32, "f16", zero=128),
+    GGMLType.Q5_1: TileFormat("uint", 8, 32, 32, "f16", zero=128, has_minimums=True),
+    GGMLType.Q8_0: TileFormat("uint", 8, 32, 32, "f16", zero=128),
+    GGMLType.Q2_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, has_minimums=True, supers=16),
+    GGMLType.Q3_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, supers=16),
+    GGMLType.Q4_K: TileFormat("uint", 4, 32, 32, "f16", has_minimums=True, supers=8),
+    GGMLType.Q5_K: TileFormat("uint", 8, 32, 32, "f16", zero=128, has_minimums=True, supers=8),
+    GGMLType.Q6_K: TileFormat("uint", 8, 16, 16, "f16", zero=128, supers=16),
+    GGMLType.IQ4_NL: TileFormat("table", 4, 32, 32, "f16", table=IQ4),
+    GGMLType.IQ4_XS: TileFormat("table", 4, 32, 32, "f16", table=IQ4, supers=8),
+    GGMLType.MXFP4: TileFormat("table", 4, 32, 32, "bf16", table=DOUBLED_E2M1),
+}

@@ -15,7 +15,8 @@ from torch.nn import functional
 from quire.kernels.cuda.gemm.tiled import TiledMatrix, dequantize
 from quire.kernels.cuda.gemm.tiled_dispatch import few_row_product, multiplies_codes
 from quire.quant.dense import argmax_of_products
-from quire.quant.tile_format import SCALE_TYPES, TILE_OUTPUTS, TileFormat, TileRows, pack, unpack
+from quire.quant.tile_format import TILE_OUTPUTS, TileFormat
+from quire.quant.tile_packing import SCALE_TYPES, TileRows, levels, pack, unpack
 
 WORKSPACE_VALUES = 1 << 26  # of a matrix, dequantized at a time
 
@@ -94,7 +95,7 @@ class Tiled:
         """Each product and sum is rounded to float32, as the formats define it."""
         matrix, format, (num_rows, cols) = self.matrix, self.format, self.shape
         codes = unpack(matrix.codes.view(torch.uint8), format, cols)[:num_rows]
-        values = format.levels().to(codes.device)[codes.int()] - format.zero
+        values = levels(format).to(codes.device)[codes.int()] - format.zero
 
         def by_column(plane: Tensor, factors: Tensor | None = None) -> Tensor:
             plane = plane.float()
@@ -150,7 +151,7 @@ def allocate(format: TileFormat, shape: tuple[int, int], device: str) -> TiledMa
         minimums=plane(groups, scale_type) if format.has_minimums else None,
         super_scales=plane(supers, torch.float16) if supers else None,
         super_minimums=plane(supers, torch.float16) if supers and format.has_minimums else None,
-        levels=None if format.codes == "uint" else format.levels().to(device),
+        levels=None if format.codes == "uint" else levels(format).to(device),
         num_out=rows,
         num_in=cols,
         kind=format.codes,

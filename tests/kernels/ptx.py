@@ -70,6 +70,7 @@ OPERATIONS = {
     "mov.b32": lambda a: a, "mov.u32": lambda a: a, "and.b32": lambda a, b: a & b, "lop3.b32": lop3, "prmt.b32": prmt,
     "shr.u32": lambda a, b: a >> b, "shl.b32": lambda a, b: a << b,
     "fma.rn.bf16x2": on_halves(torch.bfloat16, lambda a, b, c: a * b + c),
+    "fma.rn.f16x2": on_halves(torch.float16, lambda a, b, c: a * b + c),
     "add.rn.f16x2": on_halves(torch.float16, lambda a, b: a + b),
     "mul.rn.f16x2": on_halves(torch.float16, lambda a, b: a * b),
 }  # fmt: skip

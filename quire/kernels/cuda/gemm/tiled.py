@@ -8,7 +8,7 @@ of the time, and for exact engines. `dequantize` is for many rows, and for the r
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -84,7 +84,7 @@ def _groups(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Scale, zero and minimum of the outputs, of `COUNT` chunks one after the other."""
-    found = ()
+    found = ()  # type: ignore[var-annotated]
     for nth in tl.static_range(COUNT):
         group = tl.minimum(first_chunk + nth, last_chunk - 1) // chunks_in_group
         at = group * stride + outputs
@@ -105,11 +105,12 @@ def _groups(
 
 
 @triton.jit
-def _add(total, words, x_tile, x_sums, scale, zero, minimum, BITS: tl.constexpr, ASM: tl.constexpr,
-         SUBTRACTS: tl.constexpr, HAS_MINIMUMS: tl.constexpr):  # fmt: skip
+def _add(
+    total, words, x_tile, x_sums, scale, zero, minimum, BITS: tl.constexpr, ASM: tl.constexpr,
+    SUBTRACTS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
+):  # fmt: skip
     """total + the product of a chunk"""
-    values = _unpack(words, BITS, ASM, x_tile.dtype, x_tile.shape[0])
-    sums = tl.dot(values, x_tile)
+    sums = tl.dot(_unpack(words, BITS, ASM, x_tile.dtype, x_tile.shape[0]), x_tile)
     if SUBTRACTS:
         sums -= x_sums * zero[:, None]
     total += sums * scale[:, None]
@@ -215,8 +216,8 @@ def _tiled(
             if SUBTRACTS or HAS_MINIMUMS:
                 x_sums = tl.dot(ones, x_tile)
             total = _add(
-                total, words, x_tile, x_sums, now[3 * nth], now[3 * nth + 1], now[3 * nth + 2], BITS, ASM, SUBTRACTS,
-                HAS_MINIMUMS,
+                total, words, x_tile, x_sums, now[3 * nth], now[3 * nth + 1], now[3 * nth + 2], BITS, ASM,
+                SUBTRACTS, HAS_MINIMUMS,
             )  # fmt: skip
             if IS_GATED:
                 words = tl.load(at + to_second + chunk * TILE_WORDS)
@@ -339,11 +340,10 @@ def multiply(x: Tensor, matrix: TiledMatrix, tile: Tile, activation: str | None 
         assert grid[0] * grid[1] * tile.splits * tile.outputs * rows * (2 if activation else 1) <= MAX_PARTIALS
     tile_bytes = TILE_OUTPUTS * matrix.chunk * matrix.bits // 8
     chunks_in_group = matrix.group // matrix.chunk
-    asm, offset = _asm(matrix, x.dtype)
     _tiled[grid](
         x, *matrix.planes, y, *workspace(x.device), num_rows, num_out, matrix.num_in, matrix.scales.shape[1],
         chunks_in_group, ROWS=rows, OUTPUTS=tile.outputs, CHUNK=matrix.chunk, SPLITS=tile.splits, BITS=matrix.bits,
-        ASM=asm, OFFSET=offset, HAS_ZEROS=matrix.zeros is not None, HAS_MINIMUMS=matrix.minimums is not None,
+        **_asm(matrix, x.dtype), HAS_ZEROS=matrix.zeros is not None, HAS_MINIMUMS=matrix.minimums is not None,
         SUPERS=matrix.supers, IS_GATED=activation is not None, IS_SILU=activation == "silu",
         IS_EVEN=matrix.num_in % matrix.chunk == 0, UNROLL=tile.unroll,
         LINES=power_of_two(share * tile_bytes // LINE, MAX_LINES) if tile.prefetches else 0,
@@ -358,17 +358,19 @@ def power_of_two(count: int, most: int) -> int:
     return min(most, max(32, int(triton.next_power_of_2(count))))
 
 
-def _asm(matrix: TiledMatrix, dtype: torch.dtype) -> tuple[str, float]:
-    """How codes become numbers, and what to subtract from these beside the zeros of groups."""
+def _asm(matrix: TiledMatrix, dtype: torch.dtype) -> dict[str, Any]:
+    """How codes become numbers, and what to subtract from these beside the zeros of groups: ASM and OFFSET."""
     name = str(dtype).removeprefix("torch.")
     if matrix.kind == "table":
         assert matrix.table is not None
-        return unpack_asm.table_asm(matrix.table, name), 0.0
+        return {"ASM": unpack_asm.table_asm(matrix.table, name), "OFFSET": 0.0}
     if matrix.kind == "e4m3":
-        return unpack_asm.float8_asm(name), 0.0
+        return {"ASM": unpack_asm.float8_asm(name), "OFFSET": 0.0}
     if matrix.bits == 8:
-        return unpack_asm.byte_asm(name), matrix.zero - 128.0
-    return unpack_asm.nibble_asm(name), matrix.zero + unpack_asm.NIBBLE_BASES[name]
+        return {"ASM": unpack_asm.byte_asm(name), "OFFSET": (0 if matrix.zeros is not None else matrix.zero) - 128.0}
+    if matrix.zeros is not None:
+        return {"ASM": unpack_asm.nibble_asm(name, None), "OFFSET": float(unpack_asm.BASES[name])}
+    return {"ASM": unpack_asm.nibble_asm(name, matrix.zero), "OFFSET": 0.0}
 
 
 def dequantize(matrix: TiledMatrix, out: Tensor, first_row: int = 0, index: Tensor | None = None) -> None:

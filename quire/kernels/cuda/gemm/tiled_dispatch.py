@@ -1,4 +1,4 @@
-"""Which tiles multiply a matrix of codes, by its size and the number of rows. Measured on an H200, in chains of kernels."""
+"""Which tiles multiply a matrix of codes, by its size and the number of rows. Measured on an H200, in whole layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from quire.kernels.cuda.gemm.tiled import MAX_ROWS, TILE_OUTPUTS, Tile, TiledMat
 
 PROGRAMS = 132  # multiprocessors of an H200
 MANY_ROWS = 256  # from here on it is faster to make weights dense first
-MAX_SPLITS = 8
+ROUND_INPUTS = 128  # of smaller chunks, several are a round of the loop
+CHUNKS_IN_SPLIT = 4  # the fewest
 
 
 def multiplies_codes(dtype: torch.dtype) -> bool:
@@ -24,18 +25,28 @@ def few_row_product(
     num_rows = x.numel() // matrix.num_in
     if num_rows > MANY_ROWS and not exact:
         return None
-    return multiply(x, matrix, choose_tile(MAX_ROWS if exact else num_rows, matrix, activation, exact), activation)
+    return multiply(x, matrix, choose_tile(num_rows, matrix, activation, exact=exact), activation)
 
 
-def choose_tile(num_rows: int, matrix: TiledMatrix, activation: str | None, exact: bool = False) -> Tile:
-    """With `exact` it must not depend on the number of rows."""
-    num_out = matrix.num_out // 2 if activation else matrix.num_out
-    num_tiles = triton.cdiv(num_out, TILE_OUTPUTS)
-    is_wide = num_rows > 32 and num_tiles % 2 == 0
-    if activation is not None or exact or num_rows > MAX_ROWS:
-        return Tile(TILE_OUTPUTS, 4, 4, 1)
-    outputs = 2 * TILE_OUTPUTS if is_wide else TILE_OUTPUTS
+def choose_tile(num_rows: int, matrix: TiledMatrix, activation: str | None, *, exact: bool = False) -> Tile:
+    """About five programs a multiprocessor for up to 32 rows, and two and a half for more. With `exact` the inputs of
+    all products are added in the same order, whatever their number of rows."""
+    num_tiles = triton.cdiv(matrix.num_out // 2 if activation else matrix.num_out, TILE_OUTPUTS)
     chunks = triton.cdiv(matrix.num_in, matrix.chunk)
-    splits = max(1, min(MAX_SPLITS, 4 * PROGRAMS // triton.cdiv(num_out, outputs), chunks))
-    splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))  # none is without inputs
-    return Tile(outputs, 8 if is_wide else 4, 4, splits)
+    unroll = find_unroll(matrix.chunk, chunks)
+    splits = 1
+    if not exact and num_rows <= MAX_ROWS:
+        most = 8 if num_rows <= 32 else 1 if activation else 4
+        wanted = 8 * PROGRAMS // num_tiles if num_rows <= 32 else 4 * PROGRAMS // num_tiles
+        splits = max(1, min(most, wanted, chunks // (CHUNKS_IN_SPLIT * unroll)))
+        share = triton.cdiv(chunks, splits * unroll) * unroll
+        splits = triton.cdiv(chunks, share)  # none is without inputs
+    return Tile(TILE_OUTPUTS, 4, 3, splits, unroll, prefetches=activation is None and matrix.num_in <= 8192)
+
+
+def find_unroll(chunk: int, chunks: int) -> int:
+    """Chunks in a round: those of 128 inputs, if they are whole rounds."""
+    unroll = max(1, ROUND_INPUTS // chunk)
+    while chunks % unroll:
+        unroll //= 2
+    return unroll

@@ -12,8 +12,9 @@ from functools import cache
 import triton
 import triton.language as tl
 
-NIBBLE_BASES = {"bfloat16": 128, "float16": 1024}
-NIBBLE_BASE_BITS = {"bfloat16": 0x4300, "float16": 0x6400}
+BASES = {"bfloat16": 128, "float16": 1024}  # numbers whose low bits may be a code
+BASE_BITS = {"bfloat16": 0x4300, "float16": 0x6400}
+ONE = {"bfloat16": 0x3F80, "float16": 0x3C00}
 AND_OR, AND_XOR = 0xEA, 0x6A  # lop3: (a & b) | c, (a & b) ^ c
 
 
@@ -22,12 +23,18 @@ def twice(half: int) -> str:
 
 
 @cache
-def nibble_asm(dtype: str) -> str:
-    """Of whole numbers: base + code, because the code is the low bits of the base."""
-    base = NIBBLE_BASE_BITS[dtype]
-    lines = ["{ .reg .b32 w;", f"lop3.b32 $0, $4, 0x000f000f, {twice(base)}, {AND_OR};"]
-    for index in (1, 2, 3):
-        lines += [f"shr.u32 w, $4, {4 * index};", f"lop3.b32 ${index}, w, 0x000f000f, {twice(base)}, {AND_OR};"]
+def nibble_asm(dtype: str, zero: int | None) -> str:
+    """Of whole numbers: base + code, because the code is the low bits of the base. With a zero that all codes share,
+    code - zero."""
+    lines = ["{ .reg .b32 w, one, minus;"]
+    if zero is not None:
+        lines += [f"mov.b32 one, {twice(ONE[dtype])};", f"mov.b32 minus, {twice(0x8000 | BASE_BITS[dtype] | zero)};"]
+    for index in range(4):
+        target = f"${index}" if zero is None else "w"
+        lines.append(f"shr.u32 w, $4, {4 * index};" if index else "mov.b32 w, $4;")
+        lines.append(f"lop3.b32 {target}, w, 0x000f000f, {twice(BASE_BITS[dtype])}, {AND_OR};")
+        if zero is not None:
+            lines.append(f"fma.rn.{'bf16x2' if dtype == 'bfloat16' else 'f16x2'} ${index}, w, one, minus;")
     return "\n".join([*lines, "}"])
 
 
@@ -85,11 +92,7 @@ def float8_asm(dtype: str) -> str:
         up = "shl.b32 a, $2, 8;" if index == 0 else "mov.b32 a, $2;"
         lines += [up, f"shr.u32 t, a, {shift};", f"and.b32 t, t, {twice(mask)};"]
         lines.append(f"lop3.b32 t, a, 0x80008000, t, {AND_OR};")
-        lines.append(
-            f"fma.rn.bf16x2 ${index}, t, c, zero;"
-            if dtype == "bfloat16"
-            else f"mul.rn.f16x2 ${index}, t, c;"
-        )
+        lines.append(f"fma.rn.bf16x2 ${index}, t, c, zero;" if dtype == "bfloat16" else f"mul.rn.f16x2 ${index}, t, c;")
     return "\n".join([*lines, "}"])
 
 
