@@ -103,6 +103,15 @@ def test_exact_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not {"_varlen", "_decode", "_verify"} & {*compiled}
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_kernels_of_codes_compile_for_hopper(exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["draw", "serve", "attend_to_prompts", "attend_to_singles", "normalize", "multiply", "accept", "draft"]
+    options = {"weights": "random", "quantize": "int4", "exact": exact}
+    compiled = compile_all(tmp_path, monkeypatch, SHAPES, others, **options)
+    assert compiled.count("_tiled") >= 6
+    assert ("_dequantize" in compiled) != exact
+
+
 def test_what_a_child_is_told_describes_the_model() -> None:
     config = EngineConfig(device="cuda", kv_dtype="fp8", block_size=32)
     fields = parent.describe(config, config_from_json(SHAPES, {}, where="here"), (8, 0))

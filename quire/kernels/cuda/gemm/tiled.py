@@ -8,7 +8,7 @@ of the time, and for exact engines. `dequantize` is for many rows, and for the r
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -84,7 +84,7 @@ def _groups(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Scale, zero and minimum of the outputs, of `COUNT` chunks one after the other."""
-    found = ()  # type: ignore[var-annotated]
+    found = ()
     for nth in tl.static_range(COUNT):
         group = tl.minimum(first_chunk + nth, last_chunk - 1) // chunks_in_group
         at = group * stride + outputs
@@ -100,7 +100,7 @@ def _groups(
             scale *= tl.load(super_scales + super_at).to(tl.float32)
             if HAS_MINIMUMS:
                 minimum *= tl.load(super_minimums + super_at).to(tl.float32)
-        found = found + (scale, zero, minimum)
+        found = found + (scale, zero, minimum)  # type: ignore[assignment]
     return found
 
 
