@@ -22,7 +22,6 @@ from quire.quant.code_format import E2M1, NF4, CodeFormat
 from quire.quant.ggml_types import GGMLType
 from quire.quant.gguf_codes import tile_rows
 from quire.quant.tile_format import TILE_FORMATS, tile_format
-from quire.quant.tile_rounding import NAMES
 from quire.quant.tiled import Tiled
 from quire.weights.loader import load_model
 from tests.quant.test_tiles import as_tile_rows, draw
@@ -39,7 +38,6 @@ FORMATS = [
     CodeFormat("table", 4, 32, "bf16", table=E2M1),
     CodeFormat("e4m3", 8, 1 << 20, "f32"),
 ]
-ROWS_OF_X = (1, 3, 17, 70)
 
 
 def make(format: CodeFormat, rows: int, cols: int, *, exact: bool = False) -> Tiled:
@@ -67,25 +65,20 @@ def make_blocks(kind: GGMLType, rows: int, cols: int) -> Tiled:
     return weight
 
 
-def check_products(weight: Tiled) -> None:
+def check_products(weight: Tiled, *counts: int) -> None:
     (rows, cols), expected_weight = weight.shape, weight.dense().double()
     index = torch.tensor([rows - 1, 0, 5])
     assert_close(weight.rows(index), expected_weight[index])
-    for num_rows in ROWS_OF_X:
+    for num_rows in counts:
         x = (torch.randn(num_rows, cols) / expected_weight.norm(dim=1).mean()).half()
         expected = x.double() @ expected_weight.T
         assert_close(weight.matmul(x), expected)
         assert_close(weight._dequantized_product(x), expected)
         if rows % 128 == 0:
             gate, up = expected.half().double().chunk(2, -1)
-            for activation, function in (("silu", torch.nn.functional.silu), ("gelu", gelu)):
-                gated = weight.gated(x, activation)
-                assert gated is not None
-                assert_close(gated, function(gate) * up)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
+            gated = weight.gated(x, "gelu")
+            assert gated is not None
+            assert_close(gated, torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -95,12 +88,12 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def check_tiles_of_programs() -> None:
     """Splits, rounds of several chunks, wide tiles, with an activation and without."""
-    weight = make(FORMATS[1], 256, 512)
-    x = (torch.randn(5, 512) / weight.dense().norm(dim=1).mean()).half()
+    weight = make(FORMATS[1], 256, 256)
+    x = (torch.randn(5, 256) / weight.dense().norm(dim=1).mean()).half()
     expected = x.double() @ weight.dense().double().T
     gate, up = expected.half().double().chunk(2, -1)
     gated = torch.nn.functional.silu(gate) * up
-    for tile in (Tile(64, 4, 3, 1, 4), Tile(128, 8, 3, 4, 2), Tile(64, 4, 3, 8, 2, False), Tile(128, 4, 3, 3)):
+    for tile in (Tile(64, 4, 3, 1, 4), Tile(128, 8, 3, 4, 2), Tile(64, 4, 3, 4, 2, False), Tile(128, 4, 3, 3)):
         assert_close(multiply(x, weight.matrix, tile), expected)
         assert_close(multiply(x, weight.matrix, tile, "silu"), gated)
 
@@ -108,10 +101,10 @@ def check_tiles_of_programs() -> None:
 def check_exact() -> None:
     """A row has the same bits alone, in any batch, and behind any number of rows."""
     for format in (FORMATS[1], FORMATS[5]):
-        weight = make(format, 200, 384, exact=True)
-        x = torch.randn(150, 384).half()
+        weight = make(format, 100, 128, exact=True)
+        x = torch.randn(80, 128).half()
         whole = weight.matmul(x)
-        for start, stop in ((0, 1), (7, 9), (3, 40), (60, 149)):
+        for start, stop in ((0, 1), (7, 9), (3, 40), (60, 79)):
             assert torch.equal(weight.matmul(x[start:stop]), whole[start:stop])
 
 
@@ -139,13 +132,13 @@ def check_engine(quantize: str, *, exact: bool) -> None:
     """Batches, chunks, prefix hits, preemption and swap change no token; in an exact engine no log probability."""
     config = replace(simulated_gpu.LLAMA, hidden_size=64, intermediate_size=128)
     rng = random.Random(0)
-    shared = [rng.randrange(97) for _ in range(20)]
-    prompts = [shared + [rng.randrange(97) for _ in range(count)] for count in (1, 7, 30)]
+    shared = [rng.randrange(97) for _ in range(12)]
+    prompts = [shared + [rng.randrange(97) for _ in range(count)] for count in (1, 30)]
 
     def answer(alone: bool, **options: Any) -> list[Answer]:
         engine = simulated_gpu.build_engine(config, exact=exact, quantize=quantize, **options)
         simulated_gpu.capture_all(engine)
-        params = SamplingParams(max_tokens=6, logprobs=1, ignore_eos=True)
+        params = SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True)
         requests = [Request(f"{nth}", prompt, params) for nth, prompt in enumerate(prompts)]
         found: dict[str, Answer] = {}
         for group in [[request] for request in requests] if alone else [requests]:
@@ -153,7 +146,7 @@ def check_engine(quantize: str, *, exact: bool) -> None:
         return [found[request.id] for request in requests]
 
     expected = answer(True)
-    for options in ({}, {"num_blocks": 14, "max_tokens": 16, "num_host_blocks": 8}):
+    for options in ({}, {"num_blocks": 9, "max_tokens": 16, "num_host_blocks": 8}):
         for got, wanted in zip(answer(False, **options), expected, strict=True):
             assert got == wanted if exact else got[0] == wanted[0]
 
@@ -163,13 +156,11 @@ if __name__ == "__main__":
     ptx.use()
     torch.manual_seed(0)
     for format in FORMATS:
-        check_products(make(format, 128, 192 if format.group == 96 else 256))
-    check_products(make(FORMATS[0], 100, 272))
+        check_products(make(format, 128, 192 if format.group == 96 else 256), 3)
+    check_products(make(FORMATS[0], 100, 272), 1, 17, 70)
     for kind in TILE_FORMATS:
-        check_products(make_blocks(kind, 128, 256))
+        check_products(make_blocks(kind, 128, 256), 2)
     check_tiles_of_programs()
     check_exact()
     check_methods()
-    for name in NAMES:
-        check_engine(name, exact=True)
-    check_engine("int4", exact=False)
+    check_engine("int4", exact=True)

@@ -255,7 +255,7 @@ class KernelCalls:
     def multiply_codes(self, codes: CodesOf, rows: int) -> None:
         from quire.kernels.cuda.gemm.tiled_dispatch import few_row_product
 
-        matrix, x, exact = self._tiles(codes), self._rows(rows, codes.num_in), self.model.exact
+        matrix, x, exact = stub_tiles(codes), self._rows(rows, codes.num_in), self.model.exact
         few_row_product(x, matrix, None if exact else codes.activation, exact=exact)  # type: ignore[arg-type]
 
     def dequantize(self, codes: CodesOf) -> None:
@@ -263,39 +263,9 @@ class KernelCalls:
 
         out: Any = self._rows(FEW_ROWS, codes.num_in)
         if codes.is_embedding:
-            dequantize(self._tiles(codes), out, index=longs(FEW_ROWS))
+            dequantize(stub_tiles(codes), out, index=longs(FEW_ROWS))
         if not self.model.exact:
-            dequantize(self._tiles(codes), out)
-
-    def _tiles(self, codes: CodesOf) -> Any:
-        from quire.kernels.cuda.gemm.tiled import TILE_OUTPUTS, TiledMatrix
-
-        tiles, chunks = -(-codes.num_out // TILE_OUTPUTS), -(-codes.num_in // codes.chunk)
-
-        def plane(is_there: bool, dtype: str) -> Any:
-            shape = -(-codes.num_in // codes.group), tiles * TILE_OUTPUTS
-            return torch_stub.empty(*shape, dtype=torch_stub.DTYPES[dtype]) if is_there else None
-
-        scale = "int8" if codes.supers else {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[codes.scale]
-        has_supers, words = codes.supers > 0, TILE_OUTPUTS * codes.chunk * codes.bits // 32
-        return TiledMatrix(
-            codes=numbers(tiles, chunks, words),
-            scales=plane(True, scale),
-            zeros=plane(codes.has_zeros, "uint8"),
-            minimums=plane(codes.has_minimums, scale),
-            super_scales=plane(has_supers, "float16"),
-            super_minimums=plane(has_supers and codes.has_minimums, "float16"),
-            levels=None if codes.codes == "uint" else torch_stub.empty(16),  # type: ignore[arg-type]
-            num_out=codes.num_out,
-            num_in=codes.num_in,
-            kind=codes.codes,
-            bits=codes.bits,
-            chunk=codes.chunk,
-            group=codes.group,
-            zero=codes.zero,
-            supers=codes.supers,
-            table=None if codes.table is None else tuple(codes.table),
-        )
+            dequantize(stub_tiles(codes), out)
 
     def normalize(self) -> None:
         model = self.model
@@ -341,6 +311,38 @@ class KernelCalls:
 
     def _rows(self, *shape: int) -> torch_stub.Tensor:
         return torch_stub.empty(*shape, dtype=self.dtype)
+
+
+def stub_tiles(codes: CodesOf) -> Any:
+    """A matrix of codes without memory."""
+    from quire.kernels.cuda.gemm.tiled import TILE_OUTPUTS, TiledMatrix
+
+    tiles, chunks = -(-codes.num_out // TILE_OUTPUTS), -(-codes.num_in // codes.chunk)
+
+    def plane(is_there: bool, dtype: str) -> Any:
+        shape = -(-codes.num_in // codes.group), tiles * TILE_OUTPUTS
+        return torch_stub.empty(*shape, dtype=torch_stub.DTYPES[dtype]) if is_there else None
+
+    scale = "int8" if codes.supers else {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[codes.scale]
+    has_supers, words = codes.supers > 0, TILE_OUTPUTS * codes.chunk * codes.bits // 32
+    return TiledMatrix(
+        codes=numbers(tiles, chunks, words),
+        scales=plane(True, scale),
+        zeros=plane(codes.has_zeros, "uint8"),
+        minimums=plane(codes.has_minimums, scale),
+        super_scales=plane(has_supers, "float16"),
+        super_minimums=plane(has_supers and codes.has_minimums, "float16"),
+        levels=None if codes.codes == "uint" else torch_stub.empty(16),  # type: ignore[arg-type]
+        num_out=codes.num_out,
+        num_in=codes.num_in,
+        kind=codes.codes,
+        bits=codes.bits,
+        chunk=codes.chunk,
+        group=codes.group,
+        zero=codes.zero,
+        supers=codes.supers,
+        table=None if codes.table is None else tuple(codes.table),
+    )
 
 
 def numbers(*shape: int) -> Any:
