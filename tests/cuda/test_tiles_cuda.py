@@ -107,14 +107,16 @@ def test_an_exact_product_does_not_depend_on_the_rows_beside_it(format, dtype):
 
 def answers(client: Any, prompts: list[list[int]], alone: bool) -> list[Any]:
     """Tokens and log probabilities."""
-    params = SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True)
-    requests = [Request(f"{alone} {nth}", prompt, params) for nth, prompt in enumerate(prompts)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
+    requests = [
+        Request(f"{alone} {nth}", prompt, params, max_tokens=params.max_tokens) for nth, prompt in enumerate(prompts)
+    ]
     found: dict[str, Any] = {request.id: [] for request in requests}
     for group in [[request] for request in requests] if alone else [requests]:
         for request in group:
-            client.engine.add(request)
+            client.add(request)
         while client.engine.has_work:
-            for update in client.engine.step():
+            for update in client.step():
                 found[update.id] += [] if update.detail is None else update.detail.logprobs or []
     return [(list(request.output), found[request.id]) for request in requests]
 

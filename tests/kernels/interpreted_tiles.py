@@ -130,7 +130,7 @@ def check_methods() -> None:
 
 def check_engine(quantize: str, *, exact: bool) -> None:
     """Batches, chunks, prefix hits, preemption and swap change no token; in an exact engine no log probability."""
-    config = replace(simulated_gpu.LLAMA, hidden_size=64, intermediate_size=128)
+    config = replace(simulated_gpu.LLAMA, hidden_size=64, intermediate_size=128, num_layers=1, windows=(None,))
     rng = random.Random(0)
     shared = [rng.randrange(97) for _ in range(12)]
     prompts = [shared + [rng.randrange(97) for _ in range(count)] for count in (1, 30)]
@@ -138,8 +138,8 @@ def check_engine(quantize: str, *, exact: bool) -> None:
     def answer(alone: bool, **options: Any) -> list[Answer]:
         engine = simulated_gpu.build_engine(config, exact=exact, quantize=quantize, **options)
         simulated_gpu.capture_all(engine)
-        params = SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True)
-        requests = [Request(f"{nth}", prompt, params) for nth, prompt in enumerate(prompts)]
+        params = SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True)
+        requests = [Request(f"{nth}", prompt, params, max_tokens=4, seed=nth) for nth, prompt in enumerate(prompts)]
         found: dict[str, Answer] = {}
         for group in [[request] for request in requests] if alone else [requests]:
             found |= run(engine, group)

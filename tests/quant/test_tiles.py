@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from quire.kernels.cuda.gemm.tiled import MAX_COUNTERS, MAX_PARTIALS
+from quire.kernels.cuda.gemm.tiled_dispatch import choose_tile
 from quire.quant.code_format import E2M1, FP4, NF4, CodeFormat, CodeRows, dequantize
 from quire.quant.ggml_types import SUPPORTED_TYPES, GGMLType
 from quire.quant.gguf_blocks import GGUFBlocks
@@ -130,3 +135,31 @@ def test_rounding_is_to_the_nearest_code(name: str, cols: int) -> None:
     assert error < {"int8": 0.012, "fp8": 0.03, "nf4": 0.1, "int4": 0.125}[name]
     assert (weight.dense()[3] == 0).all()
     assert weight.dense().isfinite().all()
+
+
+SIZES = [
+    (out, cols, chunk, num_rows, gated)
+    for out in (64, 960, 1000, 3072, 4096, 16896, 28672, 57344, 128256)
+    for cols in (64, 576, 1536, 4096, 14336)
+    for chunk in (16, 32, 64, 128)
+    for num_rows in (1, 17, 33, 64, 65, 256)
+    for gated in (False, True)
+    if not gated or out % 128 == 0
+]
+
+
+def test_tiles_of_programs_fit_every_size() -> None:
+    """What `multiply` asserts: rounds are whole, each split has inputs, and sums fit into the workspace."""
+    most = 0
+    for out, cols, chunk, num_rows, gated in SIZES:
+        matrix: Any = SimpleNamespace(num_out=out, num_in=cols, chunk=chunk)
+        tile = choose_tile(num_rows, matrix, "silu" if gated else None)
+        chunks, num_tiles = -(-cols // chunk), -(-out // (128 if gated else 64))
+        share = -(-chunks // (tile.splits * tile.unroll)) * tile.unroll
+        assert chunks % tile.unroll == 0
+        assert share * (tile.splits - 1) < chunks
+        if tile.splits > 1:
+            rows = min(64, max(16, 1 << (num_rows - 1).bit_length()))
+            most = max(most, num_tiles * tile.splits * tile.outputs * rows * (2 if gated else 1))
+            assert num_tiles <= MAX_COUNTERS
+    assert 0 < most <= MAX_PARTIALS

@@ -22,7 +22,7 @@ from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_f
 
 TILE_OUTPUTS = 64  # of a stored tile: the rows of a warp group's instruction
 MIN_ROWS, MAX_ROWS = 16, 64
-MAX_COUNTERS, MAX_PARTIALS = 1024, 1 << 22  # split tiles, and their values
+MAX_COUNTERS, MAX_PARTIALS = 1056, 1056 * 64 * 64  # split tiles, and their values: what `choose_tile` may ask for
 LINE, MAX_LINES = 128, 512  # bytes of a line of the second cache; lines that a program prefetches
 
 
