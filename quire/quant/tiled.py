@@ -73,9 +73,10 @@ class Tiled:
                 plane[:, first : first + count] = values.T
 
     def matmul(self, x: Tensor) -> Tensor:
-        x = self._ordered(x)
-        product = few_row_product(x, self.matrix, exact=self.exact)
-        return self._dequantized_product(x) if product is None else product
+        rows = self._ordered(x).view(-1, self.shape[1])
+        product = few_row_product(rows, self.matrix, exact=self.exact)
+        product = self._dequantized_product(rows) if product is None else product
+        return product.view(*x.shape[:-1], self.shape[0])
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
         """activation(gate) * up, of a matrix with the rows of the gate first. None: there is no kernel for this."""
@@ -121,7 +122,6 @@ class Tiled:
     def _dequantized_product(self, x: Tensor) -> Tensor:
         """Of many rows: some outputs of the matrix at a time become dense."""
         num_out, num_in = self.shape
-        x = x.view(-1, num_in)
         y = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
         step = WORKSPACE_VALUES // num_in // TILE_OUTPUTS * TILE_OUTPUTS
         for first in range(0, num_out, step):

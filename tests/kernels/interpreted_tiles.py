@@ -17,6 +17,7 @@ from tests.kernels import ptx, simulated_gpu  # before what imports Triton's ker
 
 from quire.core.params import SamplingParams  # isort: skip
 from quire.core.request import Request
+from quire.kernels.cuda.gemm import tiled_dispatch
 from quire.kernels.cuda.gemm.tiled import Tile, multiply
 from quire.quant.code_format import E2M1, NF4, CodeFormat
 from quire.quant.ggml_types import GGMLType
@@ -99,13 +100,17 @@ def check_tiles_of_programs() -> None:
 
 
 def check_exact() -> None:
-    """A row has the same bits alone, in any batch, and behind any number of rows."""
-    for format in (FORMATS[1], FORMATS[5]):
-        weight = make(format, 100, 128, exact=True)
-        x = torch.randn(80, 128).half()
+    """A row has the same bits alone, in any batch, and behind any number of rows: with splits, and in any launches."""
+    for format, cols in ((FORMATS[1], 128), (FORMATS[0], 1024)):
+        weight = make(format, 100, cols, exact=True)
+        x = torch.randn(150, cols).half() / 100
         whole = weight.matmul(x)
-        for start, stop in ((0, 1), (7, 9), (3, 40), (60, 79)):
+        assert_close(whole, x.double() @ weight.dense().double().T)
+        for start, stop in ((0, 1), (7, 9), (3, 40), (60, 149)):
             assert torch.equal(weight.matmul(x[start:stop]), whole[start:stop])
+    assert tiled_dispatch.choose_tile(64, weight.matrix, None).splits == 2
+    tiled_dispatch.MAX_PARTIALS = 2 * 2 * 64 * 64  # room for 64 rows
+    assert torch.equal(weight.matmul(x), whole)
 
 
 def check_methods() -> None:
