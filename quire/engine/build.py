@@ -63,6 +63,7 @@ from quire.weights.loader import (
     build_model,
     build_random_model,
     count_weights,
+    has_tiles,
     opened,
     shorten,
     survey,
@@ -229,8 +230,9 @@ def load(
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         stored = survey(model, checkpoint, ops)
-        quantize = choose_quantize(config.quantize, stored)
-        check_weights(weight_bytes(stored, dtype), device)
+        tiled = has_tiles(ops, dtype)
+        quantize = choose_quantize(config.quantize, stored, tiled=tiled)
+        check_weights(weight_bytes(stored, dtype, tiled=tiled, quantize=quantize), device)
         check_tables(model, device)
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops
 

@@ -139,11 +139,11 @@ class PanelWeight:
         return dense
 
 
-def join(rows: Sequence[int], formats: Sequence[Kind]) -> list[tuple[Kind, list[int]]]:
-    """Group parts that share panels: neighbours of one format, where all but the last fill whole panels."""
+def join(rows: Sequence[int], formats: Sequence[Kind], unit: int = ROWS_IN_PANEL) -> list[tuple[Kind, list[int]]]:
+    """Group parts that share panels: neighbours of one format, where all but the last are multiples of `unit` rows."""
     groups: list[tuple[Kind, list[int]]] = []
     for index, kind in enumerate(formats):
-        if groups and groups[-1][0] == kind and rows[index - 1] % ROWS_IN_PANEL == 0:
+        if groups and groups[-1][0] == kind and rows[index - 1] % unit == 0:
             groups[-1][1].append(index)
         else:
             groups.append((kind, [index]))

@@ -6,6 +6,7 @@ dense values or codes for torch, panels for the C++ kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ from quire.kernels.cpu.native import Native
 from quire.layers.source import Part, Shape
 from quire.quant.code_format import CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL
+from quire.quant.tile_format import TILE_OUTPUTS, tile_format
 from quire.weights.checkpoint import Work, part_bytes
 from quire.weights.schemes.scheme import CodeMatrix, Module, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from quire.quant.tile_format import TileFormat
+    from quire.quant.tile_packing import TileRows
 
 SLICE_VALUES = 1 << 20  # codes that one thread reads at a time
 
@@ -74,9 +79,27 @@ class CodePart:
     def panel_format(self) -> str:
         return panel_format(self.format, self.width)
 
-    def slices(self) -> list[tuple[int, int]]:
-        """The rows as (start, stop) slices. All but the last are multiples of a panel's rows."""
-        step = max(1, SLICE_VALUES // self.cols // ROWS_IN_PANEL) * ROWS_IN_PANEL
+    @property
+    def tile_format(self) -> TileFormat | None:
+        return tile_format(self.format, self.width)
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        for start, stop in self.slices(TILE_OUTPUTS):
+            yield start, partial(self._tile_rows, device, start, stop)
+
+    def _tile_rows(self, device: str, start: int, stop: int) -> TileRows:
+        import torch
+
+        from quire.quant.tile_packing import TileRows
+
+        rows = self.codes(start, stop)
+        zeros = None if rows.zeros is None else torch.from_numpy(rows.zeros).to(device)
+        codes = torch.from_numpy(np.ascontiguousarray(rows.codes)).to(device)
+        return TileRows(codes, torch.from_numpy(rows.scales).to(device), zeros)
+
+    def slices(self, unit: int = ROWS_IN_PANEL) -> list[tuple[int, int]]:
+        """The rows as (start, stop) slices. All but the last are multiples of `unit`: a panel's rows, or a tile's."""
+        step = max(1, SLICE_VALUES // self.cols // unit) * unit
         return [(start, min(start + step, self.part.rows)) for start in range(0, self.part.rows, step)]
 
     def codes(self, start: int, stop: int) -> CodeRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from quire.quant.tile_packing import TileRows
+
 COPY_BYTES = 1 << 24  # of a plain tensor, that one thread copies to the device at a time
 PANEL_FORMATS = {"F16": "f16", "BF16": "bf16"}  # others become float32
 
@@ -40,6 +42,7 @@ class DensePart:
     cols: int | None
     quantized = False
     order = None
+    tile_format = None
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -71,6 +74,9 @@ class DensePart:
                     first += len(piece)
 
         return [copy]
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        raise AssertionError("a plain tensor has no codes")
 
     def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
         def pack_all() -> None:

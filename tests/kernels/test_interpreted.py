@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cpu
 SCRIPTS = [
     "interpreted",
     "interpreted_families",
+    "interpreted_tiles",
     "interpreted_speculation exact",
     "interpreted_speculation",
     "interpreted_drafter exact",

@@ -248,8 +248,14 @@ def test_an_older_cpu_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quantize_without_own_kernels_is_refused(llama: Path) -> None:
-    with pytest.raises(InvalidParams, match="quantize is 'int8', which needs quire's own CPU kernels"):
+    with pytest.raises(InvalidParams, match="quantize is 'int8', which needs quire's own kernels"):
         build(llama, kernels="torch", quantize="int8")
+
+
+@pytest.mark.parametrize("name", ["fp8", "nf4"])
+def test_rounding_that_only_gpus_have_is_refused_on_a_cpu(llama: Path, name: str) -> None:
+    with pytest.raises(InvalidParams, match=f"quantize is '{name}', which needs a GPU; on a CPU use"):
+        build(llama, quantize=name)
 
 
 def test_quantize_of_a_quantized_file_is_refused(tmp_path: Path) -> None:
