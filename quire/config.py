@@ -88,7 +88,7 @@ class EngineConfig:
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = option(
         "auto",
         "Type of the KV cache; auto is bfloat16 with quire's own CPU kernels and the model's dtype otherwise. int8 is "
-        "for CPUs, fp8 (e4m3) for GPUs.",
+        "for CPUs, fp8 (e4m3) for quire's own kernels.",
     )
     exact: bool = option(
         False,

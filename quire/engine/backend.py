@@ -225,8 +225,8 @@ def choose_kv_dtype(wanted: str, dtype: str, ops: Kernels) -> str:
         return "bfloat16" if ops.native else dtype
     if wanted == "int8" and ops.native is None:
         raise InvalidParams("kv_dtype is 'int8', which needs quire's own CPU kernels; use 'float32' or 'bfloat16'.")
-    if wanted == "fp8" and ops.fused is None:
-        raise InvalidParams("kv_dtype is 'fp8', which needs quire's own GPU kernels; use 'float32' or 'bfloat16'.")
+    if wanted == "fp8" and ops.native is None and ops.fused is None:
+        raise InvalidParams("kv_dtype is 'fp8', which needs quire's own kernels; use 'float32' or 'bfloat16'.")
     if wanted == "float16" and ops.native is not None:
         raise InvalidParams("kv_dtype is 'float16', which quire's own CPU kernels lack; use 'bfloat16' or 'float32'.")
     return wanted

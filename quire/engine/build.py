@@ -40,6 +40,7 @@ from quire.engine.memory import (
     check_weights,
     describe,
     find_memory_budget,
+    note_cache_scales,
     size_cache,
     size_swap,
 )
@@ -142,6 +143,7 @@ def build_engine(
     summary = describe(
         config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
+    summary += note_cache_scales(loaded.unused, kv_dtype, native=ops.native is not None)
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):

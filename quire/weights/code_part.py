@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.code_format import CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL
@@ -136,6 +137,58 @@ class CodePart:
 
     def _pack(self, panels: Any, first: int, start: int, stop: int) -> None:
         pack_codes(panels, first + start, self.format, self.codes(start, stop))
+
+    def unpack(self, native: Native) -> NDArray[np.float32]:
+        raise AssertionError("a vector is not stored as codes")
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedPart:
+    """Columns of a transposed matrix that is stored as codes, such as the keys of a head in latent attention's
+    `kv_b_proj`. Groups lie along the other axis then, so the values become float32. It is a `StoredPart`."""
+
+    codes: CodePart  # the columns, as rows of the stored matrix
+    part: Part
+    quantized = True
+    order = None
+    panel_format = "f32"
+
+    @classmethod
+    def of(cls, module: Module, matrix: CodeMatrix, part: Part) -> TransposedPart:
+        """`part` has all of the stored columns as its rows."""
+        columns = part.columns or range(module.rows)
+        rows = Part(part.name, len(columns), offset=columns.start, fused_rows=module.rows)
+        return cls(CodePart(module, matrix, rows), part)
+
+    @property
+    def cols(self) -> int:
+        return self.codes.module.rows
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        return self.codes.tensors
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def values(self) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.codes.values(0, self.codes.part.rows).T)
+
+    def fill(self, out: Tensor) -> list[Work]:
+        import torch
+
+        def copy() -> None:
+            out.copy_(torch.from_numpy(self.values()))
+
+        return [copy]
+
+    def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
+        def pack_all() -> None:
+            values = self.values()
+            panels.pack_dense("f32", address(values), values.shape[1], first, len(values))
+
+        return [pack_all]
 
     def unpack(self, native: Native) -> NDArray[np.float32]:
         raise AssertionError("a vector is not stored as codes")

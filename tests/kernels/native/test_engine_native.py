@@ -88,7 +88,7 @@ def test_torch_and_own_kernels_answer_alike(llama: Path, gemma: Path) -> None:
         assert answer(build(path, kv_dtype="float32")) == answer(plain)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "fp8"])
 def test_caches_of_every_type(llama: Path, kind: str) -> None:
     engine = build(llama, kv_dtype=kind)
     assert f"{kind} cache" in engine.info.summary
@@ -96,9 +96,10 @@ def test_caches_of_every_type(llama: Path, kind: str) -> None:
 
 
 def test_smaller_caches_are_smaller(llama: Path) -> None:
-    sizes = [build(llama, kv_dtype=kind).info.cache.block_bytes for kind in ("float32", "bfloat16", "int8")]
+    sizes = [build(llama, kv_dtype=kind).info.cache.block_bytes for kind in ("float32", "bfloat16", "int8", "fp8")]
     assert sizes[0] == 2 * sizes[1]
     assert sizes[2] < 0.7 * sizes[1]
+    assert sizes[3] == sizes[2]
 
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8", 8.5), ("int4", 5.0)])
@@ -268,8 +269,7 @@ def test_quantize_of_a_quantized_file_is_refused(tmp_path: Path) -> None:
     ("kernels", "kind", "reason"),
     [
         ("torch", "int8", "needs quire's own CPU kernels"),
-        ("torch", "fp8", "needs quire's own GPU kernels"),
-        ("native", "fp8", "needs quire's own GPU kernels"),
+        ("torch", "fp8", "needs quire's own kernels"),
         ("native", "float16", "quire's own CPU kernels lack"),
     ],
 )
