@@ -1,6 +1,7 @@
 """Builds the controller of speculation from a configuration, and loads a draft model. `build.py` calls it.
 
-Draft heads are in `draft_heads.py`, which is imported only if one is named: a start takes several milliseconds less."""
+Draft heads are in `draft_heads.py`, which is imported only if one is named: a start takes several milliseconds less.
+"""
 
 from __future__ import annotations
 
