@@ -310,9 +310,7 @@ static void multiply_units(const MatmulCall& call, const Units& units, const Uni
   Product product{call, units, following, find_multiplier(call.weight.format), tiling,
                   stores_unpacked(call, tiling.rows), worker.index, nullptr, nullptr};
   const int64_t product_bytes = 16 * Product::stride * 4;
-  const CodeTable* table = call.weight.format.table;
-  const int64_t copies = product.unpack ? (table && table->rest ? 8 : 4) : 0;
-  uint8_t* memory = scratch(product_bytes + copies * unpacked_bytes(call.weight.blocks()));
+  uint8_t* memory = scratch(product_bytes + (product.unpack ? 4 * unpacked_bytes(call.weight.blocks()) : 0));
   product.products = reinterpret_cast<float*>(memory);
   product.unpacked = memory + product_bytes;
   const int64_t tiles = tiles_in_pass(call, tiling.tile(0));

@@ -325,7 +325,7 @@ using UnpackedProduct = void (*)(const MatmulCall&, const Group&, uint8_t* memor
 // [rows][16 * group.count].
 struct Multiplier {
   void (*packed)(const MatmulCall&, const Group&, const void* x, int64_t rows, float* out, int64_t out_stride);
-  // Unpacks a group into unpacked_bytes of memory for each panel, twice that for tables with a rest.
+  // Unpacks a group into unpacked_bytes of memory for each panel.
   void (*unpack)(const MatmulCall&, const Group&, uint8_t* memory);
   UnpackedProduct unpacked;
 };

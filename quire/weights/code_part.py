@@ -152,6 +152,7 @@ class TransposedPart:
     quantized = True
     order = None
     panel_format = "f32"
+    tile_format = None
 
     @classmethod
     def of(cls, module: Module, matrix: CodeMatrix, part: Part) -> TransposedPart:
@@ -171,6 +172,9 @@ class TransposedPart:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        raise AssertionError("dense values have no codes")
 
     def values(self) -> NDArray[np.float32]:
         return np.ascontiguousarray(self.codes.values(0, self.codes.part.rows).T)

@@ -37,7 +37,7 @@ from tests.tools.native import (
 pytestmark = pytest.mark.cpu
 
 FORMATS = [*QUANTIZED, *GROUPED, *DENSE]
-NF4_TOLERANCE = 3e-5  # products multiply the two tables of bytes of csrc/tables.h
+NF4_TOLERANCE = 4e-3  # products multiply the bytes of csrc/tables.h
 IN_INT8 = [format for format in FORMATS if not multiplies_floats(format)]
 each_format = pytest.mark.parametrize("format", FORMATS)
 
