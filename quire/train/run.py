@@ -102,6 +102,7 @@ def train_draft(
     prompts = read_prompts(settings.prompts)
     if settings.reuse is not None:
         kept_settings.check_reused(Path(settings.reuse).expanduser(), config.model)
+    make_directory(directory)
     with closing(LLM(**engine_options(config))) as llm:
         say(llm.info.summary)
         scale = scale or kept_settings.adapt(SCALES[llm.info.device], settings.kind)
@@ -142,6 +143,10 @@ def check_directory(directory: Path, work: Path, resume: bool) -> None:
         raise InvalidParams(
             f"{directory} is not empty. Name another directory, or continue its run with --resume.", "out"
         )
+
+
+def make_directory(directory: Path) -> None:
+    """Before the model is loaded."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -37,7 +37,7 @@ from quire.train.heads.head import spread_layers
 from quire.train.loop import LoopSettings, plan_rounds, rate
 from quire.train.prompts import read_prompts
 from quire.train.report import check_answers, judge, summarize
-from quire.train.run import check_directory
+from quire.train.run import make_directory
 from quire.train.settings import write_atomically
 from quire.train.tasks import choose_passages
 from quire.train.vocabulary import DraftVocabulary
@@ -211,7 +211,7 @@ def test_prompts_are_read(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_an_error_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidParams, match="cannot be made"):
-        check_directory(tmp_path / "file" / "head", tmp_path / "file" / "head" / "training", resume=False)
+        make_directory(tmp_path / "file" / "head")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InvalidParams, match=r"folder cannot be written.* --resume"):
         write_atomically(tmp_path / "folder", b"")  # in place of a full disk
