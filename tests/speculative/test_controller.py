@@ -16,6 +16,7 @@ from quire.speculative.controller import Controller
 from quire.speculative.draft_tree import trunk_first
 from quire.speculative.guard import checked
 from quire.speculative.proposer import Context, Proposer
+from quire.speculative.step_times import EqualTimes
 from tests.engine.test_same_answer import MODELS, alone, questions
 from tests.tools.tiny import LLAMA, TinyEngine
 
@@ -81,9 +82,12 @@ HOSTILE: dict[str, Propose] = {
 }
 
 
-def run(propose: Proposer, requests: Sequence[Request]) -> tuple[list[list[int]], Controller]:
+def run(propose: Proposer, requests: Sequence[Request], *, is_timed: bool = True) -> tuple[list[list[int]], Controller]:
+    """Unless it `is_timed` the proposer is asked before each step, however busy the machine is."""
     tiny = TinyEngine(LLAMA, model=MODELS["llama"])
     controller = Controller([], 64, 97, 12.0, plugins=[propose])
+    if not is_timed:
+        controller.times, controller._clock = EqualTimes(12.0), lambda: 0.0
     engine = Engine(tiny.scheduler, tiny.runner, None, controller)  # type: ignore[arg-type]
     for request in requests:
         engine.add(request)
@@ -117,7 +121,7 @@ def test_a_proposer_that_breaks_the_rules_is_no_longer_called(
 ) -> None:
     sampled, answers = known
     with caplog.at_level(logging.ERROR, "quire.speculative"):
-        found, controller = run(Scripted(name, answers, HOSTILE[name]), questions(sampled))
+        found, controller = run(Scripted(name, answers, HOSTILE[name]), questions(sampled), is_timed=False)
     assert found == list(answers.values())
     assert controller.proposers == []
     assert "no longer called" in caplog.text
@@ -129,7 +133,7 @@ def test_a_proposer_that_raises_is_no_longer_called(known: tuple[bool, Answers])
     def fail(context: Context, most: int, ahead: list[int], rng: random.Random) -> Drafts | None:
         raise RuntimeError("no drafts today")
 
-    found, controller = run(Scripted("failing", answers, fail), questions(sampled))
+    found, controller = run(Scripted("failing", answers, fail), questions(sampled), is_timed=False)
     assert found == list(answers.values())
     assert controller.proposers == []
 
