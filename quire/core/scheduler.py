@@ -358,8 +358,10 @@ class Scheduler:
                 free = (spare + num_groups) // num_groups  # one is for this request's own last token
                 end = min(start + 1 + count, (ceil_div(request.capacity, size) + free) * size)
                 if end > request.capacity:
+                    missing = self.kv.num_missing_blocks(request, self.max_tokens_per_step)  # not among the spare ones
                     self._has_draft_blocks |= self.kv.grow(request, end, [])
-                    spare = max(0, spare - (num_free - self.kv.pool.num_free))
+                    missing -= self.kv.num_missing_blocks(request, self.max_tokens_per_step)
+                    spare = max(0, spare - (num_free - self.kv.pool.num_free - missing))
             found.append(max(0, min(1 + count, request.capacity - start)))
         return found
 

@@ -225,11 +225,11 @@ class Engine:
             time.sleep(min(POLL_S, left_s))
 
     def _prepare_runner(self, seconds: float) -> bool:
-        """Let the runner prepare later steps while one is in flight. That may take longer than `seconds`, which says
-        nothing about that step."""
+        """Let the runner prepare later steps while some are in flight. That may take longer than `seconds`, which says
+        nothing about those steps."""
         has_worked = self.runner.idle(seconds)
         if has_worked and self.controller is not None:
-            self.controller.ignore_duration()
+            self.controller.ignore_durations(len(self._launched))
         return has_worked
 
     def _launch(self) -> bool:

@@ -81,7 +81,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._is_pipelined = is_pipelined
         self._has_gap = False  # before the next step that is observed
-        self._is_disturbed = False  # the host did other work during that step
+        self._num_disturbed = 0  # steps in flight while the host did other work
         self._drafting = drafting
         self._unlearned: list[Observed] = []
         self._on_device: dict[str, int] = {}  # drafts that the device has made behind the last step, by request
@@ -179,9 +179,10 @@ class Controller:
             self._records[running[row].id].pause = 0  # they are asked again when the tokens are known
         return True
 
-    def ignore_duration(self) -> None:
-        """The step that is observed next was held up by work for later steps: its duration says nothing."""
-        self._is_disturbed = True
+    def ignore_durations(self, num_steps: int) -> None:
+        """The steps that are observed next were held up by work for later steps, or ended behind it: their durations
+        say nothing."""
+        self._num_disturbed = num_steps
 
     def observe(self, plan: Plan, sampled: Sampled) -> None:
         """Note a step that has ended. Called after its commit."""
@@ -208,7 +209,8 @@ class Controller:
         """Learn the duration of a step, and add it to the engine's ledger. Returns the seconds that its requests are
         charged with, and those of a plain step, if that is known."""
         end_s = self._clock()
-        is_disturbed, self._is_disturbed = self._is_disturbed, False
+        is_disturbed = self._num_disturbed > 0
+        self._num_disturbed -= is_disturbed
         has_gap, self._has_gap = self._has_gap, False
         seconds, self._end_s = end_s - max(self._begin_s, self._end_s), end_s
         num_drafts, num_rows = sum(map(len, plan.drafts.values())), len(plan)
@@ -256,13 +258,15 @@ class Controller:
             record.shifts[name] = (1.0 - DEVICE_FORGETTING) * record.shifts.get(name, 0.0)
 
     def finish(self, request_id: str) -> None:
-        """A request has ended."""
+        """A request has ended. Another one may have its id."""
+        self._on_device.pop(request_id, None)
         self._guard.finish(request_id, self._records.pop(request_id, None) is not None)
 
     def reset(self) -> None:
         """All plans were dropped. Requests go on from the tokens they have."""
         self._on_device = {}
         self._unlearned.clear()
+        self._num_disturbed = 0
         self._guard.reset()
 
     def _choose(self, running: Sequence[Request], step_s: float) -> None:

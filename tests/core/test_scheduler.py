@@ -490,6 +490,27 @@ def test_blocks_of_drafts_are_given_back_before_somebody_is_preempted() -> None:
     assert scheduler.kv.pool.num_free == 6
 
 
+@pytest.mark.parametrize("num_blocks", range(9, 32))
+def test_blocks_reserved_for_several_requests_are_those_reserved_one_after_another(num_blocks: int) -> None:
+    """And each request still has a block for its next token."""
+    found: list[list[int]] = []
+    for at_once in (True, False):
+        scheduler = make(num_blocks=num_blocks, prefix_cache=False)
+        requests = [ask(f"{nth}", 3 + nth, max_tokens=16, first=100 * nth) for nth in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        step(scheduler)
+        assert len(scheduler.running) == 4
+        wanted = [(request, count) for request, count in zip(requests, (9, 0, 6, 12), strict=True)]
+        found.append(scheduler.reserve_all(wanted) if at_once else [scheduler.reserve(*each) for each in wanted])
+        for _ in range(2):
+            step(scheduler)
+            assert len(scheduler.running) == 4
+        assert not scheduler.counters.preemptions
+    assert found[0] == found[1]
+    assert min(found[0]) >= 1
+
+
 def test_blocks_of_drafts_are_given_back_to_a_request_that_waits() -> None:
     scheduler = make(num_blocks=8, prefix_cache=False)
     first, second = ask("first", 3, max_tokens=9), ask("second", 20, max_tokens=1, first=300)

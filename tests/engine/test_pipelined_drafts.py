@@ -23,6 +23,7 @@ from quire.engine.runner import accept
 from quire.speculative.controller import Controller
 from quire.speculative.drafting import Drafting
 from quire.speculative.proposer import Context
+from quire.speculative.step_times import StepTimes
 from tests.engine.test_step_ahead import Clock
 
 pytestmark = pytest.mark.cpu
@@ -302,3 +303,41 @@ def test_drafts_that_the_device_makes_behind_steps_never_cost_much(
     if chance == 0.9 and num_requests < 64:
         assert guessed.seconds < plain.seconds / 2
         assert guessed.device.idle_s < 0.05 * guessed.seconds, "the host works while the device drafts"
+
+
+def test_a_capture_says_nothing_about_any_step_in_flight(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two plain steps in flight the second has ended, too, when the host has made the capture."""
+    plain_s: list[float] = []
+    learn = StepTimes.learn
+
+    def note(times: StepTimes, num_rows: int, num_drafts: int, seconds: float) -> None:
+        if not num_drafts:
+            plain_s.append(seconds)
+        learn(times, num_rows, num_drafts, seconds)
+
+    def idle(device: Device, seconds: float) -> bool:
+        if len(device.plans) not in (10, 40, 41, 42):
+            return False
+        device.clock.now += CAPTURE_S
+        return True
+
+    monkeypatch.setattr(StepTimes, "learn", note)
+    monkeypatch.setattr(Device, "idle", idle)
+    run(clock, 2, Guesser(clock, 0.0))
+    assert plain_s[3:] == pytest.approx([STEP_S] * (len(plain_s) - 3), rel=0.15)
+
+
+def test_a_request_with_the_id_of_one_that_has_ended_is_another(clock: Clock) -> None:
+    """Drafts that the device has made behind the last step of the first are not those of the second."""
+    scheduler, device = Scheduler(100, 16, 4096, 256), Device(clock, 0.01, chance=0.9)
+    controller = Controller(
+        [], 1024, VOCAB_SIZE, 256.0, max_drafts=15, is_pipelined=True, drafting=Drafting("eagle", 5)
+    )  # fmt: skip
+    controller._clock = clock.monotonic
+    engine = Engine(scheduler, device, None, controller)  # type: ignore[arg-type]
+    ends: list[Any] = []
+    for params in [SamplingParams(), SamplingParams(presence_penalty=1.0)] * 10:  # the device drafts for the first only
+        engine.add(Request("a", [1, 2, 3], params, max_tokens=50 + len(ends)))
+        while engine.has_work:
+            ends += [update.finish for update in engine.step() if update.finish]
+    assert ends == [Finish.LENGTH] * 20
