@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidParams, TemplateError
+from quire.text.detokenizer import TextEnd
 from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.templates.messages import prepare_messages
@@ -102,6 +103,21 @@ class ChatPrompt:
     def parser(self) -> ChatParser:
         """A parser for one answer to this prompt."""
         return ChatParser(ToolParser(self.tool_format, self.chat.tool_choice) if self.has_tools else None)
+
+    @property
+    def make_text_end(self) -> Callable[[], TextEnd] | None:
+        """If only one call is allowed, an answer ends with the token that completes it, however many tokens a step has
+        made. So usage and log probabilities do not depend on drafts, or on when a request is aborted."""
+        return self._text_end if self.has_tools and not self.chat.tool_choice.parallel else None
+
+    def _text_end(self) -> TextEnd:
+        parser = ToolParser(self.tool_format, self.chat.tool_choice)
+
+        def ends(text: str) -> bool:
+            parser.push(text)
+            return parser.finished
+
+        return ends
 
     async def render(self) -> str:
         """The text of the prompt."""

@@ -26,7 +26,7 @@ from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run
 from quire.server.config import ServerConfig
 from quire.server.engines import EngineClient
 from quire.server.metrics import Metrics, RequestTimer
-from quire.text.detokenizer import PromptText, locate_prompt
+from quire.text.detokenizer import PromptText, TextEnd, locate_prompt
 from quire.text.grammar.checker import GrammarChecker
 from quire.text.input_processor import InputProcessor, Prompt
 from quire.text.output_processor import OutputProcessor
@@ -102,6 +102,7 @@ class Service:
         context: RequestContext,
         priority: int = 0,
         kept: frozenset[int] = frozenset(),
+        make_text_end: Callable[[], TextEnd] | None = None,
     ) -> OutputProcessor:
         """Check a prompt and its parameters, and make its requests. `kept`: special tokens that stay in the text.
 
@@ -113,7 +114,14 @@ class Service:
         request_id = f"{context.request_id}-{next(self._prompt_numbers)}"
         tenant = context.tenant
         output_processor = self._input_processor.process(
-            prompt, params, request_id, priority=priority, salt=tenant.salt, tenant=tenant.name, keep_special_ids=kept
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            salt=tenant.salt,
+            tenant=tenant.name,
+            keep_special_ids=kept,
+            make_text_end=make_text_end,
         )
         self.admission.check(output_processor.num_sequences, len(output_processor.output.prompt_token_ids))
         return output_processor
@@ -124,7 +132,9 @@ class Service:
         await self.check_grammar(params)
         kept, text = prompt.kept_token_ids(), await prompt.render()
         tokens = await self.encode_prompt(text, add_special_tokens=False)
-        return await self.open({"prompt": text, "prompt_token_ids": tokens}, params, context, priority, kept)
+        return await self.open(
+            {"prompt": text, "prompt_token_ids": tokens}, params, context, priority, kept, prompt.make_text_end
+        )
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt. A prompt that cannot fit the context is refused before it is encoded."""

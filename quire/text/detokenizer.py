@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.text.tokenizers.tokenizer import Tokenizer
+
+TextEnd = Callable[[str], bool]
 
 
 class Detokenizer:
@@ -28,6 +30,7 @@ class Detokenizer:
     include_stop          the stop string is included in the text
     min_tokens            a stop string that is completed within this many tokens is ignored
     continues             the tokens continue an existing text, so a leading space belongs to the answer and is kept
+    text_end              gets the text of each token, and says whether the answer ends with it
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         continues: bool = False,
+        text_end: TextEnd | None = None,
     ) -> None:
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_token_ids - keep_special_ids if skip_special_tokens else frozenset()
@@ -49,7 +53,9 @@ class Detokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._emitted: list[str] = []
+        self._text_end = text_end
         self.stop_hit: str | None = None
+        self.has_ended = False  # by a stop string or by `text_end`
         self.num_tokens_used = 0
 
     @property
@@ -58,19 +64,21 @@ class Detokenizer:
         return "".join(self._emitted)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens. Returns the text that has become final; nothing after a stop string."""
+        """Add tokens. Returns the text that has become final; nothing after the token that ends the answer."""
         fresh = []
         for token_id in token_ids:
-            if self.stop_hit is not None:
+            if self.has_ended:
                 break
             self.num_tokens_used += 1
             if token_id not in self._skipped and (characters := self._decode(token_id)):
                 fresh.append(self._pass_stops(characters))
+                if self._text_end is not None and self._text_end(fresh[-1]):
+                    self.has_ended = True
         return self._emit("".join(fresh))
 
     def finish(self) -> str:
         """End the answer. Returns the text that was held back; an incomplete UTF-8 character becomes U+FFFD."""
-        if self.stop_hit is not None:
+        if self.has_ended:
             return ""
         fresh = self._pass_stops(self._utf8.decode(b"", final=True))
         if self._scanner is not None and self.stop_hit is None:
@@ -106,7 +114,7 @@ class Detokenizer:
         found = scanner.scan(characters, may_stop=self.num_tokens_used > self._min_tokens)
         if found is None:
             return window[: len(window) - len(scanner.held)]
-        self.stop_hit = found.stop
+        self.stop_hit, self.has_ended = found.stop, True
         return window[: found.end if self._include_stop else found.end - len(found.stop)]
 
     def _emit(self, fresh: str) -> str:

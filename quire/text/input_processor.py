@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from quire.core.constraint import Constraint
 from quire.core.params import SamplingParams, check_early_exit, check_priority
 from quire.core.request import Request
 from quire.errors import EmptyPrompt, InvalidParams, PromptTooLong, UnknownField, kind, show
-from quire.text.detokenizer import TextStops
+from quire.text.detokenizer import TextEnd, TextStops
 from quire.text.output_processor import OutputProcessor
 from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -67,6 +67,7 @@ class InputProcessor:
         salt: bytes = b"",
         tenant: str = "",
         keep_special_ids: frozenset[int] = frozenset(),
+        make_text_end: Callable[[], TextEnd] | None = None,
     ) -> OutputProcessor:
         """Check a prompt and its parameters, and make its requests.
 
@@ -76,7 +77,16 @@ class InputProcessor:
         self.check_params(params)
         self.check_prompt(tokens, params, priority)
         return self.build(
-            text, tokens, params, next(self.request_counter), request_id, priority, salt, tenant, keep_special_ids
+            text,
+            tokens,
+            params,
+            next(self.request_counter),
+            request_id,
+            priority,
+            salt,
+            tenant,
+            keep_special_ids,
+            make_text_end,
         )
 
     def build(
@@ -90,6 +100,7 @@ class InputProcessor:
         salt: bytes = b"",
         tenant: str = "",
         keep_special_ids: frozenset[int] = frozenset(),
+        make_text_end: Callable[[], TextEnd] | None = None,
     ) -> OutputProcessor:
         """Make the requests of a checked prompt. `number` is the default id, and offsets the engine's seed."""
         request_id = str(number) if request_id is None else request_id
@@ -117,7 +128,7 @@ class InputProcessor:
                     prediction=prediction,
                 )
             )
-        return OutputProcessor(request_id, requests, text, self.tokenizer, keep_special_ids)
+        return OutputProcessor(request_id, requests, text, self.tokenizer, keep_special_ids, make_text_end)
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Encode the prompts that are strings. The token ids are added, four bytes each."""

@@ -6,13 +6,13 @@ updates to `process`, which detokenizes, applies stop strings and collects log p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quire.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from quire.core.plan import TokenLogprobs, Update
 from quire.core.request import Finish, Request
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import Detokenizer, TextEnd
 from quire.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -29,7 +29,9 @@ class OutputProcessor:
         text: str | None,
         tokenizer: Tokenizer,
         keep_special_ids: frozenset[int] = frozenset(),
+        make_text_end: Callable[[], TextEnd] | None = None,
     ) -> None:
+        """`make_text_end` makes what says where an answer ends, one for each answer."""
         params, prompt = requests[0].params, list(requests[0].prompt)
         self.requests = list(requests)
         self.num_sequences = params.num_sequences  # computed side by side for this prompt
@@ -45,6 +47,7 @@ class OutputProcessor:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 continues=True,
+                text_end=make_text_end() if make_text_end is not None else None,
             )
             for _ in self.output.outputs
         ]
@@ -64,7 +67,7 @@ class OutputProcessor:
         return [request_id for request_id, index in self._indices.items() if not self.output.outputs[index].finished]
 
     def process(self, update: Update) -> bool:
-        """Add an update to the output. True if a stop string has ended the answer: the caller aborts the request."""
+        """Add an update to the output. True if its text has ended the answer: the caller aborts the request."""
         index = self._indices[update.id]
         request, answer = self.requests[index], self.output.outputs[index]
         if answer.finish_reason is not None:
@@ -76,7 +79,7 @@ class OutputProcessor:
         answer.token_ids += update.tokens
         detokenizer = self._detokenizers[index]
         self._add_text(request, answer, detokenizer, update)
-        return detokenizer.stop_hit is not None and update.finish is None
+        return detokenizer.has_ended and update.finish is None
 
     def snapshot(self) -> RequestOutput:
         """A copy of the output that later updates do not change."""
@@ -112,9 +115,9 @@ class OutputProcessor:
         if by_token and not request.params.include_stop_str_in_output:
             tokens = tokens[:-1]
         answer.text += detokenizer.push(tokens)
-        if update.finish and detokenizer.stop_hit is None:
+        if update.finish and not detokenizer.has_ended:
             answer.text += detokenizer.finish()
-        if detokenizer.stop_hit is not None:
+        if detokenizer.has_ended:
             del answer.token_ids[detokenizer.num_tokens_used :]
             if answer.logprobs is not None:
                 del answer.logprobs[detokenizer.num_tokens_used :]

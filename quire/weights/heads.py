@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from quire.models.block_head import BlockHead, BlockHeadConfig
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.medusa import Medusa, MedusaConfig
+from quire.weights.checkpoint import StoredPart
 from quire.weights.fields import Fields, read_json
 from quire.weights.loader import open_source
 from quire.weights.names import may_stay_unread
@@ -235,9 +236,21 @@ def read_draft_ids(files: SafetensorsFiles, fields: Fields, vocab_size: int) -> 
 def read_matrix(files: SafetensorsFiles, name: str) -> Floats:
     rows, cols = files.tensors[name].shape
     values = DensePart(files, name, Part(name, rows), cols).unpack_floats()
+    check_finite(files, values, name)
+    return values
+
+
+def check_vectors(files: SafetensorsFiles, vectors: Sequence[StoredPart]) -> None:
+    """Matrices are checked when they are rounded to int8."""
+    for stored in vectors:
+        for name, (size,) in stored.tensors.items():
+            check_finite(files, DensePart(files, name, Part(name, size), None).unpack_floats(), name)
+
+
+def check_finite(files: SafetensorsFiles, values: Floats, name: str) -> None:
+    """A head with other values would never be right, and nothing would say so."""
     if not np.isfinite(values).all():
         raise BadModelFile(f"{name} in {files.directory} has values that are not finite numbers. Train the head again.")
-    return values
 
 
 def build_head(
@@ -262,6 +275,7 @@ def build_head(
     available = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
     ignored = {name for name in available if may_stay_unread(name, tied=False)} if not prefix else ()
     check(expected, available, ignored)
+    check_vectors(files, [checkpoint.find(part, cols) for part, cols in declared.declared if cols is None])
     try:
         with open_source(checkpoint, dtype, ops, quantize="int8" if ops.native is not None else None) as source:
             return make(source)

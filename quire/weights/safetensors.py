@@ -25,6 +25,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_VALUES = 2**48
+MAX_DIMS = 32  # of numpy's arrays, before its version 2
+MAX_NAME = 1000  # characters
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Types that numpy lacks are read as unsigned integers of the same size.
 NUMPY_TYPES = {
@@ -147,6 +149,8 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_entry(path: Path, name: str, entry: Any, data_at: int) -> tuple[StoredTensor, int]:
     """A tensor, and where it ends in the file."""
+    if not name.isprintable() or len(name) > MAX_NAME:  # errors name tensors on the terminal
+        raise ValueError(f"the name {name[:40]!r} has {len(name):,} characters, or some that cannot be printed")
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
@@ -154,6 +158,8 @@ def read_entry(path: Path, name: str, entry: Any, data_at: int) -> tuple[StoredT
             raise ValueError(f"the header's entry of {name!r} lacks a dtype, a shape or two data_offsets")
     if any(type(value) is not int or value < 0 for value in (*shape, begin, end)) or begin > end:
         raise ValueError(f"the shape or the offsets of {name!r} are no sizes")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{name!r} has {len(shape):,} dimensions, more than {MAX_DIMS}")
     if prod(max(dim, 1) for dim in shape) > MAX_VALUES:
         raise ValueError(f"the shape of {name!r}, {shape}, has more than {MAX_VALUES} values")
     tensor = StoredTensor(path, tuple(shape), dtype, data_at + begin)

@@ -600,7 +600,7 @@ def test_hostile_values_do_no_harm(kind: str, value: float, part: str, tmp_path:
     name = next(name for name in tensors if part in name)
     tensors[name][...] = value
     directory = write_head(tmp_path, config, tensors)
-    if tensors[name].ndim == 2 and not value < 1e30:
+    if not math.isfinite(value) or (tensors[name].ndim == 2 and value == 1e30):  # too large for int8 with a scale
         with pytest.raises(BadModelFile, match="Train the head again"):
             load_eagle(directory, target, OPS)
         return

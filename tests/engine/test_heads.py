@@ -361,27 +361,30 @@ def test_a_tree_has_as_many_nodes_as_it_may(tmp_path: Path) -> None:
         assert all(0.0 < odds <= 1.0 for odds in drafts.odds)
 
 
-@pytest.mark.parametrize("name", ["in_proj.weight", "slots.weight", "bigram_in.weight", "layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "in_proj.weight", "slots.weight", "bigram_in.weight", "layers.1.mlp.up_proj.weight", "norm.weight",
+        "norms.2.weight", "layers.0.input_layernorm.weight", "layers.1.post_attention_layernorm.weight",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_no_numbers_are_refused(name: str, value: float, tmp_path: Path) -> None:
     target = Target(MODELS["llama"], CONFIGS["llama"])
     config = block_config(target)
     tensors = block_tensors(config, target.config)
-    tensors[name][1, 1] = value
+    tensors[name].reshape(-1)[1] = value
     with pytest.raises(BadModelFile, match="Train the head again"):
         load_block_head(write_head(tmp_path, config, tensors), target, OPS)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, value) for name in ("norm.weight", "norms.2.weight") for value in (math.nan, math.inf, 1e30)]
-    + [(name, 1e30) for name in ("slots.weight", "bigram_in.weight")],
-)
-def test_hostile_values_do_no_harm(name: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["norm.weight", "norms.2.weight", "slots.weight", "bigram_in.weight"])
+def test_hostile_values_do_no_harm(name: str, tmp_path: Path) -> None:
+    """Sums of such values are infinite or no numbers."""
     target = Target(MODELS["llama"], CONFIGS["llama"])
     config = block_config(target)
     tensors = block_tensors(config, target.config)
-    tensors[name][...] = value
+    tensors[name][...] = 1e30
     head = load_block_head(write_head(tmp_path, config, tensors), target, OPS)
     engine, models = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, {"block": head})
     requests = questions()

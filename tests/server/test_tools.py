@@ -77,6 +77,18 @@ def test_a_named_function_is_called_once(client):
     check_call(call, TIME)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_with_its_only_call(client, stream):
+    """Its tokens and log probabilities do not depend on when its abort reaches the engine, or on drafts."""
+    options = {**OPTIONS, "tool_choice": {"type": "function", "function": {"name": "get_time"}}, "logprobs": True}
+    found = client.chat.completions.create(tools=[TIME], stream=stream, **options)
+    choices = [choice for part in found for choice in part.choices] if stream else found.choices
+    tokens = [each.token for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert "".join(tokens).endswith("</tool_call>")
+    if not stream:
+        assert found.usage.completion_tokens == len(tokens)
+
+
 def test_none_makes_no_call(client):
     made = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **OPTIONS).choices[0]
     assert not made.message.tool_calls

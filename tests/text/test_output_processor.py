@@ -42,6 +42,29 @@ def test_what_comes_after_a_stop_string_counts_for_nothing() -> None:
     assert answer.cumulative_logprob == -1.0 * len(answer.token_ids)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("finish", [None, Finish.LENGTH])
+def test_a_text_that_is_complete_ends_with_its_token(size: int, finish: Finish | None) -> None:
+    """As the only tool call that is allowed: what else its step made, or what came before the abort, does not count."""
+    seen: list[str] = []
+
+    def ends(text: str) -> bool:
+        seen.append(text)
+        return "".join(seen).endswith("wd")
+
+    processor = input_processor().process("hi", SamplingParams(logprobs=0), "a", make_text_end=lambda: ends)
+    tokens = [*encode("h"), *encode("w"), *encode("d"), *encode("h"), *encode("x")]
+    for first in range(0, len(tokens), size):
+        some = tokens[first : first + size]
+        processor.process(Update("a", some, finish if first + size >= 5 else None, Detail(logprobs=scored(some))))
+    answer = processor.output.outputs[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hwd", "stop", None)
+    assert answer.token_ids == tokens[:3]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == 3
+    assert answer.cumulative_logprob == -3.0
+
+
 def test_the_first_sample_alone_tells_the_prompts_logprobs() -> None:
     processor = input_processor().process("hdw", SamplingParams(n=2, prompt_logprobs=0), "a")
     prompt = processor.output.prompt_token_ids

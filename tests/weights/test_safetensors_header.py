@@ -53,6 +53,10 @@ def entry(begin: object = 0, end: object = 27, shape: object = (27,), dtype: obj
         ({"a": entry(begin=1, shape=[26])}, "begins at byte"),
         ({"a": entry(end=20, shape=[20]), "b": entry(begin=19, shape=[8])}, "'b' begins at byte"),
         ({}, "end at byte"),
+        ({"a\x1b[31m": entry()}, r"'a\\x1b\[31m' has 6 characters, or some"),
+        ({"\ud800": entry()}, r"'\\ud800' has 1 characters, or some"),
+        ({"a" * 1001: entry()}, "1,001 characters"),
+        ({"a": entry(shape=[27, *[1] * 40])}, "41 dimensions"),
     ],
 )
 def test_headers_that_are_refused(tmp_path: Path, header: object, words: str) -> None:

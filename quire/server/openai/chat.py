@@ -13,7 +13,6 @@ from quire.core.params import SamplingParams
 from quire.errors import InvalidParams
 from quire.server.chat import ChatInput, ChatParser
 from quire.server.openai.output import (
-    Choice,
     Delta,
     Document,
     chat_logprobs,
@@ -47,8 +46,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
         events = stream_choices(service, [output_processor], head, writer.write_chunk, body.stream_options)
         return EventStreamResponse(events)
     choices = list_choices([output_processor])
-    work = writer.follow(output_processor, choices) if prompt.has_tools else service.complete([output_processor])
-    await with_cancellation(request.receive, work)
+    await with_cancellation(request.receive, service.complete([output_processor]))
     written = (choice.write(writer.write_message) for choice in choices)
     documents = [document for document in written if document is not None]  # a beam search may find fewer than n
     document = {**writer.head("chat.completion"), "choices": documents, "usage": usage([output_processor])}
@@ -126,20 +124,10 @@ class ChatWriter:
             ]
         return self.add_details(delta, {"index": delta.index, "message": message})
 
-    async def follow(self, output_processor: OutputProcessor, choices: Sequence[Choice]) -> None:
-        """Run to the end and parse on the way: an answer whose only call is complete is aborted."""
-        async for _ in self.context.service.generate([output_processor]):
-            for choice in choices:
-                self.parse(choice.index, output_processor)
-
     def parse(self, index: int, output_processor: OutputProcessor) -> list[Event]:
         """New text and tool calls of an answer."""
         parser, answer = self.parsers[index], output_processor.output.outputs[index]
-        is_last = answer.finish_reason is not None
-        events = parser.push(answer.text, is_last=is_last)
-        if parser.finished and not is_last:
-            self.context.service.client.abort(output_processor.requests[index].id)
-        return events
+        return parser.push(answer.text, is_last=answer.finish_reason is not None)
 
     def add_details(self, delta: Delta, document: Document) -> Document:
         """Add what chunks and messages have beside their text."""
