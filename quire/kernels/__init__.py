@@ -29,6 +29,7 @@ class Fused:
     rope_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
     rope_attention: Callable[..., Tensor]  # rope, store_kv and attention
     gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear and silu_mul or gelu_mul
+    rope_store_latent: Callable[..., Tensor]  # rope_latent and store_latent; returns the queries
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,12 @@ class LatentAttention:
         q = self.q(self._query_input(x)).view(-1, self.heads[0], config.query_dim)
         kv = self.kv(x).view(-1, 1, config.head_dim)
         table, interleaved = self.rotary.table, self.rotary.interleaved
-        q, kv = ops.rope_latent(q, kv, self.kv_norm.weight, self.kv_norm.eps, positions, table, interleaved)
-        ops.store_latent(kv, config.rank, cache, paging.slot_mapping[cache.group])
+        slots, norm = paging.slot_mapping[cache.group], (self.kv_norm.weight, self.kv_norm.eps)
+        if ops.fused is not None:
+            q = ops.fused.rope_store_latent(q, kv, *norm, positions, table, interleaved, cache, slots)
+        else:
+            q, kv = ops.rope_latent(q, kv, *norm, positions, table, interleaved)
+            ops.store_latent(kv, config.rank, cache, slots)
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
         out = ops.attention(ops.head_linear(q, self.absorb), cache, paging, scale=self.scale)

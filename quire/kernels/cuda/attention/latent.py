@@ -4,7 +4,8 @@ Each latent is read once, for both products. Keys are the rows of the first prod
 the second; the columns, called lanes, are the query heads of one query or of a few. A program computes the lanes of one
 entry: a split of a row's context (`split_kv.py`), or a few queries of a tile of `prefill.Tiles` over their whole
 context. In an exact engine contexts are not split, and a program always has the lanes of QUERIES queries, so that a
-token gets the same bits alone and in a prompt.
+token gets the same bits alone and in a prompt. A node of a tree is an entry of its own there, and reads its path as if
+it were a sequence.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def _update(query, query_end, latent, end, visible, top, mass, total, scale, IS_
 
 @triton.jit
 def _latent(
-    q, keys, out, partials, tops, arrived, tables, splits, tiles, starts, seq_lens, masks, scale, q_row, out_row,
-    table_row, block_stride, num_heads,
+    q, keys, out, partials, tops, arrived, tables, splits, tiles, starts, seq_lens, masks, paths, scale, q_row, out_row,
+    table_row, block_stride, path_row, num_depths, num_heads,
     RANK: tl.constexpr, ROTATED: tl.constexpr, WIDTH: tl.constexpr, ROTATED_WIDTH: tl.constexpr, HEADS: tl.constexpr,
     QUERIES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_TILES: tl.constexpr, HAS_MASKS: tl.constexpr,
-    ONE_QUERY: tl.constexpr, TILE_QUERIES: tl.constexpr, FIELDS: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_PATHS: tl.constexpr, DEPTHS: tl.constexpr, ONE_QUERY: tl.constexpr, TILE_QUERIES: tl.constexpr, FIELDS: tl.constexpr, GROUPS: tl.constexpr,
     IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -109,6 +110,17 @@ def _latent(
         num_queries, seq_len = tl.load(starts + row + 1) - token, tl.load(seq_lens + row)
     if first_query >= num_queries:
         return
+    before = seq_len - 1  # keys before the path
+    path, is_node = paths, False
+    if HAS_PATHS:
+        path += token.to(tl.int64) * path_row
+        row_start = tl.load(starts + row)
+        before = tl.load(seq_lens + row) - tl.load(starts + row + 1) + row_start
+        depths = tl.arange(0, DEPTHS)
+        length = tl.sum((tl.load(path + depths, mask=depths < num_depths, other=-1) >= 0).to(tl.int32), axis=0)
+        is_node = length > 0
+        seq_len = before + tl.where(is_node, length, token - row_start + 1)
+        end = seq_len
     context = seq_len - num_queries
     if HAS_TILES:
         end = tl.minimum(seq_len, context + first_query + QUERIES)
@@ -130,7 +142,9 @@ def _latent(
     mass = tl.zeros([LANES], tl.float32)
     total = tl.zeros([WIDTH, LANES], tl.float32)
     within = tl.arange(0, TILE)
-    common = context if HAS_MASKS else context + first_query + 1  # every query sees every key before this
+    common = context + first_query + 1  # every query sees every key before this
+    if HAS_MASKS or HAS_PATHS:
+        common = tl.minimum(common, before if HAS_PATHS else context)
     common = tl.maximum(tl.minimum(common, end) // TILE * TILE, begin)
     for start in range(begin, common, TILE):
         positions = start + within
@@ -142,8 +156,12 @@ def _latent(
     for start in tl.range(common, end, TILE, num_stages=1):
         positions = start + within
         in_range = positions < end
+        places = positions
+        if HAS_PATHS:
+            is_own = is_node & in_range & (positions >= before)
+            places = tl.where(is_own, before + tl.load(path + positions - before, mask=is_own, other=0), positions)
         latent, ends = _load_latents(
-            keys, table, positions, in_range, columns, rotated, block_stride, RANK, ROTATED, is_full, PAGE, IS_LARGE,
+            keys, table, places, in_range, columns, rotated, block_stride, RANK, ROTATED, is_full, PAGE, IS_LARGE,
             True,
         )  # fmt: skip
         visible = in_range[:, None] & (positions[:, None] <= context + queries[None, :])
@@ -163,7 +181,7 @@ def _latent(
             LANES, WIDTH,
         )  # fmt: skip
         if is_last:
-            mass, total = merge_partials(
+            top, mass, total = merge_partials(
                 partials, tops, first_partial * LANES + lanes, GROUPS * LANES, count, columns, is_query, inside, LANES,
                 WIDTH, 1,
             )  # fmt: skip
@@ -216,11 +234,13 @@ def latent_attention(
     tiles: Tiles | None = None,
     max_queries: int = 1,
     masks: Tensor | None = None,
+    paths: Tensor | None = None,
     exact: bool = False,
     shape: Shape | None = None,
 ) -> None:
     """q [tokens, heads, rank + rotated] -> out [tokens, heads, rank], of the rows in `splits`, of up to `max_queries`
-    queries, or of the tiles. The other rows of `out` are not written."""
+    queries, or of the tiles. The other rows of `out` are not written. With `paths`, of an exact engine, an entry of
+    `splits` is one token of a row, and its range of keys is not used."""
     _, heads, dim = q.shape
     rank, page = out.shape[2], cache.k.shape[2]
     max_queries = TILE_QUERIES if splits is None else max_queries
@@ -232,6 +252,7 @@ def latent_attention(
     user = f"latent {max_queries}"
     buffers = workspace(user, num_partials, lanes.queries * lanes.heads, width, q.device)
     entries = splits.shape[0] if splits is not None else tiles.capacity
+    num_depths = 1 if paths is None else paths.shape[1]
     tables, unused = paging.block_tables[cache.group], paging.seq_lens
     assert q.stride(2) == 1
     assert q.stride(1) == dim
@@ -240,10 +261,11 @@ def latent_attention(
     _latent[(entries * lanes.groups,)](
         q, cache.k, out, *buffers, tables, unused if splits is None else splits,
         unused if tiles is None else tiles.numbers, paging.query_starts, paging.seq_lens,
-        unused if masks is None else masks, scale, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0),
-        heads, RANK=rank, ROTATED=dim - rank, WIDTH=width, ROTATED_WIDTH=triton.next_power_of_2(dim - rank),
+        unused if masks is None else masks, unused if paths is None else paths, scale, q.stride(0), out.stride(0),
+        tables.stride(0), cache.k.stride(0), 0 if paths is None else paths.stride(0), num_depths, heads, RANK=rank, ROTATED=dim - rank, WIDTH=width, ROTATED_WIDTH=triton.next_power_of_2(dim - rank),
         HEADS=lanes.heads, QUERIES=lanes.queries, PAGE=page, TILE=shape.tile, HAS_TILES=tiles is not None,
-        HAS_MASKS=masks is not None, ONE_QUERY=splits is not None and max_queries == 1, TILE_QUERIES=TILE_QUERIES, FIELDS=FIELDS, GROUPS=lanes.groups,
+        HAS_MASKS=masks is not None, HAS_PATHS=paths is not None, DEPTHS=triton.next_power_of_2(num_depths),
+        ONE_QUERY=splits is not None and max_queries == 1, TILE_QUERIES=TILE_QUERIES, FIELDS=FIELDS, GROUPS=lanes.groups,
         IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=shape.warps, num_stages=shape.stages,
         enable_fp_fusion=not exact, **pdl_options(),
     )  # fmt: skip

@@ -124,7 +124,7 @@ class KernelCalls:
             work.masks = longs(tokens) if has_trees and not model.exact else None
             (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
             paging.paths = numbers(tokens, MAX_QUERIES) if model.exact else None
-            has_varlen = varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
+            has_varlen = varlen_items.suits(q.dtype, cache, is_plain=scoring.is_plain)  # type: ignore[arg-type]
             if has_trees or not has_varlen or is_fastest(queries, group, tokens):
                 self.ops.attention(q, cache, paging, **options)
 
