@@ -30,40 +30,31 @@ UNITS = 2  # a split is as much work as this many of one key head of 128 numbers
 
 @triton.jit
 def _load_latents(
-    keys, table, positions, visible, columns, rotated, block_stride, RANK: tl.constexpr, ROTATED: tl.constexpr,
-    IS_FULL: tl.constexpr, PAGE: tl.constexpr, IS_LARGE: tl.constexpr, IS_MASKED: tl.constexpr,
+    keys, table, places, columns, rotated, block_stride, RANK: tl.constexpr, ROTATED: tl.constexpr,
+    IS_FULL: tl.constexpr, PAGE: tl.constexpr, IS_LARGE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's latents [positions, columns], and what is rotated [positions, rotated]; zeros where the mask is False.
-    IS_FULL: both widths are powers of two."""
-    if IS_MASKED:
-        block = tl.load(table + positions // PAGE, mask=visible, other=0)
-    else:
-        block = tl.load(table + positions // PAGE)
+    """A tile's latents [places, columns], and what is rotated [places, rotated]. IS_FULL: both widths are powers of
+    two."""
+    block = tl.load(table + places // PAGE)
     if IS_LARGE:
         block = block.to(tl.int64)
-    offset = (block * block_stride + positions % PAGE * (RANK + ROTATED))[:, None]
+    offset = (block * block_stride + places % PAGE * (RANK + ROTATED))[:, None]
     latent_ptrs, end_ptrs = keys + (offset + columns[None, :]), keys + (offset + RANK + rotated[None, :])
-    if IS_MASKED:
-        latent = tl.load(latent_ptrs, mask=visible[:, None] & (columns < RANK)[None, :], other=0.0)
-        end = tl.load(end_ptrs, mask=visible[:, None] & (rotated < ROTATED)[None, :], other=0.0)
-    elif IS_FULL:
-        latent, end = tl.load(latent_ptrs), tl.load(end_ptrs)
-    else:
-        latent = tl.load(latent_ptrs, mask=(columns < RANK)[None, :], other=0.0)
-        end = tl.load(end_ptrs, mask=(rotated < ROTATED)[None, :], other=0.0)
-    return latent, end
+    if IS_FULL:
+        return tl.load(latent_ptrs), tl.load(end_ptrs)
+    latent = tl.load(latent_ptrs, mask=(columns < RANK)[None, :], other=0.0)
+    return latent, tl.load(end_ptrs, mask=(rotated < ROTATED)[None, :], other=0.0)
 
 
 @triton.jit
-def _update(query, query_end, latent, end, visible, top, mass, total, scale, IS_MASKED: tl.constexpr):
+def _update(query, query_end, latent, end, visible, top, mass, total, scale):
     """Add a tile: query [dim, lanes], total [rank, lanes], mass [lanes]."""
     latent, end = latent.to(query.dtype), end.to(query.dtype)
     scores = tl.dot(latent, query, input_precision="ieee")
     scores = tl.dot(end, query_end, scores, input_precision="ieee") * (scale * LOG2_E)
-    if IS_MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=0))
-    safe = tl.where(higher == float("-inf"), 0.0, higher) if IS_MASKED else higher
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - safe[None, :])
     rescale = tl.exp2(top - safe)
     mass = mass * rescale + tl.sum(weights, axis=0)
@@ -142,34 +133,21 @@ def _latent(
     mass = tl.zeros([LANES], tl.float32)
     total = tl.zeros([WIDTH, LANES], tl.float32)
     within = tl.arange(0, TILE)
-    common = context + first_query + 1  # every query sees every key before this
-    if HAS_MASKS or HAS_PATHS:
-        common = tl.minimum(common, before if HAS_PATHS else context)
-    common = tl.maximum(tl.minimum(common, end) // TILE * TILE, begin)
-    for start in range(begin, common, TILE):
+    for start in range(begin, end, TILE):
         positions = start + within
-        latent, ends = _load_latents(
-            keys, table, positions, positions, columns, rotated, block_stride, RANK, ROTATED, is_full, PAGE, IS_LARGE,
-            False,
-        )  # fmt: skip
-        top, mass, total = _update(query, query_end, latent, ends, positions, top, mass, total, scale, False)
-    for start in tl.range(common, end, TILE, num_stages=1):
-        positions = start + within
-        in_range = positions < end
-        places = positions
+        places = tl.minimum(positions, end - 1)  # of the last tile: what is behind the end is not visible
         if HAS_PATHS:
-            is_own = is_node & in_range & (positions >= before)
-            places = tl.where(is_own, before + tl.load(path + positions - before, mask=is_own, other=0), positions)
+            is_own = is_node & (places >= before)
+            places = tl.where(is_own, before + tl.load(path + places - before, mask=is_own, other=0), places)
         latent, ends = _load_latents(
-            keys, table, places, in_range, columns, rotated, block_stride, RANK, ROTATED, is_full, PAGE, IS_LARGE,
-            True,
-        )  # fmt: skip
-        visible = in_range[:, None] & (positions[:, None] <= context + queries[None, :])
+            keys, table, places, columns, rotated, block_stride, RANK, ROTATED, is_full, PAGE, IS_LARGE
+        )
+        visible = (positions < end)[:, None] & (positions[:, None] <= context + queries[None, :])
         if HAS_MASKS:
             node = positions[:, None] - context
             is_ancestor = ((seen[None, :] >> tl.minimum(tl.maximum(node, 0), 63)) & 1) == 1
             visible &= (node < 0) | (seen == 0)[None, :] | is_ancestor
-        top, mass, total = _update(query, query_end, latent, ends, visible, top, mass, total, scale, True)
+        top, mass, total = _update(query, query_end, latent, ends, visible, top, mass, total, scale)
 
     total = tl.trans(total)
     inside = is_query[:, None] & (columns < RANK)[None, :]
@@ -183,7 +161,7 @@ def _latent(
         if is_last:
             top, mass, total = merge_partials(
                 partials, tops, first_partial * LANES + lanes, GROUPS * LANES, count, columns, is_query, inside, LANES,
-                WIDTH, 1,
+                WIDTH, 2 if LANES <= 16 else 1,
             )  # fmt: skip
     if is_last:
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
