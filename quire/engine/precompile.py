@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
 from quire.errors import QuireError
 from quire.kernels.cuda_driver import find_capability
 from quire.kernels.isa import usable_cores
-from quire.models.config import ModelConfig
+from quire.models.config import ExpertsConfig, ModelConfig
 from quire.weights.config import read_config
 
 log = logging.getLogger("quire.engine")
@@ -116,10 +117,28 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
         "logit_softcap": model.logit_softcap,
         "rotates": model.structure.rotates,
         "has_slopes": model.structure.slopes is not None,
+        "has_sinks": model.attention_sinks,
+        "mixture": describe_experts(model.experts),
+        "latent": None if model.latent is None else asdict(model.latent),
         "gated": model.structure.gated,
         "layer_norm": model.structure.norm == "layer",
         "norm_bias": model.structure.norm_bias,
         "speculates": config.speculate != "off" and (config.exact or bool(parse_speculate(config.speculate))),
+    }
+
+
+def describe_experts(experts: ExpertsConfig | None) -> dict[str, object] | None:
+    """The fields of `Mixture` there."""
+    if experts is None:
+        return None
+    return asdict(experts.routing) | {
+        "size": experts.intermediate_size,
+        "shared_size": experts.shared_size,
+        "shared_gate": experts.shared_gate,
+        "has_correction": experts.has_correction,
+        "bias": experts.bias,
+        "activation": experts.activation,
+        "limit": experts.limit,
     }
 
 

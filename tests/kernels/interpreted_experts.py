@@ -24,8 +24,8 @@ from quire.quant.dense import Dense
 from quire.weights.loader import load_model
 from tests.kernels import simulated_gpu
 from tests.models.pair import draw_tokens, run
+from tests.tools.expert_models import EXPERT_MODELS, expected_logits, save, transformers_model
 from tests.tools.paged import PagedCache
-from tests.tools.tiny_experts import EXPERT_MODELS, expected_logits, save, transformers_model
 from tests.tools.trees import draw_paths
 
 TOKENS = draw_tokens(33)
@@ -67,7 +67,9 @@ def make_experts(count: int, hidden: int, size: int, activation: Any, *, bias: b
 def check_experts(weights: ExpertWeights, top_k: int, tokens: int) -> None:
     """One token, few that find their pairs, and many that are sorted; some experts have no token."""
     routing, x = Routing(weights.num_experts, top_k), torch.randn(tokens, weights.hidden_size)
-    routes = reference.route(torch.randn(tokens, weights.num_experts) + torch.arange(weights.num_experts), None, routing)
+    routes = reference.route(
+        torch.randn(tokens, weights.num_experts) + torch.arange(weights.num_experts), None, routing
+    )
     shared = torch.randn(tokens, weights.hidden_size) if tokens % 2 else None
     gate = torch.randn(tokens, 1) if tokens % 3 == 0 and shared is not None else None
     expected = reference.experts(x, routes, weights, shared, gate)

@@ -53,9 +53,7 @@ def _rope_store_latent(
         factor = tl.rsqrt(tl.sum(values * values, axis=0) / RANK + eps)
         normed = (values * factor * scale).to(kv.dtype.element_ty)
         tl.store(target + columns, fit(normed, keys), mask=inside)
-        a, b, first, second = _rotate(
-            kv + token * kv_row + RANK, is_pair, pairs, cosines, sines, INTERLEAVED, ROTATED
-        )
+        a, b, first, second = _rotate(kv + token * kv_row + RANK, is_pair, pairs, cosines, sines, INTERLEAVED, ROTATED)
         stored = is_pair & (slot >= 0)
         tl.store(target + RANK + first, fit(a.to(kv.dtype.element_ty), keys), mask=stored)
         tl.store(target + RANK + second, fit(b.to(kv.dtype.element_ty), keys), mask=stored)
@@ -63,11 +61,11 @@ def _rope_store_latent(
         heads = (part - 1) * HEADS + tl.arange(0, HEADS)
         ends = q + token * q_row + heads[:, None] * QUERY + QUERY - ROTATED
         exists = (heads < num_heads)[:, None] & is_pair[None, :]
-        a, b, first, second = _rotate(
+        firsts, seconds, even, odd = _rotate(
             ends, exists, pairs[None, :], cosines[None, :], sines[None, :], INTERLEAVED, ROTATED
         )
-        tl.store(ends + first, a.to(q.dtype.element_ty), mask=exists)
-        tl.store(ends + second, b.to(q.dtype.element_ty), mask=exists)
+        tl.store(ends + even, firsts.to(q.dtype.element_ty), mask=exists)
+        tl.store(ends + odd, seconds.to(q.dtype.element_ty), mask=exists)
 
 
 def rope_store_latent(

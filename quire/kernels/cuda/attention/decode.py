@@ -74,12 +74,12 @@ def _update_with_new(query, key, value, has_newest, top, mass, total, scale, cap
 
 @triton.jit
 def _decode(
-    q, k, v, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, angles, scale, cap, window, q_row,
-    k_row, v_row, out_row, table_row, block_stride, head_stride,
+    q, k, v, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, angles, scale, cap, window,
+    q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    IS_NEW: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
+    IS_NEW: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
@@ -245,8 +245,8 @@ def decode_attention(
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     _decode[(splits.shape[0] * kv_heads,)](
         q, k, v, cache.k, cache.v, out, partials, tops, arrived, tables, splits,
-        slopes if slopes is not None else unused, sinks if sinks is not None else unused, angles, scale, softcap or 0.0, window or 0, q.stride(0),
-        k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
+        slopes if slopes is not None else unused, sinks if sinks is not None else unused, angles, scale,
+        softcap or 0.0, window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
         HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
         ROTARY_DIM=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,

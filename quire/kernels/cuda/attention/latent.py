@@ -68,7 +68,7 @@ def _latent(
     table_row, block_stride, path_row, num_depths, num_heads,
     RANK: tl.constexpr, ROTATED: tl.constexpr, WIDTH: tl.constexpr, ROTATED_WIDTH: tl.constexpr, HEADS: tl.constexpr,
     QUERIES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_TILES: tl.constexpr, HAS_MASKS: tl.constexpr,
-    HAS_PATHS: tl.constexpr, DEPTHS: tl.constexpr, ONE_QUERY: tl.constexpr, TILE_QUERIES: tl.constexpr, FIELDS: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_PATHS: tl.constexpr, DEPTHS: tl.constexpr, ONE_QUERY: tl.constexpr, FIELDS: tl.constexpr, GROUPS: tl.constexpr,
     IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -240,10 +240,11 @@ def latent_attention(
         q, cache.k, out, *buffers, tables, unused if splits is None else splits,
         unused if tiles is None else tiles.numbers, paging.query_starts, paging.seq_lens,
         unused if masks is None else masks, unused if paths is None else paths, scale, q.stride(0), out.stride(0),
-        tables.stride(0), cache.k.stride(0), 0 if paths is None else paths.stride(0), num_depths, heads, RANK=rank, ROTATED=dim - rank, WIDTH=width, ROTATED_WIDTH=triton.next_power_of_2(dim - rank),
+        tables.stride(0), cache.k.stride(0), 0 if paths is None else paths.stride(0), num_depths, heads, RANK=rank,
+        ROTATED=dim - rank, WIDTH=width, ROTATED_WIDTH=triton.next_power_of_2(dim - rank),
         HEADS=lanes.heads, QUERIES=lanes.queries, PAGE=page, TILE=shape.tile, HAS_TILES=tiles is not None,
         HAS_MASKS=masks is not None, HAS_PATHS=paths is not None, DEPTHS=triton.next_power_of_2(num_depths),
-        ONE_QUERY=splits is not None and max_queries == 1, TILE_QUERIES=TILE_QUERIES, FIELDS=FIELDS, GROUPS=lanes.groups,
+        ONE_QUERY=splits is not None and max_queries == 1, FIELDS=FIELDS, GROUPS=lanes.groups,
         IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=shape.warps, num_stages=shape.stages,
         enable_fp_fusion=not exact, **pdl_options(),
     )  # fmt: skip

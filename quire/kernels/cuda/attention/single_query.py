@@ -25,11 +25,12 @@ MIN_QUERIES = 16  # the fewest rows of a matrix instruction
 
 @triton.jit
 def _single(
-    q, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, starts, seq_lens, paths, scale, cap, window,
-    q_row, out_row, table_row, block_stride, head_stride, path_row, num_depths,
+    q, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, starts, seq_lens, paths, scale, cap,
+    window, q_row, out_row, table_row, block_stride, head_stride, path_row, num_depths,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, HAS_PATHS: tl.constexpr, DEPTHS: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, HAS_PATHS: tl.constexpr,
+    DEPTHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
@@ -128,9 +129,8 @@ def single_query_attention(
     assert q.stride(1) == dim
     _single[(splits.shape[0] * kv_heads,)](
         q, cache.k, cache.v, out, partials, tops, arrived, tables, splits, slopes if slopes is not None else unused,
-        sinks if sinks is not None else unused,
-        paging.query_starts, paging.seq_lens, unused if paths is None else paths, scale, softcap or 0.0, window or 0,
-        q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
+        sinks if sinks is not None else unused, paging.query_starts, paging.seq_lens,
+        unused if paths is None else paths, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         0 if paths is None else paths.stride(0), num_depths, DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
         TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
         HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, HAS_PATHS=paths is not None,

@@ -1,6 +1,6 @@
 """Which (token, expert) pairs a program computes. Pair p is the choice p % top_k of token p // top_k.
 
-Pairs of one expert share its weights, so they are computed in tiles. For up to `SCANNED_PAIRS` pairs each program finds
+Pairs of one expert share its weights, so they are computed in tiles. For few tokens each program finds
 its own pairs among all ids: no kernel before it sorts. For more, `sort_pairs` lists them by expert, on the device, and
 a tile's program finds its expert from the experts' counts. Grids depend on the number of tokens only.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 
-SORT_WIDTH = 2048  # pairs that a program of `_sort_pairs` reads at once
+SORT_WIDTH = 1024  # pairs that a program of `_sort_pairs` reads at once
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def find_tile(counts, order, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.
     return expert, tl.load(order + first + lanes, mask=lanes < count, other=0), count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_pairs(ids, counts, order, num_pairs, WIDTH: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -78,8 +78,5 @@ def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     without atomics: each expert's program counts the pairs before its own."""
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    width = min(SORT_WIDTH, max(32, triton.next_power_of_2(ids.numel())))
-    _sort_pairs[(num_experts,)](
-        ids, counts, order, ids.numel(), WIDTH=width, num_warps=max(1, width // 256), **pdl_options()
-    )
+    _sort_pairs[(num_experts,)](ids, counts, order, ids.numel(), WIDTH=SORT_WIDTH, num_warps=4, **pdl_options())
     return counts, order
