@@ -246,7 +246,8 @@ def decode_attention(
     _decode[(splits.shape[0] * kv_heads,)](
         q, k, v, cache.k, cache.v, out, partials, tops, arrived, tables, splits,
         slopes if slopes is not None else unused, sinks if sinks is not None else unused, angles, scale,
-        softcap or 0.0, window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
+        softcap or 0.0, window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0),
+        cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
         HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
         ROTARY_DIM=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,

@@ -229,7 +229,8 @@ def latent_attention(
     num_partials = 1 if splits is None else max_partials(units) * lanes.groups
     user = f"latent {max_queries}"
     buffers = workspace(user, num_partials, lanes.queries * lanes.heads, width, q.device)
-    entries = splits.shape[0] if splits is not None else tiles.capacity
+    assert (splits is None) != (tiles is None)
+    entries = splits.shape[0] if splits is not None else tiles.capacity if tiles is not None else 0
     num_depths = 1 if paths is None else paths.shape[1]
     tables, unused = paging.block_tables[cache.group], paging.seq_lens
     assert q.stride(2) == 1

@@ -163,6 +163,7 @@ def prefill_attention(
         heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
         GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
         HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
-        HAS_WINDOW=window is not None, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
+        HAS_WINDOW=window is not None, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2,
+        enable_fp_fusion=not exact,
         **pdl_options(),
     )  # fmt: skip

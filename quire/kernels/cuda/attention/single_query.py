@@ -130,7 +130,8 @@ def single_query_attention(
     _single[(splits.shape[0] * kv_heads,)](
         q, cache.k, cache.v, out, partials, tops, arrived, tables, splits, slopes if slopes is not None else unused,
         sinks if sinks is not None else unused, paging.query_starts, paging.seq_lens,
-        unused if paths is None else paths, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
+        unused if paths is None else paths, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0),
+        tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         0 if paths is None else paths.stride(0), num_depths, DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
         TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
         HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, HAS_PATHS=paths is not None,

@@ -320,7 +320,8 @@ def verify_attention(
         unused if sinks is None else sinks, scale, softcap or 0.0, window or 0,
         parts, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim, WIDTH=width,
         GROUP=group, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_TREE=masks is not None, LANES=lanes, ARE_ROWS=lanes > MAX_COLUMNS,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_TREE=masks is not None, LANES=lanes,
+        ARE_ROWS=lanes > MAX_COLUMNS,
         FIELDS=FIELDS, KV_HEADS=kv_heads, IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=warps,
         num_stages=stages, **pdl_options(),
     )  # fmt: skip

@@ -143,7 +143,8 @@ def _multiply(
         pairs.order if is_sorted else pairs.ids, count, pairs.num_experts, num_out, num_in, limit, DIVISOR=divisor,
         ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
         PAIRS=1 if is_sorted else triton.next_power_of_2(rows * pairs.ids.shape[1]),
-        EXPERTS=triton.next_power_of_2(pairs.num_experts), IS_SORTED=is_sorted, BY_PAIR=pairs.by_pair, ACTIVATION=activation, HAS_BIAS=bias is not None,
+        EXPERTS=triton.next_power_of_2(pairs.num_experts), IS_SORTED=is_sorted, BY_PAIR=pairs.by_pair,
+        ACTIVATION=activation, HAS_BIAS=bias is not None,
         IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0, num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=not exact, **pdl_options(),
     )  # fmt: skip

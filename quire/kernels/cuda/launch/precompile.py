@@ -159,7 +159,7 @@ class KernelCalls:
         model, latent = self.model, self.model.latent
         assert latent is not None
         key, paging = self._cache(FEW_ROWS, rows, work)
-        cache = LayerCache(key.k, key.k.narrow(3, latent.rank), 0, model.block_size)  # type: ignore[attr-defined]
+        cache = LayerCache(key.k, key.k.narrow(3, latent.rank), 0, model.block_size)
         query_dim, dim = latent.key_dim + latent.rotated_dim, latent.rank + latent.rotated_dim
         q = torch_stub.empty(rows, model.num_heads, query_dim, dtype=self.dtype)
         kv = torch_stub.empty(rows, 1, dim, dtype=self.dtype)
@@ -322,7 +322,7 @@ class KernelCalls:
         weights = ExpertWeights(
             mixture.num_experts, StoredWeight(self._rows(inner, hidden_size)),
             StoredWeight(self._rows(outer, mixture.size)), mixture.activation,  # type: ignore[arg-type]
-            self._rows(inner) if mixture.bias else None, self._rows(outer) if mixture.bias else None,  # type: ignore[arg-type]
+            self._rows(inner) if mixture.bias else None, self._rows(outer) if mixture.bias else None,
             mixture.limit,
         )  # fmt: skip
         shared = gate = None
