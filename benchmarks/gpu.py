@@ -280,6 +280,8 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
 def measure_mixture(options: argparse.Namespace, wanted: list[str]) -> Iterator[Figure]:
     shapes = mixtures.MODELS[options.model]
     routing = None
+    if shapes.mxfp4:
+        mixtures.use_mxfp4()
     if options.uniform:
         routing = mixtures.UniformRouting.of(shapes.config)
         routing.install()
@@ -296,7 +298,7 @@ def measure_mixture(options: argparse.Namespace, wanted: list[str]) -> Iterator[
         limit = None
         if routing is not None:
             touched, info = routing.count_touched(size), bench.client.info
-            limit = mixtures.limit_ms(info.config, info.weight_bytes, touched, size, 512 + 64)
+            limit = mixtures.limit_ms(shapes, info.config, info.weight_bytes, touched, size, 512 + 64)
             yield Figure(f"batch {size}: experts touched in a layer", "", touched)
         vllm, goal = (None if rows is None else rows.batches[nth] for rows in (shapes.vllm, shapes.goal))
         tpot: Any = (vllm, goal, limit)

@@ -56,14 +56,41 @@ class Shapes(NamedTuple):
     config: dict[str, Any]
     vllm: Rows | None
     goal: Rows
+    mxfp4: bool = False  # experts
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of a weight."""
+        return 17 / 32 if self.mxfp4 else TOKEN_BYTES
 
 
 MODELS = {
     "deepseek-v2-lite": Shapes(DEEPSEEK_V2_LITE, Rows((3.297, 8.071, 10.187), 103.4), Rows((1.9, 7.0, 8.9), 80.0)),
     "qwen3-30b-a3b": Shapes(QWEN3_30B_A3B, Rows((4.336, 12.492, 18.183), 152.7), Rows((2.3, 11.0, 16.7), 120.0)),
     "mixtral-8x7b": Shapes(MIXTRAL_8X7B, Rows((7.954, 22.028, 24.622), 405.4), Rows((6.7, 22.0, 24.0), 370.0)),
-    "gpt-oss-20b": Shapes(GPT_OSS_20B, None, Rows((1.6, 4.0, 5.0))),
+    "gpt-oss-20b": Shapes(GPT_OSS_20B, None, Rows((1.6, 4.0, 5.0)), mxfp4=True),
 }
+
+
+def use_mxfp4() -> None:
+    """Random experts in MXFP4, as gpt-oss has them: before an engine is built."""
+    import torch
+
+    from quire.quant.mxfp4_codes import Mxfp4Codes
+    from quire.weights.random_tensors import RandomTensors
+
+    make_dense = RandomTensors.matrix
+
+    def make(self: Any, parts: Any, cols: int) -> Any:
+        if not parts[0].expert:
+            return make_dense(self, parts, cols)
+        weight = Mxfp4Codes(sum(part.rows for part in parts), cols, self.device, self.dtype)
+        weight.codes.random_(0, 256)
+        weight.scales.fill_(round(127 - 0.5 * torch.tensor(float(cols)).log2().item()) - 1)
+        self.nbytes += weight.nbytes
+        return weight
+
+    RandomTensors.matrix = make  # type: ignore[method-assign]
 
 
 class UniformRouting:
@@ -106,10 +133,10 @@ class UniformRouting:
         return sum(counts) / len(counts)
 
 
-def limit_ms(model: Any, weight_bytes: int, touched: float, batch: int, context: int) -> float:
+def limit_ms(shapes: Shapes, model: Any, weight_bytes: int, touched: float, batch: int, context: int) -> float:
     """Weights that are read and the cache, at BYTES_PER_S. `model` is the ModelConfig."""
     experts, width = model.experts, model.hidden_size
-    expert_bytes = 3 * width * experts.intermediate_size * TOKEN_BYTES
+    expert_bytes = 3 * width * experts.intermediate_size * shapes.expert_bytes
     num_layers = sum(experts.layers)
     fixed = weight_bytes - num_layers * experts.routing.num_experts * expert_bytes - model.vocab_size * width * 2
     per_token = model.head_dim if model.latent else 2 * model.num_kv_heads * model.head_dim

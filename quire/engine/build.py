@@ -230,7 +230,7 @@ def load(
         ops = choose_ops(config, model, dtype, device)
         stored = survey(model, checkpoint, ops)
         quantize = choose_quantize(config.quantize, stored)
-        check_weights(weight_bytes(stored, dtype), device)
+        check_weights(weight_bytes(stored, dtype, keeps_mxfp4=ops.fused is not None), device)
         check_tables(model, device)
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops
 

@@ -19,6 +19,7 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.checkpoint import Checkpoint, StoredPart
+from quire.weights.code_part import is_mxfp4_expert
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
@@ -112,7 +113,10 @@ def open_source(
     from quire.weights.dense_source import DenseSource
 
     assert ops.linear is not None
-    return DenseSource(checkpoint, torch_type(dtype), ops.device, packed=packed, linear=ops.linear, on_read=on_read)
+    return DenseSource(
+        checkpoint, torch_type(dtype), ops.device, packed=packed, keeps_mxfp4=ops.fused is not None, linear=ops.linear,
+        on_read=on_read,
+    )  # fmt: skip
 
 
 def build_random_model(config: ModelConfig, *, dtype: str, ops: Kernels, quantize: str | None = None) -> LoadedModel:
@@ -187,11 +191,11 @@ def count_weights(config: ModelConfig, ops: Kernels) -> int:
     return sum(num_values(part, cols) for part, cols in declared_parts(config, ops))
 
 
-def weight_bytes(found: Sequence[StoredPart], dtype: str, *, packed: bool = False) -> int:
+def weight_bytes(found: Sequence[StoredPart], dtype: str, *, packed: bool = False, keeps_mxfp4: bool = False) -> int:
     """Bytes of the weights that `build_model` makes when it does not pack them for quire's own CPU kernels."""
     return sum(
         stored.nbytes
-        if packed and stored.quantized and stored.cols is not None
+        if (packed and stored.quantized and stored.cols is not None) or (keeps_mxfp4 and is_mxfp4_expert(stored))
         else num_values(stored.part, stored.cols) * ITEM_BYTES[dtype]
         for stored in found
     )

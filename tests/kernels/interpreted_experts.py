@@ -21,9 +21,11 @@ from quire.kernels.paging import LayerCache
 from quire.kernels.routing import ExpertWeights, Routing
 from quire.models.config import ModelConfig
 from quire.quant.dense import Dense
+from quire.quant.mxfp4_codes import Mxfp4Codes
 from quire.weights.loader import load_model
 from tests.kernels import simulated_gpu
 from tests.models.pair import draw_tokens, run
+from tests.models.test_experts import mxfp4_directory
 from tests.tools.expert_models import EXPERT_MODELS, expected_logits, save, transformers_model
 from tests.tools.paged import PagedCache
 from tests.tools.trees import draw_paths
@@ -58,8 +60,22 @@ def check_route_of_nan() -> None:
     assert weights[[0, 2]].isfinite().all()
 
 
-def make_experts(count: int, hidden: int, size: int, activation: Any, *, bias: bool) -> ExpertWeights:
+def pack(weight: Tensor) -> Mxfp4Codes:
+    """Random codes in a matrix of that shape."""
+    rows, cols = weight.shape
+    packed = Mxfp4Codes(rows, cols, "cpu", weight.dtype)
+    packed.put(0, torch.randint(0, 16, (rows, cols)).byte(), torch.randint(122, 126, (rows, -(-cols // 32))).byte())
+    return packed
+
+
+def make_experts(
+    count: int, hidden: int, size: int, activation: Any, *, bias: bool, packed: bool = False
+) -> ExpertWeights:
+    gate_up: Any
+    down: Any
     gate_up, down = Dense(0.2 * torch.randn(count * 2 * size, hidden)), Dense(0.2 * torch.randn(count * hidden, size))
+    if packed:
+        gate_up, down = pack(gate_up.data), pack(down.data)
     biases = (torch.randn(count * 2 * size), torch.randn(count * hidden)) if bias else (None, None)
     return ExpertWeights(count, gate_up, down, activation, *biases, limit=1.5)
 
@@ -67,9 +83,8 @@ def make_experts(count: int, hidden: int, size: int, activation: Any, *, bias: b
 def check_experts(weights: ExpertWeights, top_k: int, tokens: int) -> None:
     """One token, few that find their pairs, and many that are sorted; some experts have no token."""
     routing, x = Routing(weights.num_experts, top_k), torch.randn(tokens, weights.hidden_size)
-    routes = reference.route(
-        torch.randn(tokens, weights.num_experts) + torch.arange(weights.num_experts), None, routing
-    )
+    logits = torch.randn(tokens, weights.num_experts) + torch.arange(weights.num_experts)
+    routes = reference.route(logits, None, routing)
     shared = torch.randn(tokens, weights.hidden_size) if tokens % 2 else None
     gate = torch.randn(tokens, 1) if tokens % 3 == 0 and shared is not None else None
     expected = reference.experts(x, routes, weights, shared, gate)
@@ -143,11 +158,14 @@ def gpu_ops(*, exact: bool) -> Kernels:
     return replace(select_torch("cuda", exact=exact), arrays=select_torch("cpu").arrays)
 
 
-def check_family(name: str, *, exact: bool) -> None:
+def check_family(name: str, *, exact: bool, mxfp4: bool = False) -> None:
     model = transformers_model(name)
-    expected = expected_logits(model, TOKENS)
     with TemporaryDirectory() as folder:
-        loaded = load_model(save(model, Path(folder)), dtype="float32", ops=gpu_ops(exact=exact))
+        path = mxfp4_directory(model, Path(folder))[0] if mxfp4 else save(model, Path(folder))
+        loaded = load_model(path, dtype="float32", ops=gpu_ops(exact=exact))
+    expected = expected_logits(model, TOKENS)
+    mixture: Any = loaded.model.layers[-1]
+    assert isinstance(mixture.mlp.weights.down, Mxfp4Codes) == mxfp4
     ours: Any = GpuLayout(loaded.model, loaded.config)
     with torch.inference_mode():
         logits = run(ours, loaded.config, dict.fromkeys((0, 1), TOKENS), STEPS)
@@ -165,6 +183,7 @@ if __name__ == "__main__":
     for weights_, top in (
         (make_experts(5, 64, 32, "silu", bias=False), 2),
         (make_experts(8, 80, 48, "clamped_silu", bias=True), 3),
+        (make_experts(9, 192, 160, "clamped_silu", bias=True, packed=True), 4),
         (make_experts(70, 64, 96, "gelu_tanh", bias=False), 6),
     ):
         for count in (1, 2, 5, 33, 70, 129):
@@ -186,5 +205,6 @@ if __name__ == "__main__":
                 check_sinks([3, 1, 7], query_heads, sees, exact=is_exact, trees=True)
     for family in EXPERT_MODELS:
         check_family(family, exact=False)
+    check_family("gpt_oss", exact=False, mxfp4=True)
     for family in ("mixtral", "gpt_oss", "deepseek_v3"):
         check_family(family, exact=True)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cuda.experts.tiles import activate_gated
+from quire.kernels.cuda.experts.mxfp4 import unpack_high, unpack_low
+from quire.kernels.cuda.experts.tiles import activate_gated, stored
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.routing import ExpertWeights
 
@@ -27,19 +28,52 @@ def _dot_rows(rows, x, is_output, num_in, INPUTS: tl.constexpr, OUTPUTS: tl.cons
 
 
 @triton.jit
+def _dot_packed(codes, scales, rows, x, is_output, num_in, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Products of rows [OUTPUTS] of codes of `quant/mxfp4_codes.py` with one vector, [OUTPUTS]. Tiles are
+    [OUTPUTS, chunks, groups, 32]."""
+    CHUNKS: tl.constexpr = INPUTS // 128
+    num_chunks = tl.cdiv(num_in, 128)
+    chunk = tl.arange(0, CHUNKS)[None, :, None, None]
+    group, within = tl.arange(0, 2)[None, None, :, None], tl.arange(0, 32)[None, None, None, :]
+    row, exists = rows[:, None, None, None], is_output[:, None, None, None]
+    total = tl.zeros([OUTPUTS, CHUNKS, 2, 32], tl.float32)
+    for first in range(0, num_chunks, CHUNKS):
+        nth = first + chunk
+        mask = exists & (nth < num_chunks)
+        code = tl.load(codes + (row * num_chunks + nth) * 64 + group * 32 + within, mask=mask, other=0)
+        scale_ptrs = scales + (row * num_chunks + nth) * 4 + group * 2
+        columns = nth * 128 + group * 32 + within
+        low = tl.load(x + columns, mask=columns < num_in, other=0.0).to(tl.float32)
+        high = tl.load(x + columns + 64, mask=columns + 64 < num_in, other=0.0).to(tl.float32)
+        total += unpack_low(code, tl.load(scale_ptrs, mask=mask, other=0), tl.float32) * low
+        total += unpack_high(code, tl.load(scale_ptrs + 1, mask=mask, other=0), tl.float32) * high
+    return tl.sum(tl.reshape(total, [OUTPUTS, CHUNKS * 64]), axis=1)
+
+
+@triton.jit
+def _product(
+    weight, scales, row, x, is_output, num_in, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, IS_PACKED: tl.constexpr
+):  # fmt: skip
+    """Products of rows [OUTPUTS] with one vector."""
+    if IS_PACKED:
+        return _dot_packed(weight, scales, row, x, is_output, num_in, INPUTS, OUTPUTS)
+    return _dot_rows(weight + row[:, None] * num_in, x, is_output[:, None], num_in, INPUTS, OUTPUTS)
+
+
+@triton.jit
 def _one_gate_up(
-    x, weight, bias, y, ids, num_out, num_in, limit, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, bias, y, ids, num_out, num_in, limit, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, IS_PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = (outputs < num_out)[:, None]
+    is_output = outputs < num_out
     rank = tl.program_id(1)
     wait_for_previous(PDL)
     expert = tl.load(ids + rank).to(tl.int64)
-    rows = weight + (expert * 2 * num_out + outputs[:, None]) * num_in
-    gate = _dot_rows(rows, x, is_output, num_in, INPUTS, OUTPUTS)
-    up = _dot_rows(rows + num_out * num_in, x, is_output, num_in, INPUTS, OUTPUTS)
+    row = expert * 2 * num_out + outputs
+    gate = _product(weight, scales, row, x, is_output, num_in, INPUTS, OUTPUTS, IS_PACKED)
+    up = _product(weight, scales, row + num_out, x, is_output, num_in, INPUTS, OUTPUTS, IS_PACKED)
     if HAS_BIAS:
         biases = bias + expert * 2 * num_out + outputs
         gate += tl.load(biases, mask=outputs < num_out, other=0.0).to(tl.float32)
@@ -51,13 +85,13 @@ def _one_gate_up(
 
 @triton.jit
 def _one_down(
-    x, weight, bias, y, ids, factors, shared, shared_gate, num_out, num_in, TOP_K: tl.constexpr,
+    x, weight, scales, bias, y, ids, factors, shared, shared_gate, num_out, num_in, TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, PDL: tl.constexpr,
+    INPUTS: tl.constexpr, IS_PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = (outputs < num_out)[:, None]
+    is_output = outputs < num_out
     wait_for_previous(PDL)
     total = tl.zeros([OUTPUTS], tl.float32)
     if HAS_SHARED:
@@ -66,8 +100,8 @@ def _one_down(
             total *= tl.sigmoid(tl.load(shared_gate).to(tl.float32))
     for rank in tl.static_range(TOP_K):
         expert = tl.load(ids + rank).to(tl.int64)
-        rows = weight + (expert * num_out + outputs[:, None]) * num_in
-        part = _dot_rows(rows, x + rank * num_in, is_output, num_in, INPUTS, OUTPUTS)
+        row = expert * num_out + outputs
+        part = _product(weight, scales, row, x + rank * num_in, is_output, num_in, INPUTS, OUTPUTS, IS_PACKED)
         if HAS_BIAS:
             part += tl.load(bias + expert * num_out + outputs, mask=outputs < num_out, other=0.0).to(tl.float32)
         total += part.to(y.dtype.element_ty).to(tl.float32) * tl.load(factors + rank)
@@ -89,19 +123,19 @@ def experts_of_one(
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
     bias = weights.gate_up_bias
     _one_gate_up[(triton.cdiv(size, first[0]), top_k)](
-        x, weights.gate_up.data, x if bias is None else bias, inner, ids, size, hidden_size, weights.limit,
+        x, *stored(weights.gate_up), x if bias is None else bias, inner, ids, size, hidden_size, weights.limit,
         ACTIVATION=weights.activation, HAS_BIAS=bias is not None, OUTPUTS=first[0], INPUTS=first[1],
-        num_warps=first[2], **pdl_options(),
+        IS_PACKED=weights.gate_up.data is None, num_warps=first[2], **pdl_options(),
     )  # fmt: skip
     y, bias = torch.empty(1, hidden_size, dtype=x.dtype, device=x.device), weights.down_bias
     _one_down[(triton.cdiv(hidden_size, second[0]),)](
-        inner, weights.down.data, x if bias is None else bias, y, ids, factors, x if shared is None else shared,
+        inner, *stored(weights.down), x if bias is None else bias, y, ids, factors, x if shared is None else shared,
         x if shared_gate is None else shared_gate, hidden_size, size, TOP_K=top_k, HAS_BIAS=bias is not None,
         HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None, OUTPUTS=second[0], INPUTS=second[1],
-        num_warps=second[2], **pdl_options(),
+        IS_PACKED=weights.down.data is None, num_warps=second[2], **pdl_options(),
     )  # fmt: skip
     return y
 
 
 def fit(num_in: int) -> tuple[int, int, int]:
-    return OUTPUTS, min(INPUTS, triton.next_power_of_2(num_in)), WARPS
+    return OUTPUTS, min(INPUTS, max(128, triton.next_power_of_2(num_in))), WARPS

@@ -6,7 +6,7 @@ token's outputs in the order of ranks, so the result does not depend on which pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.activation import gelu, silu
+from quire.kernels.cuda.experts.mxfp4 import unpack_chunk
 from quire.kernels.cuda.experts.pairs import find_tile, scan_pairs
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.routing import ExpertWeights
@@ -63,12 +64,68 @@ def activate_gated(gate, up, limit, ACTIVATION: tl.constexpr):
     return gelu(gate) * up
 
 
+@triton.jit
+def _multiply_dense(
+    values, matrix, outputs, is_output, is_row, num_out, num_in, IS_GATED: tl.constexpr, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Products with rows of an expert's matrix, and with those of up if it is gated, [OUTPUTS, ROWS] each."""
+    inputs = tl.arange(0, INPUTS)
+    weights = matrix + (outputs * num_in)[:, None] + inputs[None, :]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, num_in, INPUTS):
+        in_range = start + inputs < num_in
+        mask = is_output & in_range[None, :]
+        x_ptrs = values + (start + inputs)[:, None]
+        x_tile = tl.load(x_ptrs, mask=is_row if IS_EVEN else is_row & in_range[:, None], other=0.0)
+        w_tile = tl.load(weights + start) if IS_EVEN else tl.load(weights + start, mask=mask, other=0.0)
+        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        if IS_GATED:
+            up_ptrs = weights + num_out * num_in + start
+            w_tile = tl.load(up_ptrs) if IS_EVEN else tl.load(up_ptrs, mask=mask, other=0.0)
+            total_up = tl.dot(w_tile, x_tile, total_up, input_precision="ieee")
+    return total, total_up
+
+
+@triton.jit
+def _multiply_codes(
+    values, codes, scales, first_row, outputs, is_output, is_row, num_out, num_in, IS_GATED: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same with codes of `quant/mxfp4_codes.py`, a chunk at a time."""
+    num_chunks = tl.cdiv(num_in, 128)
+    rows = (first_row + outputs)[:, None]
+    columns = tl.arange(0, 64)
+    code_ptrs = codes + rows * (num_chunks * 64) + columns[None, :]
+    scale_ptrs = scales + rows * (num_chunks * 4) + tl.arange(0, 4)[None, :]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for chunk in range(num_chunks):
+        low_inputs = chunk * 128 + columns[:, None]
+        high_inputs = low_inputs + 64
+        x_low = tl.load(values + low_inputs, mask=is_row & (low_inputs < num_in), other=0.0)
+        x_high = tl.load(values + high_inputs, mask=is_row & (high_inputs < num_in), other=0.0)
+        code = tl.load(code_ptrs + chunk * 64, mask=is_output, other=0)
+        scale = tl.load(scale_ptrs + chunk * 4, mask=is_output, other=0)
+        low, high = unpack_chunk(code, scale, OUTPUTS, values.dtype.element_ty)
+        total = tl.dot(low, x_low, total, input_precision="ieee")
+        total = tl.dot(high, x_high, total, input_precision="ieee")
+        if IS_GATED:
+            code = tl.load(code_ptrs + num_out * (num_chunks * 64) + chunk * 64, mask=is_output, other=0)
+            scale = tl.load(scale_ptrs + num_out * (num_chunks * 4) + chunk * 4, mask=is_output, other=0)
+            low, high = unpack_chunk(code, scale, OUTPUTS, values.dtype.element_ty)
+            total_up = tl.dot(low, x_low, total_up, input_precision="ieee")
+            total_up = tl.dot(high, x_high, total_up, input_precision="ieee")
+    return total, total_up
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts(
-    x, weight, bias, y, ids, counts, order, num_pairs, num_experts, num_out, num_in, limit,
+    x, weight, scales, bias, y, ids, counts, order, num_pairs, num_experts, num_out, num_in, limit,
     DIVISOR: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr, IS_SORTED: tl.constexpr, BY_PAIR: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, IS_PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row p // DIVISOR of x is the input of pair p, and row p of y its output. With an activation, an expert's rows of
     the weight are gate and up."""
@@ -82,25 +139,20 @@ def _experts(
         return
     is_gated: tl.constexpr = ACTIVATION != "none"
     parts: tl.constexpr = 2 if is_gated else 1
-    outputs, inputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = (outputs < num_out)[:, None]
     is_row = (tl.arange(0, ROWS) < count)[None, :]
-    matrix = weight + expert.to(tl.int64) * parts * num_out * num_in
-    weights = matrix + (outputs * num_in)[:, None] + inputs[None, :]
-    second = num_out * num_in
-    values = x + (pairs // DIVISOR).to(tl.int64)[None, :] * num_in + inputs[:, None]
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    total_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, num_in, INPUTS):
-        in_range = start + inputs < num_in
-        mask = is_output & in_range[None, :]
-        x_tile = tl.load(values + start, mask=is_row if IS_EVEN else is_row & in_range[:, None], other=0.0)
-        w_tile = tl.load(weights + start) if IS_EVEN else tl.load(weights + start, mask=mask, other=0.0)
-        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
-        if is_gated:
-            up_ptrs = weights + second + start
-            w_tile = tl.load(up_ptrs) if IS_EVEN else tl.load(up_ptrs, mask=mask, other=0.0)
-            total_up = tl.dot(w_tile, x_tile, total_up, input_precision="ieee")
+    values = x + (pairs // DIVISOR).to(tl.int64)[None, :] * num_in
+    first_row = expert.to(tl.int64) * parts * num_out
+    if IS_PACKED:
+        total, total_up = _multiply_codes(
+            values, weight, scales, first_row, outputs, is_output, is_row, num_out, num_in, is_gated, OUTPUTS, ROWS
+        )
+    else:
+        total, total_up = _multiply_dense(
+            values, weight + first_row * num_in, outputs, is_output, is_row, num_out, num_in, is_gated, OUTPUTS, ROWS,
+            INPUTS, IS_EVEN,
+        )  # fmt: skip
     if HAS_BIAS:
         biases = bias + expert * parts * num_out + outputs
         total += tl.load(biases, mask=outputs < num_out, other=0.0).to(tl.float32)[:, None]
@@ -114,39 +166,45 @@ def _experts(
     tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=is_row & is_output)
 
 
+def stored(weight: Any) -> tuple[Tensor, Tensor]:
+    """The matrix, or its codes, and the scales of these."""
+    if weight.data is not None:
+        return weight.data, weight.data
+    return weight.codes, weight.scales
+
+
 def gate_up(x: Tensor, pairs: Pairs, weights: ExpertWeights, tile: Tile, *, exact: bool = False) -> Tensor:
     """x [tokens, hidden_size] -> [tokens * top_k, size]"""
     return _multiply(
-        x, pairs, weights.gate_up.data, weights.gate_up_bias, tile, weights.size, pairs.ids.shape[1],
+        x, pairs, weights.gate_up, weights.gate_up_bias, tile, weights.size, pairs.ids.shape[1],
         weights.activation, weights.limit, exact,
     )  # fmt: skip
 
 
 def down(inner: Tensor, pairs: Pairs, weights: ExpertWeights, tile: Tile, *, exact: bool = False) -> Tensor:
     """inner [tokens * top_k, size] -> [tokens * top_k, hidden_size]"""
-    return _multiply(
-        inner, pairs, weights.down.data, weights.down_bias, tile, weights.hidden_size, 1, "none", 0.0, exact
-    )
+    return _multiply(inner, pairs, weights.down, weights.down_bias, tile, weights.hidden_size, 1, "none", 0.0, exact)
 
 
 def _multiply(
-    x: Tensor, pairs: Pairs, weight: Tensor, bias: Tensor | None, tile: Tile, num_out: int, divisor: int,
+    x: Tensor, pairs: Pairs, weight: Any, bias: Tensor | None, tile: Tile, num_out: int, divisor: int,
     activation: str, limit: float, exact: bool,
 ) -> Tensor:  # fmt: skip
     count, num_in = pairs.ids.numel(), weight.shape[1]
     y = torch.empty(count, num_out, dtype=x.dtype, device=x.device)
     assert x.is_contiguous()
+    matrix, scales = stored(weight)
     is_sorted = pairs.counts is not None
     rows = tile.rows
     _experts[(triton.cdiv(num_out, tile.outputs), pairs.num_tiles(rows))](
-        x, weight, weight if bias is None else bias, y, pairs.ids, pairs.counts if is_sorted else pairs.ids,
+        x, matrix, scales, x if bias is None else bias, y, pairs.ids, pairs.counts if is_sorted else pairs.ids,
         pairs.order if is_sorted else pairs.ids, count, pairs.num_experts, num_out, num_in, limit, DIVISOR=divisor,
         ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
         PAIRS=1 if is_sorted else triton.next_power_of_2(rows * pairs.ids.shape[1]),
         EXPERTS=triton.next_power_of_2(pairs.num_experts), IS_SORTED=is_sorted, BY_PAIR=pairs.by_pair,
         ACTIVATION=activation, HAS_BIAS=bias is not None,
-        IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0, num_warps=tile.warps,
-        num_stages=tile.stages, enable_fp_fusion=not exact, **pdl_options(),
+        IS_EVEN=num_in % tile.inputs == 0 and num_out % tile.outputs == 0, IS_PACKED=weight.data is None,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not exact, **pdl_options(),
     )  # fmt: skip
     return y
 
