@@ -392,10 +392,10 @@ class StoredWeight:
 
 def latent_projections(model: Model, latent: Latent) -> list[tuple[int, int]]:
     queries, size = model.num_heads * (latent.key_dim + latent.rotated_dim), model.hidden_size
-    own = [(latent.rank + latent.rotated_dim, size), (size, model.num_heads * latent.value_dim)]
+    output, dim = (size, model.num_heads * latent.value_dim), latent.rank + latent.rotated_dim
     if not latent.query_rank:
-        return [*own, (queries, size)]
-    return [*own, (latent.query_rank, size), (queries, latent.query_rank)]
+        return [output, (queries + dim, size)]
+    return [output, (latent.query_rank + dim, size), (queries, latent.query_rank)]
 
 
 def numbers(*shape: int) -> Any:
