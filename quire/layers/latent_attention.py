@@ -2,7 +2,8 @@
 
 Keys and values of all heads are projections of one latent a token, which is all that the cache holds, with the part of
 the keys that rotates. The projections are absorbed: queries are projected to the latent, all heads attend to the latent
-as to one key head, and the outputs are projected back. Values are the first numbers of the keys.
+as to one key head, and the outputs are projected back. Values are the first numbers of the keys. A GPU does not absorb
+the projections in steps of whole prompts, which takes fewer operations.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ class LatentAttention:
         else:
             q, kv = ops.rope_latent(q, kv, *norm, positions, table, interleaved)
             ops.store_latent(kv, config.rank, cache, slots)
+        if ops.fused is not None and ends is None:
+            found = ops.fused.attend_to_prompts(q, kv.flatten(1), self.absorb, self.values, paging, self.scale)
+            if found is not None:
+                return self.output(found.flatten(1))
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
         out = ops.attention(ops.head_linear(q, self.absorb), cache, paging, scale=self.scale)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import Kernels, reference, select_torch
 from quire.kernels.cuda.attention.dispatch import attention
+from quire.kernels.cuda.attention.whole_prompts import attend_to_prompts
 from quire.kernels.cuda.experts.experts import experts
 from quire.kernels.cuda.experts.route import route
 from quire.kernels.cuda.latent import head_linear
@@ -116,6 +117,24 @@ def check_latents(heads: int, rank: int, counts: list[int], *, exact: bool = Fal
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+def check_whole_prompts() -> None:
+    """Two prompts, un-absorbed; not with cached tokens, nor if one prompt is short."""
+    heads, rank, rotated = 3, 48, 16
+    paged = PagedCache(kv_heads=1, head_dim=rank + rotated, block_size=16, num_blocks=400)
+    cache = LayerCache(paged.layers[0].k, paged.layers[0].k[..., :rank], 0, 16)
+    absorb, values = Dense(torch.randn(heads * rank, 32) / 8), Dense(torch.randn(heads * 24, rank) / 8)
+    for rows, is_taken in (([(0, 512), (1, 700)], True), ([(0, 512), (2, 600)], False), ([(3, 512), (4, 9)], False)):
+        paging, tokens = paged.step(rows), sum(count for _, count in rows)
+        kv, q = torch.randn(tokens, 1, rank + rotated), torch.randn(tokens, heads, 32 + rotated)
+        reference.store_latent(kv, rank, cache, paging.slot_mapping[0])
+        got = attend_to_prompts(q, kv[:, 0], absorb, values, paging, 0.1)
+        assert (got is not None) == is_taken
+        if got is not None:
+            attended = reference.attention(reference.head_linear(q, absorb), cache, paging, scale=0.1)
+            expected = reference.head_linear(attended, values)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 def check_head_linear(tokens: int, heads: int, cols: int, out: int, rest: int) -> None:
     x, weight = torch.randn(tokens, heads, cols + rest), Dense(torch.randn(heads * out, cols))
     torch.testing.assert_close(head_linear(x, weight), reference.head_linear(x, weight), atol=1e-4, rtol=1e-4)
@@ -195,6 +214,7 @@ if __name__ == "__main__":
         check_latents(num_heads, latent_rank, [3, 1, 7, 4])
         check_latents(num_heads, latent_rank, [3, 1, 7, 4], trees=True)
         check_latents(num_heads, latent_rank, [3, 1, 7, 4], trees=True, exact=True)
+    check_whole_prompts()
     for sizes in ((1, 16, 32, 64, 16), (5, 4, 48, 32, 0), (70, 2, 20, 70, 3)):
         check_head_linear(*sizes)
     for query_heads in (1, 8, 11):

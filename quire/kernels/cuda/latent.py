@@ -53,8 +53,11 @@ def _rope_store_latent(
         factor = tl.rsqrt(tl.sum(values * values, axis=0) / RANK + eps)
         normed = (values * factor * scale).to(kv.dtype.element_ty)
         tl.store(target + columns, fit(normed, keys), mask=inside)
+        tl.store(kv + token * kv_row + columns, normed, mask=columns < RANK)
         a, b, first, second = _rotate(kv + token * kv_row + RANK, is_pair, pairs, cosines, sines, INTERLEAVED, ROTATED)
         stored = is_pair & (slot >= 0)
+        tl.store(kv + token * kv_row + RANK + first, a.to(kv.dtype.element_ty), mask=is_pair)
+        tl.store(kv + token * kv_row + RANK + second, b.to(kv.dtype.element_ty), mask=is_pair)
         tl.store(target + RANK + first, fit(a.to(kv.dtype.element_ty), keys), mask=stored)
         tl.store(target + RANK + second, fit(b.to(kv.dtype.element_ty), keys), mask=stored)
     else:
@@ -72,8 +75,8 @@ def rope_store_latent(
     q: Tensor, kv: Tensor, weight: Tensor, eps: float, positions: Tensor, table: Tensor, interleaved: bool,
     cache: LayerCache, slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`rope_latent` and `store_latent`: q [tokens, heads, dim + rotated] is rotated in place and returned, and kv
-    [tokens, 1, rank + rotated] is normed, rotated and stored in the cache."""
+    """`rope_latent` and `store_latent`, in place: q [tokens, heads, dim + rotated] and kv [tokens, 1, rank + rotated].
+    Returns q."""
     tokens, heads, query_dim = q.shape
     rank, rotated = weight.shape[0], table.shape[1]
     assert q.stride(2) == kv.stride(2) == 1

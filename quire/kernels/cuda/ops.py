@@ -13,6 +13,7 @@ from quire.kernels import Fused, reference
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention.dispatch import attention, rope_attention
+from quire.kernels.cuda.attention.whole_prompts import attend_to_prompts
 from quire.kernels.cuda.experts.experts import experts
 from quire.kernels.cuda.experts.route import route
 from quire.kernels.cuda.gemm.skinny import gated_linear, linear
@@ -29,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 launchers.use()
-fused = Fused(rope_store, rope_attention, gated_linear, rope_store_latent)
+fused = Fused(rope_store, rope_attention, gated_linear, rope_store_latent, attend_to_prompts)
 
 
 def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:
