@@ -134,7 +134,7 @@ def test_head_linear(dtype):
 
 def answer(path: Path, prompts: list[list[int]], **options: Any) -> list[tuple[list[int], list[float]]]:
     """The greedy tokens and their log probabilities."""
-    config = EngineConfig(device="cuda", dtype="float32", max_requests=8, max_len=96, **options)
+    config = EngineConfig(device="cuda", dtype="float32", max_requests=8, max_len=40, **options)
     engine = start_engine(config, path)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     requests = [Request(str(index), prompt, params, max_tokens=6) for index, prompt in enumerate(prompts)]
@@ -157,7 +157,7 @@ def test_engines_answer_as_transformers(name, tmp_path):
     expected = [greedy(model, prompt, 6) for prompt in prompts]
     assert [answers for answers, _ in answer(path, prompts, num_blocks=64)] == expected
     if name in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
-        few = answer(path, prompts, num_blocks=8, exact=True)
+        few = answer(path, prompts, num_blocks=12 if name == "gpt_oss" else 5, exact=True)  # too few for all
         assert few == [answer(path, [prompt], num_blocks=64, exact=True)[0] for prompt in prompts]
         assert [answers for answers, _ in few] == expected
 
