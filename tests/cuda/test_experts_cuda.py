@@ -18,12 +18,14 @@ from quire.core.request import Request
 from quire.engine.client import start_engine
 from quire.kernels import reference
 from quire.kernels.cuda.attention.dispatch import attention
+from quire.kernels.cuda.attention.whole_prompts import attend_to_prompts
 from quire.kernels.cuda.experts.experts import experts
 from quire.kernels.cuda.experts.route import route
-from quire.kernels.cuda.latent import head_linear
+from quire.kernels.cuda.latent import head_linear, store_latent
 from quire.kernels.paging import LayerCache
 from quire.kernels.routing import ExpertWeights, Routing
 from quire.quant.dense import Dense
+from quire.quant.mxfp4_codes import Mxfp4Codes
 from tests.tools.expert_models import EXPERT_MODELS, expected_logits, save, transformers_model
 from tests.tools.paged import PagedCache
 from tests.tools.trees import draw_paths
@@ -77,6 +79,53 @@ def test_experts(count, top_k, hidden, size, dtype):
         gpu.assert_near(experts(x[:tokens], routes, weights, own), expected, dtype)
         exact = experts(x[:tokens], routes, weights, own, exact=True)
         assert torch.equal(exact, whole[:tokens]), tokens
+
+
+def random_codes(rows: int, cols: int, dtype: torch.dtype) -> Mxfp4Codes:
+    weight = Mxfp4Codes(rows, cols, gpu.DEVICE.type, dtype)
+    weight.put(0, torch.randint(0, 16, (rows, cols)).byte(), torch.randint(118, 124, (rows, -(-cols // 32))).byte())
+    return weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_in_mxfp4(dtype):
+    """Of gpt-oss's widths: no multiples of a chunk of 128 columns."""
+    torch.manual_seed(0)
+    count, hidden, size = 8, 2880, 480
+    weights = ExpertWeights(
+        count,
+        random_codes(count * 2 * size, hidden, dtype),
+        random_codes(count * hidden, size, dtype),
+        "clamped_silu",
+        randn(count * 2 * size, dtype=dtype),
+        randn(count * hidden, dtype=dtype),
+        limit=7.0,
+    )
+    x = randn(300, hidden, dtype=dtype)
+    ids, factors = route(randn(300, count), None, Routing(count, 4))
+    for tokens in (1, 2, 16, 64, 65, 300):
+        routes = ids[:tokens], factors[:tokens]
+        expected = reference.experts(x[:tokens], (routes[0].long(), routes[1]), weights)
+        gpu.assert_near(experts(x[:tokens], routes, weights), expected, dtype)
+        gpu.assert_near(experts(x[:tokens], routes, weights, exact=True), expected, dtype)
+
+
+def test_whole_prompts():
+    """Un-absorbed, beside absorbed attention."""
+    torch.manual_seed(0)
+    heads, rank, rotated, counts = 16, 512, 64, [(0, 600), (1, 1500)]
+    paged = PagedCache(kv_heads=1, head_dim=rank + rotated, block_size=16, num_blocks=200, dtype=torch.bfloat16)
+    paging = to_gpu(paged.step(counts))
+    k = torch.zeros_like(paged.layers[0].k.transpose(1, 2).contiguous()).to(gpu.DEVICE)
+    cache = LayerCache(k, k[..., :rank], 0, 16)
+    q, kv = (randn(2100, *shape, dtype=torch.bfloat16) for shape in ((heads, 128 + rotated), (1, rank + rotated)))
+    store_latent(kv, rank, cache, paging.slot_mapping[0])
+    absorb = Dense(randn(heads * rank, 128, dtype=torch.bfloat16) / 16)
+    values = Dense(randn(heads * 128, rank, dtype=torch.bfloat16) / 16)
+    found = attend_to_prompts(q, kv[:, 0], absorb, values, paging, 0.05)
+    assert found is not None
+    absorbed = head_linear(attention(head_linear(q, absorb), cache, paging, scale=0.05), values)
+    gpu.assert_near(found, absorbed.double(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
