@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.softmax import LOG2_E
 from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
+from quire.kernels.cuda.attention.varlen_items import is_hopper
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.paging import LayerCache, Paging
 
@@ -196,9 +197,10 @@ def num_units(heads: int, max_queries: int, *, exact: bool) -> int:
 
 
 def choose_shape(lanes: int, dtype: torch.dtype) -> Shape:
+    """Measured on an H200. Other GPUs have less shared memory."""
     if dtype == torch.float32:
         return Shape(16, 4, 2)
-    return Shape(64, 4, 2) if lanes <= 16 else Shape(64, 8, 2)
+    return Shape(64 if is_hopper() else 32, 4 if lanes <= 16 else 8, 2)
 
 
 def latent_attention(
