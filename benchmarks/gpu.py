@@ -1,10 +1,13 @@
 """quire on one GPU compared with recorded figures of vLLM: Llama-3-8B's shapes, bf16, random weights.
 
     python benchmarks/gpu.py [--only start,1,16,64,256,neighbours,prefill,mix,arrivals,...] [--json FILE] [--exact]
-                             [--sampling JSON] [--trace FILE] [--seconds S] [--model NAME [--uniform]]
+                             [--sampling JSON] [--trace FILE] [--seconds S] [--quantization int4|int8|fp8|nf4]
+                             [--model NAME [--uniform]]
 
 Sampling is greedy, or as `--sampling` sets it: '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. `--exact`
-measures an engine whose bits do not depend on the batch. It needs no network, no file and, in a checkout, no
+measures an engine whose bits do not depend on the batch. `--quantization` rounds the layers' random weights to codes;
+int4 has groups of 128 with zeros, and the head stays bf16. Its table has vLLM's figures for GPTQ with Machete and for
+fp8, and goals and limits of its own. It needs no network, no file and, in a checkout, no
 installation.
 
 start, batches, prefill, mix: all requests of a batch start together, without a prefix cache and without a target for
@@ -91,7 +94,7 @@ class Batch(NamedTuple):
     prompt: int
     output: int
     ttft: tuple[float, float] | None  # vLLM's and the goal, ms
-    tpot: tuple[float, float, float]  # vLLM's, the goal and the limit, ms
+    tpot: tuple[float | None, float | None, float | None]  # vLLM's, the goal and the limit, ms
 
 
 BATCHES = {
@@ -100,6 +103,20 @@ BATCHES = {
     "64": Batch(64, 512, 256, (745.0, 745.0), (6.750, 5.9, 4.9)),
     "256": Batch(256, 512, 128, (3032.0, 3032.0), (13.603, 11.9, 8.2)),
 }
+NOTHING = (None, None, None)
+# With --quantization: vLLM's figure, the goal and the limit, in ms.
+QUANTIZED: dict[str, dict[str, tuple[float | None, float | None, float | None]]] = {
+    "int4": {
+        "1": (3.824, 1.65, 1.15), "16": (4.167, 2.3, 1.45), "64": (6.596, 3.7, 2.46), "256": (14.172, 12.0, 9.4),
+        "2048": (51.6, 48.0, 37.0), "8192": (217.5, 207.0, 165.0),
+    },
+    "fp8": {
+        "1": (3.503, 2.4, 1.93), "16": (3.805, 3.0, 2.23), "64": (5.204, 4.2, 3.24), "256": (11.72, 9.0, 7.2),
+        "2048": (32.1, 27.0, 24.0), "8192": (142.2, 128.0, 114.0),
+    },
+    "nf4": {"1": (None, 1.9, 1.15), "16": (None, 2.7, 1.45)},
+    "int8": {"1": (None, None, 1.93), "16": (None, None, 2.23), "64": (None, None, 3.24)},
+}  # fmt: skip
 PREFILLS = {2048: (47.2, 44.0, 37.0), 8192: (211.4, 195.0, 165.0), 16000: (470.3, 430.0, 363.0)}
 
 
@@ -146,6 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--quantization", choices=[*QUANTIZED], default="none")
     parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for the row azure")
     parser.add_argument("--seconds", type=positive, default=20.0, help="duration of arrivals at each rate")
@@ -182,12 +200,9 @@ class Bench:
             shapes = LLAMA_3_8B if options.model is None else mixtures.MODELS[options.model].config
             (Path(folder) / "config.json").write_text(json.dumps(shapes))
             config = EngineConfig(
-                model=f"{options.model or 'llama-3-8b'}, random weights",
-                device="cuda",
-                weights="random",
-                exact=options.exact,
-                **settings,
-            )
+                model=f"{options.model or 'llama-3-8b'}, random weights", device="cuda", weights="random",
+                exact=options.exact, quantize=options.quantization, **settings,
+            )  # fmt: skip
             self.client = InProcess(config, Path(folder))
         print(self.client.info.summary, file=sys.stderr)
         self._number = 0
@@ -256,8 +271,11 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
     bench.run([(512, 1)])
     if "start" in wanted:
         yield Figure("start to first token", "s", time.perf_counter() - BEGIN, 85.0, 10.0)
+    quantized = QUANTIZED.get(options.quantization)
     for name, batch in BATCHES.items():
         if name in wanted:
+            if quantized is not None:
+                batch = batch._replace(ttft=None, tpot=quantized.get(name, NOTHING))
             yield from measure_batch(bench, batch, repeats)
     if "neighbours" in wanted:
         yield from measure_neighbours(bench, repeats)
@@ -271,7 +289,8 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
         del bench
         let_go()
         bench = make_offline(options, 64, 16_384)
-        for length, figures in PREFILLS.items():
+        for length, plain in PREFILLS.items():
+            figures = plain if quantized is None else quantized.get(str(length), NOTHING)
             yield Figure(f"prefill {length:,}", "ms", 1e3 * bench.best([(length, 1)], repeats), *figures)
     del bench
     let_go()
@@ -332,6 +351,7 @@ def measure_cold(options: argparse.Namespace, rate: Rate) -> Iterator[Figure]:
     """In a new process without compiled kernels."""
     command = [sys.executable, __file__, "--cold", str(rate.per_second), "--seconds", str(options.seconds)]
     command += ["--exact"] if options.exact else []
+    command += ["--quantization", options.quantization] if options.quantization != "none" else []
     command += ["--sampling", json.dumps(options.sampling)]
     command += [] if options.itl_target_ms is None else ["--itl-target-ms", str(options.itl_target_ms)]
     with tempfile.TemporaryDirectory() as folder:

@@ -3,8 +3,8 @@
 //
 // A block of keys is [kv_heads][head_dim][lanes]. A vector holds one dimension of 16 tokens, so the scores of 16 keys
 // are computed in one register. `lanes` is the block size rounded up to 16. A block of values is
-// [kv_heads][block_size][value_dim]. INT8 blocks hold, for each head, the codes in that order and then `lanes` float32
-// scales, one for each token: x = scale * code.
+// [kv_heads][block_size][value_dim]. INT8 and FP8 blocks hold, for each head, the codes in that order and then `lanes`
+// float32 scales, one for each token: x = scale * code. FP8 codes are float8 e4m3, and stand for 2^-8 of their value.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,17 @@
 
 namespace quire {
 
-enum class CacheType : uint8_t { F32, BF16, INT8 };
+enum class CacheType : uint8_t { F32, BF16, INT8, FP8 };
 
 struct CacheShape {
   CacheType type;
   int block_size, kv_heads, head_dim;
   int value_dim;  // of a value's head; head_dim, but for latents
 
+  bool has_scales() const { return type == CacheType::INT8 || type == CacheType::FP8; }
   int lanes() const { return static_cast<int>(round_up(block_size, kLanes)); }
   int item() const { return type == CacheType::F32 ? 4 : type == CacheType::BF16 ? 2 : 1; }
-  int64_t scale_bytes() const { return type == CacheType::INT8 ? 4 * lanes() : 0; }
+  int64_t scale_bytes() const { return has_scales() ? 4 * lanes() : 0; }
   int64_t key_head_bytes() const { return int64_t{head_dim} * lanes() * item() + scale_bytes(); }
   int64_t value_head_bytes() const { return int64_t{value_dim} * block_size * item() + scale_bytes(); }
 };

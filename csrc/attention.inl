@@ -288,9 +288,10 @@ bool attention(const AttentionCall& call, Worker& worker) {
   switch (call.cache.shape.type) {
     case CacheType::F32: return attend<F32Item>(call, worker);
     case CacheType::BF16: return attend<BF16Item>(call, worker);
-    case CacheType::INT8: break;
+    case CacheType::INT8: return attend<INT8Item>(call, worker);
+    case CacheType::FP8: break;
   }
-  return attend<INT8Item>(call, worker);
+  return attend<FP8Item>(call, worker);
 }
 
 void join_attention(const AttentionCall& call, Worker& worker) {
@@ -298,6 +299,7 @@ void join_attention(const AttentionCall& call, Worker& worker) {
     case CacheType::F32: return join<F32Item>(call, worker);
     case CacheType::BF16: return join<BF16Item>(call, worker);
     case CacheType::INT8: return join<INT8Item>(call, worker);
+    case CacheType::FP8: return join<FP8Item>(call, worker);
   }
 }
 

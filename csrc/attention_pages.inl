@@ -19,7 +19,7 @@ struct Pages {
   const int32_t* table;
   const uint8_t *keys, *values;    // of block 0
   int64_t key_block, value_block;  // bytes from one block to the next
-  int64_t key_codes, value_codes;  // bytes before the scales of an INT8 head
+  int64_t key_codes, value_codes;  // bytes before the scales of a head
   int block_size, lanes, head_dim, value_dim, item;
   bool scaled;
 
@@ -49,7 +49,7 @@ static Pages open_pages(const Cache& cache, const Rows& rows, int row, int head)
   pages.head_dim = shape.head_dim;
   pages.value_dim = shape.value_dim;
   pages.item = shape.item();
-  pages.scaled = shape.type == CacheType::INT8;
+  pages.scaled = shape.has_scales();
   return pages;
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention.h"
+#include "half.h"
 #include "simd.h"
 
 namespace quire {
@@ -67,6 +68,14 @@ struct INT8Item {
   static constexpr bool paged = true, scaled = true;
   QUIRE_INLINE f32 widen(const Type* p) { return load_i8(p); }
   QUIRE_INLINE float widen_one(Type x) { return static_cast<float>(x); }
+};
+
+// The values are 2^-8 of those that the codes stand for. The scales have the factor.
+struct FP8Item {
+  using Type = uint8_t;
+  static constexpr bool paged = true, scaled = true;
+  QUIRE_INLINE f32 widen(const Type* p) { return load_f8(p); }
+  QUIRE_INLINE float widen_one(Type x) { return float8_to_float(x) * 0x1p-8f; }
 };
 
 // An item of a copy. Copies are in the cache, so they are not prefetched.

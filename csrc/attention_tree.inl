@@ -57,7 +57,7 @@ struct OwnTokens {
   // Whether a query of the task may see own tokens in the chunk.
   bool are_in(const Chunk& chunk) const { return mask.task.tree && base(chunk) < kChunkKeys; }
 
-  // Sets the scales of an INT8 chunk's vectors that have own tokens. The first one may have keys of the context too.
+  // Sets the scales of an INT8 or FP8 chunk's vectors that have own tokens. The first one may have keys of the context too.
   void set_scales(const Task& task, Chunk& chunk) {
     const int end = larger(0, task.context - chunk.position), mixed = end / kLanes;
     if (mixed >= kChunkVectors) return;

@@ -27,14 +27,16 @@ void add_route(Program& program, View logits, Address bias, View routes, int exp
 void add_experts(Program& program, const PanelStore& gate_up, const PanelStore& down, int num_experts, int top_k,
                  View x, View routes, View shared, View shared_gate, View out, View gathered, Quantized quantized,
                  View inner, Quantized inner_quantized, View outputs, const std::string& activation, float limit,
-                 Address gate_up_bias, Address down_bias, int64_t few_rows, int64_t down_few_rows) {
+                 Address gate_up_bias, Address down_bias, int64_t few_rows, int64_t down_few_rows, Address orders,
+                 Address inner_orders) {
   auto op = std::make_unique<ExpertsOp>();
   const Activations x_rows = activations_of(quantized), inner_rows = activations_of(inner_quantized);
-  const Activations gated = gate_up.view.format.quantized() ? inner_rows : Activations{nullptr, 0, false};
+  const Activations gated = gate_up.view.format.quantized() && !inner_orders ? inner_rows : Activations{nullptr, 0, false};
   op->num_experts = num_experts;
   op->call = {floats(x), x.second, floats(routes), routes.second, floats(shared), shared.second, floats(shared_gate),
               shared_gate.second, floats(out), out.second, 0, gate_up.view.cols, top_k, floats(gathered),
-              gathered.second, x_rows, floats(outputs), outputs.second};
+              gathered.second, x_rows, floats(outputs), outputs.second, reinterpret_cast<const int32_t*>(orders),
+              reinterpret_cast<const int32_t*>(inner_orders), down.view.cols};
   op->inner = {gate_up.view, {floats(gathered), gathered.second, x_rows}, 0, floats(inner), inner.second,
                reinterpret_cast<const float*>(gate_up_bias), parse_activation(activation), gated, nullptr,
                nullptr, few_rows, limit};
@@ -68,7 +70,7 @@ void bind_experts(nb::class_<Program>& program) {
       .def("experts", add_experts, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::kw_only(), "gate_up"_a, "down"_a,
            "num_experts"_a, "top_k"_a, "x"_a, "routes"_a, "shared"_a, "shared_gate"_a, "out"_a, "gathered"_a,
            "quantized"_a, "inner"_a, "inner_quantized"_a, "outputs"_a, "activation"_a, "limit"_a, "gate_up_bias"_a,
-           "down_bias"_a, "few_rows"_a, "down_few_rows"_a);
+           "down_bias"_a, "few_rows"_a, "down_few_rows"_a, "orders"_a, "inner_orders"_a);
 }
 
 }  // namespace quire

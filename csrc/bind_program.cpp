@@ -34,6 +34,7 @@ CacheType parse_cache_type(const std::string& name) {
   if (name == "float32") return CacheType::F32;
   if (name == "bfloat16") return CacheType::BF16;
   if (name == "int8") return CacheType::INT8;
+  if (name == "fp8") return CacheType::FP8;
   throw nb::value_error(("there is no cache of type '" + name + "'.").c_str());
 }
 

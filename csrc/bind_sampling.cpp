@@ -83,6 +83,17 @@ void sample(const std::string& isa, int threads, View logits, int64_t rows, int6
   over_rows(threads, rows, [&](int64_t row) { sample_row(call, row); });
 }
 
+// The noise of a few ids of each row: seeds, positions [rows], tokens, out [rows, count].
+void gumbel(Address seeds, Address positions, Address tokens, int64_t rows, int64_t count, Address out) {
+  auto* values = reinterpret_cast<float*>(out);
+  ReleasedGil released;
+  for (int64_t row = 0; row < rows; row++) {
+    const Noise noise = noise_of(ids(seeds)[row], ids(positions)[row]);
+    for (int64_t at = row * count; at < (row + 1) * count; at++)
+      values[at] = gumbel_score(0.0f, token_word(noise, ids(tokens)[at]));
+  }
+}
+
 void penalize(View logits, int64_t num_rows, View counts, int64_t num_counts, int64_t size, View index,
               int64_t num_more, Address penalties, int64_t count, int32_t in_prompt) {
   for (int64_t nth = 0; nth < count; nth++) {
@@ -162,6 +173,7 @@ void beam_candidates(const std::string& isa, int threads, View logits, View bann
 void bind_sampling(nb::module_& module) {
   module.def("sample", sample, "isa"_a, "threads"_a, "logits"_a, "rows"_a, "size"_a, "settings"_a, "seeds"_a,
              "positions"_a, "tokens"_a, "largest"_a);
+  module.def("gumbel", gumbel, "seeds"_a, "positions"_a, "tokens"_a, "rows"_a, "count"_a, "out"_a);
   module.def("penalize", penalize, "logits"_a, "num_rows"_a, "counts"_a, "num_counts"_a, "size"_a, "index"_a,
              "num_more"_a, "penalties"_a, "count"_a, "in_prompt"_a);
   module.def("count_tokens", count_tokens, "counts"_a, "num_rows"_a, "size"_a, "rows"_a, "tokens"_a, "count"_a);

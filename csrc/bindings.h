@@ -48,6 +48,7 @@ inline float* floats(const View& view) { return reinterpret_cast<float*>(view.fi
 // Raises ValueError if they were not built.
 const KernelTable& kernels_named(const std::string& isa);
 
+void bind_drafts(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
 void bind_panels(nanobind::module_& module);
 void bind_program(nanobind::module_& module);

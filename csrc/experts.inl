@@ -90,14 +90,20 @@ static void route(const RouteCall& call, Worker& worker) {
   for (int64_t row = rows.first; row < rows.last; row++) route_row(call, row, memory);
 }
 
-// Quantizes one record of an expert's rows: `at` counts the records of its tiles.
-QUIRE_INLINE void gather_record(const ExpertsCall& call, const int32_t* tokens, const Activations& out,
-                                const Tiling& tiling, int64_t at) {
+// Quantizes one record of an expert's rows: `at` counts the records of its tiles. `order` may be null.
+QUIRE_INLINE void gather_record(const ExpertsCall& call, const int32_t* tokens, const int32_t* order,
+                                const Activations& out, const Tiling& tiling, int64_t at) {
   const int64_t blocks = out.cols / kBlock;
   const Tile tile = tiling.tile(at / blocks);
   uint8_t* record = record_of(out, tile, at % blocks);
   for (int64_t r = 0; r < tile.rows; r++) {
-    const float* from = call.x + tokens[tile.first + r] * call.x_stride + at % blocks * kBlock;
+    const float* row = call.x + tokens[tile.first + r] * call.x_stride;
+    const float* from = row + at % blocks * kBlock;
+    float picked[kBlock];
+    if (order) {
+      for (int i = 0; i < kBlock; i++) picked[i] = row[order[at % blocks * kBlock + i]];
+      from = picked;
+    }
     quantize_block(load(from), load(from + kLanes), record, tile.size, r);
   }
   for (int64_t r = tile.rows; r < tile.size; r++) clear_row(record, tile.size, r);
@@ -107,16 +113,20 @@ static void gather(const ExpertsCall& call, const Buckets& buckets, Worker& work
   for (int64_t i = 0; i < buckets.count; i++) {
     const Bucket& bucket = buckets.list[i];
     const int32_t* tokens = buckets.tokens + bucket.first;
+    const int32_t* order = call.orders ? call.orders + bucket.expert * call.hidden : nullptr;
     if (call.quantized.data) {
       const Activations out = bucket_rows(call.quantized, bucket);
       const Tiling tiling = cut_activations(out, bucket.count, worker);
       const Span own = share(worker, tiling.count() * (out.cols / kBlock));
-      for (int64_t at = own.first; at < own.last; at++) gather_record(call, tokens, out, tiling, at);
+      for (int64_t at = own.first; at < own.last; at++) gather_record(call, tokens, order, out, tiling, at);
     } else {
       const Span own = share(worker, bucket.count);
-      for (int64_t at = own.first; at < own.last; at++)
-        std::memcpy(call.gathered + (bucket.first + at) * call.gathered_stride, call.x + tokens[at] * call.x_stride,
-                    static_cast<size_t>(call.hidden) * 4);
+      for (int64_t at = own.first; at < own.last; at++) {
+        const float* from = call.x + tokens[at] * call.x_stride;
+        float* to = call.gathered + (bucket.first + at) * call.gathered_stride;
+        if (!order) std::memcpy(to, from, static_cast<size_t>(call.hidden) * 4);
+        for (int64_t i = 0; i < call.hidden && order; i++) to[i] = from[order[i]];
+      }
     }
   }
 }

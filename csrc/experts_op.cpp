@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "scratch.h"
+
 namespace quire {
 namespace {
 
@@ -67,13 +69,13 @@ void RouteOp::run(const KernelTable& kernels, const Step& step, Worker& worker, 
 void ExpertsOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const {
   ExpertsCall now = call;
   now.rows = step.num_tokens;
-  switch (rounds_inner() || phase < 3 ? phase : phase + 1) {
+  switch (prepares_inner() || phase < 3 ? phase : phase + 1) {
     case 0:
       if (worker.index == 0) sort_pairs(step.num_tokens);
       return;
     case 1: return kernels.gather(now, buckets(), worker);
     case 2: return multiply(kernels, inner, worker);
-    case 3: return round_inner(kernels, worker);
+    case 3: return prepare_inner(kernels, worker);
     case 4: return multiply(kernels, outer, worker);
     default: return kernels.join_experts(now, buckets(), worker);
   }
@@ -119,10 +121,30 @@ MatmulCall ExpertsOp::product(const MatmulCall& all, const Bucket& bucket) const
 }
 
 // The tiles of dense products have other rows than those of int8, so dense products write float32 only.
-void ExpertsOp::round_inner(const KernelTable& kernels, Worker& worker) const {
+void ExpertsOp::prepare_inner(const KernelTable& kernels, Worker& worker) const {
+  if (call.inner_orders) {
+    order_inner(worker);
+    worker.barrier();
+  }
+  if (!outer.x.quantized.data) return;
   for (const Bucket& bucket : list_) {
     const MatmulCall one = product(outer, bucket);
     kernels.quantize(one.x.values, one.x.stride, one.rows, one.x.quantized, worker);
+  }
+}
+
+// In place, a worker's share of the rows.
+void ExpertsOp::order_inner(const Worker& worker) const {
+  const size_t size = static_cast<size_t>(call.inner_size);
+  float* copy = reinterpret_cast<float*>(scratch(size * sizeof(float)));
+  for (const Bucket& bucket : list_) {
+    const int32_t* order = call.inner_orders + bucket.expert * call.inner_size;
+    const Span own = share(worker, bucket.count);
+    for (int64_t at = own.first; at < own.last; at++) {
+      float* row = inner.y + (bucket.first + at) * inner.y_stride;
+      std::memcpy(copy, row, size * sizeof(float));
+      for (size_t i = 0; i < size; i++) row[i] = copy[order[i]];
+    }
   }
 }
 

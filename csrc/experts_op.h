@@ -2,8 +2,8 @@
 // `kernels/reference_experts.py` and `kernels/reference_latent.py` define the results.
 //
 // The phases of a mixture: tokens are sorted by expert; their rows are copied side by side; the gated products are computed, expert
-// after expert; they are rounded to int8, if the products did not do it; the products back; each token's outputs are
-// added.
+// after expert; they are put into the order of the next matrices, if these have one, and rounded to int8, if the
+// products did not do it; the products back; each token's outputs are added.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct ExpertsOp : Op {
   MatmulCall inner, outer;  // with the panels, the biases and the outputs of all experts
 
   const char* kind() const override { return "experts"; }
-  int phases() const override { return rounds_inner() ? 6 : 5; }
+  int phases() const override { return prepares_inner() ? 6 : 5; }
   bool by_rows() const override { return false; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 
@@ -34,8 +34,9 @@ struct ExpertsOp : Op {
   void sort_pairs(int64_t num_tokens) const;
   Buckets buckets() const;
   MatmulCall product(const MatmulCall& all, const Bucket& bucket) const;
-  bool rounds_inner() const { return outer.x.quantized.data && !inner.gated.data; }
-  void round_inner(const KernelTable& kernels, Worker& worker) const;
+  bool prepares_inner() const { return call.inner_orders || (outer.x.quantized.data && !inner.gated.data); }
+  void prepare_inner(const KernelTable& kernels, Worker& worker) const;
+  void order_inner(const Worker& worker) const;
   void multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const;
 
   // Set in the first phase of a run.

@@ -7,6 +7,12 @@
 
 namespace quire {
 
+Noise noise_of(int64_t seed, int64_t position) {
+  const auto key = static_cast<uint64_t>(seed), at = static_cast<uint64_t>(position);
+  return {{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
+          {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32)}};
+}
+
 uint32_t token_word(const Noise& noise, int64_t id) {
   const int64_t block = id / kPhiloxBlock, within = id % kPhiloxBlock;
   uint32_t c[4] = {noise.position[0], noise.position[1],

@@ -147,6 +147,9 @@ struct ExpertsCall {
   Activations quantized;  // of the gathered rows; an expert's begin at row 2 * bucket.first
   float* outputs;         // [pairs][outputs_stride]
   int64_t outputs_stride;
+  const int32_t* orders;        // [experts][hidden] or null: column i of an expert's gate and up belongs to x[order[i]]
+  const int32_t* inner_orders;  // [experts][size] or null: the same for down
+  int64_t inner_size;
 };
 
 // The pairs of a step by expert.

@@ -20,21 +20,58 @@ QUIRE_INLINE void convert_row(const float* x, int size, uint16_t* to) {
   for (int d = 0; d < size; d += kLanes) store_bf16(to + d, load(x + d));
 }
 
-// Writes the codes of one head of one token and returns their scale. The scale is NaN if a value is not finite, so that
-// the error is visible in the output.
-QUIRE_INLINE float quantize_row(const float* x, int size, int8_t* to) {
+// The scale of one head of one token whose largest code is `limit`. It is NaN if a value is not finite, so that the
+// error is visible in the output.
+QUIRE_INLINE float find_scale(const float* x, int size, float limit) {
   f32 highest = zero(), nothing = zero();
   for (int d = 0; d < size; d += kLanes) {
     highest = max(highest, abs(load(x + d)));
     nothing = fma(load(x + d), zero(), nothing);
   }
+  return largest(highest) / limit + sum(nothing);
+}
+
+QUIRE_INLINE f32 inverse_of(float scale) {
   constexpr float smallest_normal = 1.17549435e-38f;
-  float scale = largest(highest) / 127.0f + sum(nothing);
-  f32 inverse = set1(scale >= smallest_normal ? 1.0f / scale : 0.0f);
+  return set1(scale >= smallest_normal ? 1.0f / scale : 0.0f);
+}
+
+// Writes the codes of one head of one token and returns their scale.
+QUIRE_INLINE float quantize_row(const float* x, int size, int8_t* to) {
+  const float scale = find_scale(x, size, 127.0f);
+  const f32 inverse = inverse_of(scale);
   for (int d = 0; d < size; d += kLanes) {
     store_i8(to + d, min(max(load(x + d) * inverse, set1(-127.0f)), set1(127.0f)));
   }
   return scale;
+}
+
+// float8 e4m3 of 16 numbers from -448 to 448, to the nearest, ties to even. A loop of integers, which compilers turn
+// into vectors.
+QUIRE_INLINE void convert_to_f8(const float* x, uint8_t* to) {
+  constexpr float magic = 16384.0f;  // sums with it are multiples of 2^-9, the step of subnormal codes
+  constexpr uint32_t magic_bits = 0x46800000u, first_normal = 121u << 23, bias = 120u << 3;
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits, small;
+    std::memcpy(&bits, x + i, 4);
+    const uint32_t size = bits & 0x7fffffffu;
+    const float moved = __builtin_fabsf(x[i]) + magic;
+    std::memcpy(&small, &moved, 4);
+    const uint32_t normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - bias;
+    const uint32_t code = size < first_normal ? small - magic_bits : normal;
+    to[i] = static_cast<uint8_t>((bits >> 24 & 0x80u) | (code & 0x7fu));
+  }
+}
+
+QUIRE_INLINE float quantize_row(const float* x, int size, uint8_t* to) {
+  const float scale = find_scale(x, size, 448.0f);
+  const f32 inverse = inverse_of(scale);
+  for (int d = 0; d < size; d += kLanes) {
+    float part[kLanes];
+    store(part, min(max(load(x + d) * inverse, set1(-448.0f)), set1(448.0f)));
+    convert_to_f8(part, to + d);
+  }
+  return scale * 256.0f;
 }
 
 template <class Item>
@@ -52,14 +89,15 @@ QUIRE_INLINE void store_dense(const CacheShape& shape, int offset, const float* 
   convert_row(v, shape.value_dim, reinterpret_cast<Item*>(values) + int64_t{offset} * shape.value_dim);
 }
 
+template <class Code>
 QUIRE_INLINE void store_quantized(const CacheShape& shape, int offset, const float* k, const float* v, uint8_t* keys,
                                   uint8_t* values) {
-  int8_t row[kMaxHeadDim];
+  Code row[kMaxHeadDim];
   float* key_scales = reinterpret_cast<float*>(keys + int64_t{shape.head_dim} * shape.lanes());
   key_scales[offset] = quantize_row(k, shape.head_dim, row);
-  scatter(row, shape.head_dim, reinterpret_cast<int8_t*>(keys) + offset, shape.lanes());
+  scatter(row, shape.head_dim, reinterpret_cast<Code*>(keys) + offset, shape.lanes());
   float* value_scales = reinterpret_cast<float*>(values + int64_t{shape.value_dim} * shape.block_size);
-  int8_t* codes = reinterpret_cast<int8_t*>(values) + int64_t{offset} * shape.value_dim;
+  Code* codes = reinterpret_cast<Code*>(values) + int64_t{offset} * shape.value_dim;
   value_scales[offset] = quantize_row(v, shape.value_dim, codes);
 }
 
@@ -81,7 +119,8 @@ static void store_kv(const Cache& cache, const int64_t* slots, int num_tokens, c
     switch (shape.type) {
       case CacheType::F32: store_dense<float>(shape, offset, key, value, keys, values); break;
       case CacheType::BF16: store_dense<uint16_t>(shape, offset, key, value, keys, values); break;
-      case CacheType::INT8: store_quantized(shape, offset, key, value, keys, values); break;
+      case CacheType::INT8: store_quantized<int8_t>(shape, offset, key, value, keys, values); break;
+      case CacheType::FP8: store_quantized<uint8_t>(shape, offset, key, value, keys, values); break;
     }
   }
 }

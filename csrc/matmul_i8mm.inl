@@ -1,8 +1,8 @@
 // Products of two or four rows at a time with SMMLA, which multiplies two rows with two outputs over 8 values of K.
 // panel_products.inl includes this file. Without i8mm it is empty.
 //
-// The sums of a block are exact. Vectors then scale them by the same operations, in the same order, as in panel_products.inl.
-// So the bits of a row do not depend on the code path.
+// The sums of a block are exact. Vectors then scale them by the same operations, in the same order, as in
+// panel_products.inl. So the bits of a row do not depend on the code path.
 #pragma once
 
 #ifdef __ARM_FEATURE_MATMUL_INT8

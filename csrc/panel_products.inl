@@ -22,8 +22,8 @@ struct Number {
   static constexpr int v = value;
 };
 
-// Calls f(Number<0>()), ..., f(Number<n - 1>()): an unrolled loop with a constant index. One expression is compiled faster
-// than a recursion over the indices.
+// Calls f(Number<0>()), ..., f(Number<n - 1>()): an unrolled loop with a constant index. One expression is compiled
+// faster than a recursion over the indices.
 template <int... at, class F>
 QUIRE_INLINE void unroll_over(std::integer_sequence<int, at...>, F f) {
   (f(Number<at>()), ...);

@@ -21,12 +21,6 @@ bool cuts_by_count(const Settings& wanted, int64_t size) {
   return wanted.top_k > 0 && wanted.top_k < static_cast<double>(size);
 }
 
-Noise noise_of(int64_t seed, int64_t position) {
-  const auto key = static_cast<uint64_t>(seed), at = static_cast<uint64_t>(position);
-  return {{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
-          {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32)}};
-}
-
 // Larger logits first; of equals the lower id.
 bool goes_first(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);

@@ -97,6 +97,8 @@ struct PenaltyCall {
 
 void penalize_row(const PenaltyCall& call);
 
+Noise noise_of(int64_t seed, int64_t position);
+
 // The random word of an id: see quire/kernels/philox.py.
 uint32_t token_word(const Noise& noise, int64_t id);
 

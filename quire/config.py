@@ -80,13 +80,15 @@ class EngineConfig:
     weights: Literal["file", "random"] = option(
         "file", "Where weights come from; random ones, in the shapes of the model, are for measuring speed."
     )
-    quantize: Literal["none", "int8", "int4"] = option(
-        "none", "Round weights that are stored in full precision while they are loaded (own kernels only)."
+    quantize: Literal["none", "int8", "int4", "fp8", "nf4"] = option(
+        "none",
+        "Round weights that are stored in full precision while they are loaded (own kernels only). fp8 and nf4 are for "
+        "GPUs.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = option(
         "auto",
         "Type of the KV cache; auto is bfloat16 with quire's own CPU kernels and the model's dtype otherwise. int8 is "
-        "for CPUs, fp8 (e4m3) for GPUs.",
+        "for CPUs, fp8 (e4m3) for quire's own kernels.",
     )
     exact: bool = option(
         False,
@@ -187,7 +189,7 @@ class EngineConfig:
         self._one_of("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._one_of("kernels", ("auto", "native", "torch"))
         self._one_of("weights", ("file", "random"))
-        self._one_of("quantize", ("none", "int8", "int4"))
+        self._one_of("quantize", ("none", "int8", "int4", "fp8", "nf4"))
         self._one_of("kv_dtype", ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
         self._one_of("batching", ("continuous", "static", "dynamic", "ratio"))
         self._one_of("order", ("fcfs", "priority"))

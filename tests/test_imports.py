@@ -110,7 +110,6 @@ ALLOWED: dict[str, set[str]] = {
         "speculative",
         "kernels",
         "core",
-        "text.input_processor",
         "progress",
         "config",
         "errors",

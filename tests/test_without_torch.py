@@ -17,6 +17,7 @@ import pytest
 
 from tests.server.running import Running
 from tests.test_imports import MODULES
+from tests.tools.tiny_models import tiny_text_gguf
 
 NEEDS_TORCH = {
     "engine.gpu_batch", "engine.gpu_drafter", "engine.gpu_graphs", "engine.gpu_runner", "engine.gpu_sampler",
@@ -26,6 +27,8 @@ NEEDS_TORCH = {
     "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle",
     "train.heads.exit", "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run",
     "train.target", "train.vocabulary", "weights.dense_source",
+    "quant.gguf_codes", "quant.tile_packing", "quant.tile_rounding", "quant.tiled", "weights.random_tiles",
+    "weights.tiled_source",
     "weights.random_tensors",
 }  # fmt: skip
 
@@ -101,6 +104,21 @@ def test_commands(no_torch, default_model: Path, arguments: tuple[str, ...]) -> 
     )
     done = run("-m", "quire", *arguments, *more, text="Hello\n")
     assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.cpu
+def test_quantize_from_and_to_safetensors(no_torch, tmp_path: Path) -> None:
+    source, dense, awq = tiny_text_gguf(tmp_path / "tiny.gguf"), tmp_path / "dense", tmp_path / "awq"
+    few = ("--report-tokens", "200")
+    for arguments in (
+        ("quantize", source, "--to", "f16", "-o", dense, *few),
+        ("quantize", dense, "--to", "awq", "-o", awq, *few, "--max-tokens", "1024", "--window", "64"),
+        ("generate", awq, "-p", "hello", "--max-tokens", "3", "--json"),
+    ):
+        done = run("-m", "quire", *map(str, arguments))
+        assert done.returncode == 0, done.stderr
+    assert (awq / "model.safetensors").is_file()
     assert done.stdout
 
 

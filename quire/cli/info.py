@@ -51,7 +51,8 @@ def describe_matrix(row: dict[str, Any]) -> str:
     rows, cols = row["shape"]
     return (
         f"{row['name']:<48} {rows:>7} x {cols:<6} {row['panels']:<12} {row['bytes']:>13,} bytes"
-        f" ({row['file_bytes']:,} in the file), times {row['activations']}"
+        f" ({row['file_bytes']:,} in the file), times {row['activations']};"
+        f" on a GPU {row['gpu']}, {row['gpu_bytes']:,} bytes"
     )
 
 

@@ -135,6 +135,9 @@ def show(quality: Quality) -> None:
     for nth, part in enumerate(quality.worst):
         what = "outputs" if part.of_outputs else "values"
         print(f"{'suffered most' if nth == 0 else '':<26}{part.name}: error {100 * part.error:.3f}% of its {what}")
+    if rare := quality.rare_experts:
+        more = f" and {len(rare) - 3:,} more" if len(rare) > 3 else ""
+        print(f"{'rarely chosen':<26}{', '.join(rare[:3])}{more}: calibrated with the inputs of all tokens")
     print(f"{'seconds':<26}{quality.seconds:.1f}")
     if quality.comparison is not None:
         show_comparison(quality.comparison)

@@ -12,6 +12,7 @@ from quire.cli.imports import import_numpy
 from quire.cli.options import add_fields, add_json, add_model, engine_config
 from quire.config import EngineConfig
 from quire.errors import InvalidParams
+from quire.store import STORED, head_directory
 
 # Options of the engine that change neither answers nor features, or that the command chooses.
 WITHOUT = (
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "block: all drafts in one pass; eagle: one after another; medusa: a few small heads; exit: after some layers"
     )
     parser.add_argument("--kind", required=True, choices=("block", "eagle", "medusa", "exit"), help=kinds)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the head and the run are kept")
+    out = "where the head and the run are kept; 'store' is beside the model, for --speculate KIND:store"
+    parser.add_argument("--out", required=True, metavar="DIR", help=out)
     prompts = (
         "prompts to train with beside the model's own questions: JSON lines with prompt, question or turns, or a "
         "prompt a line; may repeat"
@@ -63,7 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
     from quire.train.settings import Settings
 
     options = {name: given[name] for name in Settings.__slots__ if name in given}
-    directory: Path = arguments.out.expanduser()
+    is_stored = arguments.out == STORED
+    directory = head_directory(config.model, arguments.kind) if is_stored else Path(arguments.out).expanduser()
     try:
         document = train_draft(config, Settings(**options, seed=seed), directory, resume=arguments.resume, say=say)
     except KeyboardInterrupt:

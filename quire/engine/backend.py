@@ -112,9 +112,14 @@ def choose_ops(config: EngineConfig, model: ModelConfig, dtype: str, device: str
         )
     found = find_native(config, model, dtype, device)
     if isinstance(found, Native):
+        if config.quantize in ("fp8", "nf4"):
+            raise InvalidParams(f"quantize is {config.quantize!r}, which needs a GPU; on a CPU use 'int8' or 'int4'.")
         return select_native(found)
-    if config.quantize != "none":
-        raise InvalidParams(f"quantize is {config.quantize!r}, which needs quire's own CPU kernels; leave it out.")
+    if config.quantize != "none" and (device != "cuda" or config.kernels == "torch" or dtype == "float32"):
+        raise InvalidParams(
+            f"quantize is {config.quantize!r}, which needs quire's own kernels, and on a GPU bfloat16 or float16; "
+            "leave it out."
+        )
     if device == "cuda" and config.kernels != "torch":
         return select_on_gpu(model, device, config.exact)
     if config.exact:
@@ -233,18 +238,27 @@ def choose_kv_dtype(wanted: str, dtype: str, ops: Kernels) -> str:
         return "bfloat16" if ops.native else dtype
     if wanted == "int8" and ops.native is None:
         raise InvalidParams("kv_dtype is 'int8', which needs quire's own CPU kernels; use 'float32' or 'bfloat16'.")
-    if wanted == "fp8" and ops.fused is None:
-        raise InvalidParams("kv_dtype is 'fp8', which needs quire's own GPU kernels; use 'float32' or 'bfloat16'.")
+    if wanted == "fp8" and ops.native is None and ops.fused is None:
+        raise InvalidParams("kv_dtype is 'fp8', which needs quire's own kernels; use 'float32' or 'bfloat16'.")
     if wanted == "float16" and ops.native is not None:
         raise InvalidParams("kv_dtype is 'float16', which quire's own CPU kernels lack; use 'bfloat16' or 'float32'.")
     return wanted
 
 
-def choose_quantize(wanted: str, weights: Sequence[StoredPart]) -> str | None:
-    """int8 or int4 for matrices that are stored in full precision. Raises if the file has none."""
+def choose_quantize(wanted: str, weights: Sequence[StoredPart], *, tiled: bool = False) -> str | None:
+    """How to round matrices that are stored in full precision. Raises if the file has none. `tiled`: on a GPU, where
+    only matrices of layers are rounded."""
     if wanted == "none":
         return None
-    if not any(stored.panel_format in DENSE_FORMATS for stored in weights if stored.cols is not None):
+    matrices = [stored for stored in weights if stored.cols is not None]
+    if tiled:
+        from quire.weights.tiles import format_of
+
+        plain = [each for each in matrices if not each.quantized]
+        is_rounded = any(format_of(each.part, each, each.cols or 0, wanted) is not None for each in plain)
+    else:
+        is_rounded = any(stored.panel_format in DENSE_FORMATS for stored in matrices)
+    if not is_rounded:
         raise InvalidParams(f"quantize is {wanted!r}, but the model's matrices are quantized already; leave it out.")
     return wanted
 

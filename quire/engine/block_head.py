@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.request import Request
+from quire.engine.heads import Bigrams
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepPaging, StepTokens
 from quire.kernels.cpu.tape import Tape
 from quire.kernels.paging import LayerCache, Paging
 from quire.layers.embedding import Embedding
-from quire.models.block_head import BlockHead
-from quire.speculative.draft_tree import Bias
 from quire.weights.heads import Bigram, LoadedBlockHead
 
 Ids = NDArray[np.int64]
@@ -41,27 +40,23 @@ class BlockDrafter:
     ) -> None:
         config = loaded.head.config
         self.depth = config.depth
-        self.bias = make_bias(loaded.bigram, loaded.draft_ids, embedding.weight.shape[0]) if loaded.bigram else None
-        self._head = loaded.head
-        self._slots = loaded.slots
+        vocab_size = embedding.weight.shape[0]
+        self.bigrams = index_bigrams(loaded.bigram, loaded.draft_ids, vocab_size) if loaded.bigram else None
         self._embedding = embedding
+        self._weights = np.stack([np.asarray(weight) for weight in loaded.head.norms])  # [inputs, hidden_size]
+        self._eps = np.float32(config.norm_eps)
         self._taps = [*(list(taps).index(layer) for layer in config.tap_layers), len(taps)]  # and the final state
         self._max_len = max_len
         self._kv = [kv[layer] for layer in config.kv_layers]
-        self._layers = RecordedHead(loaded.head, self._kv, native, max_rows)
+        self._layers = RecordedHead(loaded, self._kv, native, max_rows)
 
     def states(self, requests: Sequence[Request], features: Floats) -> Floats:
         tokens = np.array([request.tokens[-1] for request in requests], np.int64)
         embedded = np.asarray(self._embedding(tokens))  # type: ignore[arg-type]
-        inputs = [*(features[:, tap] for tap in self._taps), embedded]
-        eps = np.float32(self._head.config.norm_eps)
-        normed = [rms_norm(x, weight, eps) for x, weight in zip(inputs, self._head.norms, strict=True)]
-        joined: Floats = self._head.in_proj.matmul(np.concatenate(normed, axis=1))
-        x = joined[:, None] + self._slots
+        inputs = np.concatenate((features[:, self._taps], embedded[:, None]), axis=1)
         lengths = np.array([len(request.tokens) - 1 for request in requests])
         positions = np.minimum(lengths[:, None] + np.arange(self.depth), self._max_len - 1).reshape(-1)
-        out = self._layers(x.reshape(-1, x.shape[2]), positions, self._page(requests, lengths))
-        return out.reshape(x.shape)
+        return self._layers(rms_norm(inputs, self._weights, self._eps), positions, self._page(requests, lengths))
 
     def _page(self, requests: Sequence[Request], lengths: Ids) -> Paging:
         block_size = self._kv[0].block_size
@@ -84,38 +79,40 @@ class BlockDrafter:
 
 
 class RecordedHead:
-    """The layers of a block head on a tape."""
+    """A block head on a tape, from its normed inputs to its last norm: one call for all. Each place is a row, and the
+    first product is computed for each: it takes as long as reading its weights."""
 
-    def __init__(self, head: BlockHead, kv: Sequence[LayerCache], native: Native, max_rows: int) -> None:
+    def __init__(self, loaded: LoadedBlockHead, kv: Sequence[LayerCache], native: Native, max_rows: int) -> None:
+        head, self._depth = loaded.head, loaded.head.config.depth
+        size, width = head.in_proj.shape
         self._tape = Tape(native, max_rows)
-        self._input = self._tape.new((head.in_proj.shape[0],))  # kept: no op may reuse its memory
+        self._input, self._slots = self._tape.new((width,)), self._tape.new((size,))  # kept: no op reuses their memory
         self._input.read()
         groups = range(1 + max(cache.group for cache in kv))
-        out = head(self._input, StepTokens(self._tape, True), StepPaging(groups), list(kv))
+        x = head.in_proj.matmul(self._input) + self._slots
+        out = head(x, StepTokens(self._tape, True), StepPaging(groups), list(kv))
         out.read()
         self._tape.finish()
         self._inputs, self._outputs = (self._tape.result(value, max_rows) for value in (self._input, out))
+        slots = self._tape.result(self._slots, max_rows)
+        slots[:] = np.resize(loaded.slots, slots.shape)  # row i has the slot of place i modulo depth
 
     def __call__(self, x: Floats, positions: Ids, paging: Paging) -> Floats:
-        """x [rows, hidden_size] -> [rows, hidden_size]. The next call overwrites it."""
-        self._inputs[: len(x)] = x
-        self._tape.run(None, positions, paging, len(x))
-        return self._outputs[: len(x)]
+        """x [requests, inputs, hidden_size] -> [requests, depth, hidden_size]. The next call overwrites it."""
+        num_rows = len(x) * self._depth
+        self._inputs[:num_rows] = np.repeat(x.reshape(len(x), -1), self._depth, axis=0)
+        self._tape.run(None, positions, paging, num_rows)
+        return self._outputs[:num_rows].reshape(len(x), self._depth, -1)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: np.float32) -> Floats:
-    normed: Floats = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
+    """x [..., hidden_size]"""
+    normed: Floats = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
     return normed
 
 
-def make_bias(bigram: Bigram, draft_ids: Ids, vocab_size: int) -> Bias:
-    index = np.full(vocab_size, -1, np.int64)  # of ids in the draft vocabulary
+def index_bigrams(bigram: Bigram, draft_ids: Ids, vocab_size: int) -> Bigrams:
+    index = np.full(vocab_size, -1, np.int64)
     index[draft_ids] = np.arange(len(draft_ids))
-
-    def bias(token: int, tokens: Ids) -> Floats:
-        """0 where one of the two is not in the draft vocabulary."""
-        before, after = index[token], index[tokens]
-        products = bigram.after[after] @ bigram.before[before]
-        return np.where((after < 0) | (before < 0), np.float32(0), products)
-
-    return bias
+    before, after = (np.ascontiguousarray(each, np.float32) for each in (bigram.before, bigram.after))
+    return Bigrams(before, after, index)

@@ -40,6 +40,7 @@ from quire.engine.memory import (
     check_weights,
     describe,
     find_memory_budget,
+    note_cache_scales,
     size_cache,
     size_swap,
 )
@@ -63,6 +64,7 @@ from quire.weights.loader import (
     build_model,
     build_random_model,
     count_weights,
+    has_tiles,
     opened,
     shorten,
     survey,
@@ -141,6 +143,7 @@ def build_engine(
     summary = describe(
         config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
+    summary += note_cache_scales(loaded.unused, kv_dtype, native=ops.native is not None)
     info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
@@ -229,8 +232,9 @@ def load(
         model = shorten(described, config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
         stored = survey(model, checkpoint, ops)
-        quantize = choose_quantize(config.quantize, stored)
-        check_weights(weight_bytes(stored, dtype, keeps_mxfp4=ops.fused is not None), device)
+        tiled = has_tiles(ops, dtype)
+        quantize = choose_quantize(config.quantize, stored, tiled=tiled)
+        check_weights(weight_bytes(stored, dtype, tiled=tiled, quantize=quantize), device)
         check_tables(model, device)
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops
 

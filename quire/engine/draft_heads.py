@@ -16,13 +16,14 @@ from quire.engine.eagle import MAX_NODES, WIDTH, EagleProposer
 from quire.engine.heads import MAX_ROWS, DraftHead, HeadProposer, RequestFeatures
 from quire.engine.medusa import MedusaDrafter
 from quire.engine.recorded_eagle import RecordedEagle
-from quire.errors import InvalidParams, ModelNotFound, UnsupportedModel
+from quire.errors import InvalidParams, UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import LayerCache
 from quire.models.decoder import Decoder
 from quire.speculative.drafting import count_kept
 from quire.speculative.proposer import ModelProposer
+from quire.store import find_head
 from quire.weights.eagle import LoadedEagle, load_eagle
 from quire.weights.heads import LoadedBlockHead, LoadedMedusa, Target, load_block_head, load_medusa
 from quire.weights.loader import LoadedModel
@@ -91,9 +92,7 @@ def load_heads(
             )
         if method.kind in heads:
             raise InvalidParams(f"speculate names two heads of kind {method.kind}; give one.", "speculate")
-        directory = Path(method.value).expanduser() if method.value else path
-        if method.value and not directory.is_dir():
-            raise ModelNotFound(f"speculate names the head {directory}, which is not a directory. Check the path.")
+        directory = find_head(method.value, config.model, method.kind, "speculate") if method.value else path
         its_target = Target(target.model, target.config)
         if is_on_gpu:
             heads[method.kind] = found = load_eagle(directory, its_target, ops, dtype)

@@ -271,7 +271,7 @@ class EagleProposer:
             children: list[tuple[int, list[tuple[float, int]]]] = []
             for row, node in enumerate(nodes, nth * num_rows):
                 tokens = self._output.token_ids(growth.request, columns[row : row + 1])
-                for place in find_candidates(growth.request, tokens, logprobs[row : row + 1], depth):
+                for place in find_candidates(growth.request, tokens, logprobs[row : row + 1], self._ops, depth):
                     children.append((node, rank(place, None)[: self._max_children]))
             growth.tree.add(children)
 

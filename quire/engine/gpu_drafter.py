@@ -119,7 +119,8 @@ class GpuDrafter:
         count = num_rows + sum(map(len, plan.drafts.values()))
         if not is_same or self._num_kept + count > len(self._kept.slots):
             self.compute_kept()
-        buffers, total, self._kept_for = self._buffers, plan.num_tokens, plan.requests
+        self._kept_for = plan.requests
+        buffers, total = self._buffers, plan.num_tokens
         slots = buffers.slot_mapping[self._cache.group].view(total)
         keep_states(
             self._kept, self._num_kept, rows, num_rows, max(map(len, plan.drafts.values()), default=0), num_accepted,
@@ -133,6 +134,7 @@ class GpuDrafter:
         if self._num_kept:
             self._store_kept(next(size for size in (*KEPT_SIZES, len(self._kept.slots)) if size >= self._num_kept))
             self._num_kept = 0
+            self._kept_for = ()
 
     def prepare(self) -> None:
         """Run every kernel of `keep` and `compute_kept`, on no request's tokens."""

@@ -20,8 +20,9 @@ from quire.engine.draft_vocabulary import DraftOutput
 from quire.engine.runner import StepStates
 from quire.engine.sampling_state import settings_of, signed
 from quire.kernels import Kernels
-from quire.kernels.gumbel import gumbel
-from quire.speculative.draft_tree import Bias, Candidates, grow_tree
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import address
+from quire.speculative.draft_tree import CONFIDENT, MAX_CHILDREN, MIN_SURVIVAL, Candidates
 
 NUM_CANDIDATES = 32  # of each place
 MAX_ROWS = 64  # places of all requests in one pass
@@ -78,6 +79,15 @@ def last_computed(plan: Plan, sampled: Sampled, row: int, query_starts: Sequence
     return query_starts[row] + node, plan.starts[row] + 1 + len(path)
 
 
+class Bigrams(NamedTuple):
+    """What the token before adds to the scores of candidates: the product of two rows. Ids without a row have position
+    -1, and nothing is added."""
+
+    before: Floats  # [ids, rank]
+    after: Floats  # [ids, rank]
+    positions: Ids  # [vocab]
+
+
 class DraftHead(Protocol):
     """Makes states for the next places of requests."""
 
@@ -87,9 +97,7 @@ class DraftHead(Protocol):
         ...
 
     @property
-    def bias(self) -> Bias | None:
-        """What the token before adds to the scores of candidates."""
-        ...
+    def bigrams(self) -> Bigrams | None: ...
 
     def states(self, requests: Sequence[Request], features: Floats) -> Floats:
         """features [requests, taps + 1, hidden_size] -> [requests, depth, hidden_size], the input of the output."""
@@ -110,6 +118,8 @@ class HeadProposer:
         self._output = output
         self._features = features
         self._ops = ops
+        assert ops.native is not None
+        self._native = ops.native
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Nothing is missing: a head reads the target's states and cache."""
@@ -150,13 +160,33 @@ class HeadProposer:
         for nth, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
             own = slice(nth * depth, (nth + 1) * depth)
             tokens = self._output.token_ids(request, columns[own])
-            tree = grow_tree(find_candidates(request, tokens, logprobs[own]), most, self._head.bias)
+            tree = grow_native(request, tokens, logprobs[own], most, self._head.bigrams, self._native)
             tree.source = self.name
             trees.append(tree)
         return trees
 
 
-def find_candidates(request: Request, tokens: Ids, logprobs: Floats, first: int = 0) -> list[Candidates]:
+def grow_native(
+    request: Request, tokens: Ids, logprobs: Floats, max_nodes: int, bigrams: Bigrams | None, native: Native
+) -> Drafts:
+    """`grow_tree` on `find_candidates`, in C++. tokens, logprobs [depth, candidates]"""
+    assert max_nodes >= 1
+    kept, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int64)
+    chances = np.empty(max_nodes, np.float64)
+    tokens, logprobs = np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(logprobs, np.float32)
+    arrays = (0, 0, 0, 0, 0)
+    if bigrams is not None:
+        before, after, positions = bigrams
+        arrays = (address(before), address(after), address(positions), before.shape[1], len(positions))
+    count = native.module.grow_tree(
+        (address(tokens), address(logprobs), *tokens.shape),
+        (settings_of(request.params)[0], signed(request.seed), len(request.tokens)),
+        arrays, max_nodes, MAX_CHILDREN, MIN_SURVIVAL, (address(kept), address(parents), address(chances)),
+    )  # fmt: skip
+    return Drafts(kept[:count].tolist(), parents[:count].tolist(), (CONFIDENT * chances[:count]).tolist())
+
+
+def find_candidates(request: Request, tokens: Ids, logprobs: Floats, ops: Kernels, first: int = 0) -> list[Candidates]:
     """tokens, logprobs [depth, candidates] -> candidates of each place, with the noise that the target will use.
 
     The first place has `first` drafts before it. Places after one with a value that is not a number are left out.
@@ -169,7 +199,7 @@ def find_candidates(request: Request, tokens: Ids, logprobs: Floats, first: int 
     if temperature > 0 and depth:
         lengths = len(request.tokens) + first + np.arange(len(tokens))
         seeds = np.full(len(tokens), signed(request.seed), np.int64)
-        scores = logprobs + np.float32(temperature) * gumbel(seeds, lengths, tokens)
+        scores = logprobs + np.float32(temperature) * ops.gumbel(seeds, lengths, tokens)
     places: list[Candidates] = []
     for place in range(depth):
         kept = valid[place]

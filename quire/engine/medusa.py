@@ -16,7 +16,7 @@ Floats = NDArray[np.float32]
 
 
 class MedusaDrafter:
-    bias = None
+    bigrams = None
 
     def __init__(self, heads: Medusa, hidden_size: int, native: Native, max_rows: int) -> None:
         self.depth = heads.config.num_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,6 +199,21 @@ def describe(
         f"{readable(cache.nbytes)} in {cache.num_blocks:,} blocks of {cache.block_size} tokens; "
         f"longest request {cache.max_len:,} tokens; {max_requests:,} requests at once, {num_longest:,} of the longest"
     )
+
+
+CACHE_SCALES = re.compile(r".*\.[kv]_scale|.*\.[kv]_proj\.output_scale")
+
+
+def note_cache_scales(unused: Sequence[str], kv_dtype: str, *, native: bool) -> str:
+    """What becomes of a checkpoint's scales of keys and values; empty if it has none."""
+    count = sum(bool(CACHE_SCALES.fullmatch(name)) for name in unused)
+    if not count:
+        return ""
+    if kv_dtype not in ("int8", "fp8"):
+        why = f"a {kv_dtype} cache needs none"
+    else:
+        why = "this cache has a scale for each token and head" if native else "this cache has no scales"
+    return f"; the file's {count:,} scales of keys and values are not used: {why}"
 
 
 def readable(num_bytes: float) -> str:

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
+from quire.engine.precompile_codes import find_codes
 from quire.errors import QuireError
 from quire.kernels.cuda_driver import find_capability
 from quire.kernels.isa import usable_cores
@@ -73,7 +74,7 @@ def precompile(config: EngineConfig, path: Path) -> Precompilation:
     if capability is None:
         return Precompilation()
     with suppress(QuireError):  # build_engine raises it again
-        model = json.dumps(describe(config, read_config(path), capability)).encode()
+        model = json.dumps(describe(config, read_config(path), capability, path)).encode()
         return Precompilation(start_children(model, count))
     return Precompilation()
 
@@ -91,8 +92,11 @@ def start_children(model: bytes, count: int) -> list[subprocess.Popen[bytes]]:
     return children
 
 
-def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> dict[str, object]:
+def describe(
+    config: EngineConfig, model: ModelConfig, capability: tuple[int, int], path: Path | None = None
+) -> dict[str, object]:
     """The fields of `Model` in `kernels/cuda/launch/precompile.py`."""
+    codes, has_plain = find_codes(config, model, path)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if capability >= (8, 0) else "float16"
@@ -123,6 +127,8 @@ def describe(config: EngineConfig, model: ModelConfig, capability: tuple[int, in
         "gated": model.structure.gated,
         "layer_norm": model.structure.norm == "layer",
         "norm_bias": model.structure.norm_bias,
+        "codes": codes if dtype != "float32" else [],
+        "plain": has_plain or dtype == "float32",
         "speculates": config.speculate != "off" and (config.exact or bool(parse_speculate(config.speculate))),
     }
 

@@ -18,10 +18,11 @@ from quire.engine.exit_logits import MAX_ROWS, ExitLogits
 from quire.engine.kept_states import KeptStates
 from quire.engine.self_draft import SelfDraft
 from quire.engine.split_steps import SplitSteps
-from quire.errors import InvalidParams, ModelNotFound
+from quire.errors import InvalidParams
 from quire.kernels import Kernels
 from quire.kernels.cpu.split import SplitModel
 from quire.models.decoder import Decoder
+from quire.store import find_head
 from quire.weights.exit_head import LoadedExit, load_exit_head
 from quire.weights.heads import Target
 from quire.weights.loader import LoadedModel
@@ -65,9 +66,7 @@ def load_exit(config: EngineConfig, target: LoadedModel, ops: Kernels) -> Exit |
                 "speculate",
             )
         return Exit(int(value), None, drafts, exits)
-    directory = Path(value).expanduser()
-    if not directory.is_dir():
-        raise ModelNotFound(f"{field} names the head {directory}, which is not a directory. Check the path.")
+    directory = find_head(value, config.model, "exit", field)
     head = load_exit_head(directory, Target(target.model, target.config), ops)
     return Exit(head.layer, head, drafts, exits)
 

@@ -1,6 +1,7 @@
 """Builds the controller of speculation from a configuration, and loads a draft model. `build.py` calls it.
 
-Draft heads are in `draft_heads.py`, which is imported only if one is named: a start takes several milliseconds less."""
+Draft heads are in `draft_heads.py`, which is imported only if one is named: a start takes several milliseconds less.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from quire.speculative.proposer import ModelProposer, Proposer
 from quire.speculative.suffix import SuffixProposer
 from quire.store import resolve
 from quire.text.tokenizers.tokenizer import load_tokenizer
-from quire.weights.loader import LoadedModel, build_model, opened, survey, weight_bytes
+from quire.weights.loader import LoadedModel, build_model, has_tiles, opened, survey, weight_bytes
 
 FREE_DRAFTS = {"cpu": 12.0, "cuda": 256.0}  # how many drafts double the duration of a small step, until measured
 # Of a row: on a CPU more take as long as they gain, on a GPU kernels verify rows of up to 16 tokens.
@@ -48,7 +49,7 @@ def load_draft_model(
         stored = survey(model, checkpoint, ops)
         check_weights(weight_bytes(stored, dtype), "cpu")
         check_vocabulary(path, draft_path, names[0])
-        quantize = choose_quantize(config.quantize, stored)
+        quantize = choose_quantize(config.quantize, stored, tiled=has_tiles(ops, dtype))
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize)
 
 

@@ -61,6 +61,7 @@ class Kernels:
     sample: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
     logprobs: Callable[[Array, Array, int], tuple[Array, Array, Array, Array]]
     beam_candidates: Callable[..., tuple[Array, Array, Array, Array, Array]]
+    gumbel: Callable[..., Any]  # of numpy arrays
     cache_shapes: Callable[[KVCacheSpec, str, int], BlockShape]
     record: Callable[..., Any]
     fused: Fused | None = None  # set on GPUs with Triton kernels

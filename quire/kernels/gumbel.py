@@ -1,6 +1,7 @@
 """Gumbel noise of chosen ids, in numpy: the noise with which `sample` chooses a token (`sampling.py`).
 
-Draft heads use it for their few best candidates. `reference_sampling.gumbel` computes it for a whole vocabulary.
+Draft heads use it for their few best candidates, as the op `gumbel`, which takes numpy arrays on every backend.
+`reference_sampling.gumbel` computes it for a whole vocabulary.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.cache_spec import cache_shapes
+from quire.kernels.gumbel import gumbel
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.reference_experts import experts, route
 from quire.kernels.reference_latent import head_linear, rope_latent, store_latent
@@ -34,6 +35,7 @@ __all__ = [
     "count_tokens",
     "experts",
     "gelu_mul",
+    "gumbel",
     "head_linear",
     "layer_norm",
     "linear",

@@ -36,6 +36,8 @@ class GatedMLP:
         self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[activation]
         self.activation = activation
         self.fused = None if bias else ops.fused
+        # Weights of codes have a kernel of their own for this, for some numbers of rows.
+        self.gated = None if bias else getattr(self.gate_up.weight, "gated", None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden_size] -> [tokens, hidden_size]"""
@@ -45,7 +47,8 @@ class GatedMLP:
         weight = self.gate_up.weight
         if self.fused is not None and weight.data is not None:
             return self.fused.gated_linear(x, weight.data, self.activation)
-        return self.activate(self.gate_up(x))
+        gated: Tensor | None = None if self.gated is None else self.gated(x, self.activation.partition("_")[0])
+        return self.activate(self.gate_up(x)) if gated is None else gated
 
 
 class MLP:

@@ -20,6 +20,7 @@ from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
 
 Floats = NDArray[np.float32]
 Order = NDArray[np.int64]
+ExpertOrders = NDArray[np.int32]  # [experts, cols]
 Kind = TypeVar("Kind")
 
 ROWS_IN_PANEL = 16
@@ -53,8 +54,16 @@ class PanelWeight:
 
     data = None
 
-    def __init__(self, panels: Sequence[Any], native: Native, orders: Sequence[Order | None] = ()) -> None:
-        """`orders[i]`: column j of panels i belongs to input orders[i][j]. None: in order."""
+    def __init__(
+        self,
+        panels: Sequence[Any],
+        native: Native,
+        orders: Sequence[Order | None] = (),
+        expert_orders: ExpertOrders | None = None,
+    ) -> None:
+        """`orders[i]`: column j of panels i belongs to input orders[i][j]. None: in order. `expert_orders` are those of
+        the experts in one weight; the op `experts` reads them."""
+        self.expert_orders = expert_orders
         self.panels = list(panels)
         self.orders = list(orders) or [None] * len(self.panels)
         self.native = native
@@ -132,6 +141,9 @@ class PanelWeight:
                 unpacked[:, order] = unpacked.copy()
             out[out_rows] = unpacked
             first += panels.rows
+        if self.expert_orders is not None:
+            experts = index // (self.shape[0] // len(self.expert_orders))
+            np.put_along_axis(out, self.expert_orders[experts], out.copy(), axis=1)
         return out
 
     def dense(self) -> Floats:
@@ -139,11 +151,11 @@ class PanelWeight:
         return dense
 
 
-def join(rows: Sequence[int], formats: Sequence[Kind]) -> list[tuple[Kind, list[int]]]:
-    """Group parts that share panels: neighbours of one format, where all but the last fill whole panels."""
+def join(rows: Sequence[int], formats: Sequence[Kind], unit: int = ROWS_IN_PANEL) -> list[tuple[Kind, list[int]]]:
+    """Group parts that share panels: neighbours of one format, where all but the last are multiples of `unit` rows."""
     groups: list[tuple[Kind, list[int]]] = []
     for index, kind in enumerate(formats):
-        if groups and groups[-1][0] == kind and rows[index - 1] % ROWS_IN_PANEL == 0:
+        if groups and groups[-1][0] == kind and rows[index - 1] % unit == 0:
             groups[-1][1].append(index)
         else:
             groups.append((kind, [index]))

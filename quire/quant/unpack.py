@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quire.quant.code_format import IQ4
 from quire.quant.ggml_types import GGMLType
-
-DOUBLED_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+from quire.quant.tile_format import DOUBLED_E2M1
 
 Unpacker = Callable[[Tensor, Tensor], None]
 
@@ -118,22 +117,45 @@ def unpack_q2_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def unpack_q3_k(blocks: Tensor, out: Tensor) -> None:
-    """Values are 2 bits plus one in a mask whose clear bit means minus 4; scales are 6 bits, in two fields."""
+    """Values are 2 bits plus one in a mask whose clear bit means minus 4."""
     values = crumbs(blocks[:, 32:96]).bitwise_or_(bit_planes(blocks[:, :32]) << 2).view(torch.int8).sub_(4)
-    low = nibbles(blocks[:, 96:104], 8)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
-    high = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
-    scales = low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
-    scale_into(out, values, half(blocks, 108) * scales)
+    scale_into(out, values, half(blocks, 108) * scales_of_q3_k(blocks))
+
+
+def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 offsets of a Q4_K or Q5_K block, as they are stored: 6 bits each, in 12 bytes from byte 4."""
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], dim=1)
+    return scales, torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], dim=1)
 
 
 def super_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 offsets of a Q4_K or Q5_K block: 6 bits each, in 12 bytes from byte 4."""
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], dim=1)
-    offsets = torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], dim=1)
+    """The 8 scales and 8 offsets of a Q4_K or Q5_K block."""
+    scales, offsets = six_bits(blocks)
     scale, offset = two_halves(blocks, 0)
     return scale * scales, (offset * offsets).neg_()
+
+
+def scales_of_iq4_xs(blocks: Tensor) -> Tensor:
+    """6 bits, in two fields: 4 of them in nibbles, 2 in a word."""
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
+    return low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
+
+
+def scales_of_q3_k(blocks: Tensor) -> Tensor:
+    """6 bits, in two fields."""
+    low = nibbles(blocks[:, 96:104], 8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+    high = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
+    return low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
+
+
+def scales_of_mxfp4(blocks: Tensor) -> Tensor:
+    """A power of two, half of it: the table has whole numbers."""
+    exponents = blocks[:, :1].int()
+    return torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23).view(torch.float32)
 
 
 def unpack_q4_k(blocks: Tensor, out: Tensor) -> None:
@@ -159,19 +181,11 @@ def unpack_iq4_nl(blocks: Tensor, out: Tensor) -> None:
 
 
 def unpack_iq4_xs(blocks: Tensor, out: Tensor) -> None:
-    """Scales are 6 bits, in two fields: 4 of them in nibbles, 2 in a word."""
-    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
-    high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
-    scales = low.bitwise_or_(high << 4).view(torch.int8).sub_(32)
-    scale_into(out, look_up(nibbles(blocks[:, 8:136], 16), IQ4), half(blocks, 0) * scales)
+    scale_into(out, look_up(nibbles(blocks[:, 8:136], 16), IQ4), half(blocks, 0) * scales_of_iq4_xs(blocks))
 
 
 def unpack_mxfp4(blocks: Tensor, out: Tensor) -> None:
-    """The scale is a power of two. Its half is stored in the table: whole numbers."""
-    exponents = blocks[:, :1].int()
-    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
-    scale_into(out, look_up(nibbles(blocks[:, 1:17], 16), DOUBLED_E2M1), bits.view(torch.float32))
+    scale_into(out, look_up(nibbles(blocks[:, 1:17], 16), DOUBLED_E2M1), scales_of_mxfp4(blocks))
 
 
 UNPACKERS: dict[GGMLType, Unpacker] = {

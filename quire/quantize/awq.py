@@ -6,15 +6,15 @@ be changed as a whole, before its matrices are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.models.config import ModelConfig
-from quire.quantize.calibration import InputStatistics
 from quire.quantize.rounding import Groups, nearest_codes
+from quire.quantize.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
 
@@ -30,11 +30,17 @@ class Fold:
     norm: str | None = None
     rows: str | None = None
 
+    @property
+    def names(self) -> set[str]:
+        """All matrices that it changes."""
+        return {*self.matrices} | ({f"{self.rows}.weight"} if self.rows else set())
 
-def folds_of(layer: int, config: ModelConfig, vectors: Mapping[str, Floats]) -> list[Fold]:
+
+def folds_of(layer: int, config: ModelConfig, vectors: Mapping[str, Floats], names: Set[str]) -> list[Fold]:
     """The inputs of a layer that can be scaled. The order is that in which they must be treated.
 
-    A norm that two products share is left alone, and so are the rows before an activation.
+    A norm that two products share is left alone, and so are the rows before an activation. So are experts: their norm
+    makes the inputs of the router too. `names` are the layer's matrices.
     """
     prefix, structure = f"model.layers.{layer}", config.structure
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -45,12 +51,12 @@ def folds_of(layer: int, config: ModelConfig, vectors: Mapping[str, Floats]) -> 
         folds.append(Fold((f"{mlp}.down_proj.weight",), rows=f"{mlp}.up_proj"))
     if structure.norms != "after" and not structure.shared_norm:
         mlp_kinds = ("gate", "up") if structure.gated else ("up",)
-        for names, norms in (
+        for matrices, norms in (
             (tuple(f"{attention}.{letter}_proj.weight" for letter in "qkv"), NORMS["qkv"]),
             (tuple(f"{mlp}.{kind}_proj.weight" for kind in mlp_kinds), NORMS["gate_up"]),
         ):
-            folds.append(Fold(names, norm=next(name for name in norm_names(prefix, norms) if name in vectors)))
-    return folds
+            folds.append(Fold(matrices, norm=next(name for name in norm_names(prefix, norms) if name in vectors)))
+    return [fold for fold in folds if fold.names <= names]
 
 
 def norm_names(prefix: str, norms: Sequence[str]) -> list[str]:
@@ -62,12 +68,13 @@ def scale_layer(
     config: ModelConfig,
     values: dict[str, Floats],
     vectors: Mapping[str, Floats],
-    statistics: Mapping[str, InputStatistics],
+    statistics: Mapping[str, object],
     group: int,
 ) -> None:
     """Scale the layer's matrices, vectors and statistics in place. The layer computes the same as before."""
-    for fold in folds_of(layer, config, vectors):
+    for fold in folds_of(layer, config, vectors, values.keys()):
         found = statistics[fold.matrices[0]]
+        assert isinstance(found, InputStatistics)
         factors = search([values[name] for name in fold.matrices], found, group)
         for name in fold.matrices:
             values[name] = values[name] * factors

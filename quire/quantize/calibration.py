@@ -8,69 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.text_states import TextStates
 from quire.kernels.cpu.tape import Tape, Value
+from quire.quantize.expert_inputs import ExpertInputs
 from quire.quantize.input_model import InputMatrix, InputModel
+from quire.quantize.statistics import InputStatistics, Needs
 
 Floats = NDArray[np.float32]
-Needs = Literal["nothing", "squares", "moments"]
+
+Statistics = InputStatistics | ExpertInputs | None
 
 BATCH_TOKENS = 2048  # tokens that a layer computes at once
-SAMPLE_ROWS = 256  # inputs of each product that are kept, to measure errors
-
-
-class InputStatistics:
-    """What a product was multiplied with: x [tokens, cols], added up."""
-
-    def __init__(self, cols: int, *, moments: bool, total: int) -> None:
-        self.num_rows = 0
-        self.squares = np.zeros(cols, np.float64)
-        self.magnitudes = np.zeros(cols, np.float64)
-        self.moments = np.zeros((cols, cols), np.float32) if moments else None
-        self._sample: list[Floats] = []
-        self._step = max(1, total // SAMPLE_ROWS)
-
-    def add(self, x: Floats) -> None:
-        first = -self.num_rows % self._step
-        self._sample.append(x[first :: self._step].copy())
-        self.num_rows += len(x)
-        x = np.ascontiguousarray(x)
-        self.squares += np.einsum("ij,ij->j", x, x, dtype=np.float64)
-        self.magnitudes += np.abs(x).sum(0, dtype=np.float64)
-        if self.moments is not None:
-            self.moments += x.T @ x
-
-    @property
-    def mean_squares(self) -> Floats:
-        return (self.squares / max(1, self.num_rows)).astype(np.float32)
-
-    @property
-    def mean_magnitudes(self) -> Floats:
-        return (self.magnitudes / max(1, self.num_rows)).astype(np.float32)
-
-    @property
-    def sample(self) -> Floats:
-        return np.concatenate(self._sample)
-
-    def scale_inputs(self, factors: Floats) -> None:
-        """As if each input had been divided by its factor."""
-        self.squares /= np.square(factors, dtype=np.float64)
-        self.magnitudes /= factors
-        self._sample = [rows / factors for rows in self._sample]
-        if self.moments is not None:
-            self.moments /= np.outer(factors, factors)
-
-    def error(self, values: Floats, quantized: Floats) -> float:
-        """The mean square of the error of the outputs, as a share of that of the outputs."""
-        outputs, errors = self.sample @ values.T, self.sample @ (values - quantized).T
-        return float(
-            np.square(errors, dtype=np.float64).sum() / max(np.square(outputs, dtype=np.float64).sum(), 1e-300)
-        )
 
 
 @dataclass(slots=True)
@@ -110,16 +63,15 @@ class Calibration:
         decoder: Any = self.model.decoder
         self.hidden = np.ascontiguousarray(decoder.embed(self.tokens, positions), np.float32)
 
-    def run(self, layer: int, needs: Needs, *, keep: bool) -> list[InputStatistics]:
+    def run(self, layer: int, needs: Needs, *, keep: bool) -> list[Statistics]:
         """Run a layer whose matrices are loaded. Statistics of its matrices; `keep` moves on to its outputs."""
         matrices = self.model.matrices(layer)
         batches = self._batches()
         capacity = max(sum(batch) for batch in batches)
         recorded = OneLayer(self.model.decoder.layers[layer], self.model.config.hidden_size)
         states = TextStates(recorded, self.model.ops, "float32", (), max_tokens=capacity)  # type: ignore[arg-type]
-        statistics = [
-            InputStatistics(matrix.cols, moments=needs == "moments", total=len(self.tokens)) for matrix in matrices
-        ]
+        self.model.attach_latent(layer)
+        statistics = new_statistics(matrices, needs, len(self.tokens))
         outputs = self.hidden if keep else np.empty_like(self.hidden)
         first = 0
         for batch in batches:
@@ -160,10 +112,33 @@ def as_arrays(module: Any) -> Callable[[Any], Floats]:
     return run
 
 
+def new_statistics(matrices: Sequence[InputMatrix], needs: Needs, num_tokens: int) -> list[Statistics]:
+    """The matrices of a mixture share theirs. None for what has no inputs of its own: latent attention's values are
+    read from the tensor of the keys."""
+    mixtures: dict[int, ExpertInputs] = {}
+    found: list[Statistics] = []
+    for matrix in matrices:
+        if matrix.experts is not None:
+            new = ExpertInputs(matrix.experts, moments=needs == "moments")
+            found.append(mixtures.setdefault(id(matrix.experts), new))
+        elif matrix.input is None:
+            found.append(None)
+        else:
+            found.append(InputStatistics(matrix.input.width, moments=needs == "moments", total=num_tokens))
+    return found
+
+
 def gather(
-    matrices: Sequence[InputMatrix], statistics: Sequence[InputStatistics], recorded: OneLayer, num_tokens: int
+    matrices: Sequence[InputMatrix], statistics: Sequence[Statistics], recorded: OneLayer, num_tokens: int
 ) -> None:
     assert recorded.tape is not None
     for matrix, found in zip(matrices, statistics, strict=True):
+        if found is None or (matrix.experts is not None and matrix is not matrix.experts.gate_up):
+            continue
         assert matrix.input is not None, matrix.parts[0].name
-        found.add(recorded.tape.result(matrix.input, num_tokens))
+        x = recorded.tape.result(matrix.input, num_tokens)
+        if isinstance(found, ExpertInputs):
+            assert matrix.routes is not None
+            found.add(x, recorded.tape.result(matrix.routes, num_tokens))
+        else:
+            found.add(x)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
 from quire.quant.code_format import NF4, e4m3_values
-from quire.quantize.calibration import InputStatistics, Needs
 from quire.quantize.group_schemes import code_groups, group_values
 from quire.quantize.packing import FP8_MAX, NF4_BLOCK, pack_nibbles, pack_words, to_e4m3, to_nf4
 from quire.quantize.rounding import Groups, nearest_codes
 from quire.quantize.schemes import Quantized, check_multiple
+from quire.quantize.statistics import InputStatistics, Needs
 from quire.quantize.tensors import Tensor, from_bfloat16, to_bfloat16
 
 Floats = NDArray[np.float32]

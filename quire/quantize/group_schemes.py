@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
-from quire.quantize.calibration import InputStatistics, Needs
 from quire.quantize.packing import pack_awq, pack_down_columns, pack_words
 from quire.quantize.rounding import Groups, fit_groups, round_with_feedback
 from quire.quantize.schemes import Quantized, check_multiple
+from quire.quantize.statistics import InputStatistics, Needs
 from quire.quantize.tensors import Tensor
 
 Floats = NDArray[np.float32]

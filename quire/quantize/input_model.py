@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,15 @@ from quire.errors import UnsupportedModel
 from quire.kernels import Kernels
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import Value, address
+from quire.kernels.routing import ExpertWeights
 from quire.layers.source import Part
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
-from quire.quant.panels import PanelWeight
+from quire.quant.panels import ROWS_IN_PANEL, PanelWeight
+from quire.quantize.units import Unit, units_of
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.experts import is_head
 from quire.weights.names import LAYER
 
 Floats = NDArray[np.float32]
@@ -44,21 +47,31 @@ class InputMatrix(PanelWeight):
         self.parts = list(parts)
         self.cols = cols
         self.input: Value | None = None
+        self.routes: Value | None = None  # of the matrices of experts
+        self.experts: ExpertWeights | None = None  # the mixture that it belongs to
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(part.rows for part in self.parts), self.cols
+        return sum(part.rows for part in self.parts), self.parts[0].width(self.cols)
 
-    def load(self, values: Sequence[Floats]) -> None:
-        """Put the parts' values into panels of the C++ kernels."""
-        dense = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values), np.float32)
-        assert dense.shape == self.shape, (dense.shape, self.shape)
-        panels = self.native.module.Panels("f32", *self.shape)
-        panels.pack_dense("f32", address(dense), self.cols, 0, len(dense))
+    def units(self, *, by_head: bool) -> list[Unit]:
+        return units_of(self.parts, self.cols, by_head=by_head)
+
+    def load(self, values: Iterable[Floats]) -> None:
+        """Put the parts' values into panels of the C++ kernels, one part after the other if they fill whole panels."""
+        if any(part.rows % ROWS_IN_PANEL for part in self.parts[:-1]):
+            values = [np.concatenate(list(values))]
+        panels, first = self.native.module.Panels("f32", *self.shape), 0
+        for each in values:
+            dense = np.ascontiguousarray(each, np.float32)
+            assert dense.shape[1] == self.shape[1], (dense.shape, self.shape)
+            panels.pack_dense("f32", address(dense), dense.shape[1], first, len(dense))
+            first += len(dense)
+        assert first == self.shape[0], (first, self.shape)
         self.panels, self.orders = [panels], [None]
 
     def drop(self) -> None:
-        self.panels, self.orders, self.input = [], [], None
+        self.panels, self.orders, self.input, self.routes, self.experts = [], [], None, None, None
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):
@@ -97,17 +110,9 @@ class CalibrationSource:
         return float(np.float32(value))
 
 
-def check_family(config: ModelConfig) -> None:
-    """A mixture's experts are multiplied by some of the tokens only, so each would need inputs of its own."""
-    if config.experts is not None or config.latent is not None:
-        what = "a mixture of experts" if config.experts is not None else "latent attention"
-        raise UnsupportedModel(
-            f"Models of the family {config.family!r} have {what}, and quire quantizes dense models only. Use one that "
-            "others have quantized: quire loads it."
-        )
-
-
 def check_plain(part: Part) -> None:
+    if is_head(part):
+        return
     alone = part.stored_shape(1) == (part.rows, 1) and part.stored_rows == part.rows
     if not alone or part.order is not None or part.transposed or part.columns is not None:
         raise UnsupportedModel(
@@ -121,13 +126,14 @@ class InputModel:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> None:
         assert ops.native is not None
-        check_family(config)
         self.config = config
         self.checkpoint = checkpoint
-        self.ops = ops
+        self.ops = replace(ops, experts=self._note_experts, store_latent=self._note_latent)
+        self._plain_ops = ops
+        self._latent: Value | None = None
         self.native = ops.native
         self.source = CalibrationSource(self)
-        self.decoder: Decoder = MODELS[config.family](config, self.source, ops)
+        self.decoder: Decoder = MODELS[config.family](config, self.source, self.ops)
         if (
             type(self.decoder).__call__ is not Decoder.__call__
             or type(self.decoder).run_layers is not Decoder.run_layers
@@ -144,8 +150,37 @@ class InputModel:
         """The matrices of a layer, or with None those of no layer: the embedding and the head."""
         return [matrix for matrix in self.source.matrices if layer_of(matrix.parts[0].name) == layer]
 
+    def units(self, layer: int | None, *, by_head: bool) -> list[Unit]:
+        return [unit for matrix in self.matrices(layer) for unit in matrix.units(by_head=by_head)]
+
+    def all_units(self, *, by_head: bool) -> list[Unit]:
+        return [unit for matrix in self.source.matrices for unit in matrix.units(by_head=by_head)]
+
+    def attach_latent(self, layer: int) -> None:
+        """The latents of a recorded layer are the inputs of its `kv_b_proj`."""
+        if self.config.latent is not None:
+            attention: Any = self.decoder.layers[layer].attention
+            attention.absorb.input, self._latent = self._latent, None
+
+    def _note_experts(
+        self, x: Value, routes: Value, weights: ExpertWeights, shared: Any = None, shared_gate: Any = None
+    ) -> Any:
+        for matrix in (weights.gate_up, weights.down):
+            matrix.input, matrix.routes, matrix.experts = x, routes, weights
+        x.read()
+        routes.read()
+        return self._plain_ops.experts(x, routes, weights, shared, shared_gate)
+
+    def _note_latent(self, kv: Value, rank: int, cache: Any, slots: Any) -> None:
+        self._latent = Value(kv.buffer, (1, rank), kv.first)
+        self._latent.read()
+        self._plain_ops.store_latent(kv, rank, cache, slots)
+
     def vectors(self, layer: int | None) -> dict[str, Floats]:
         return {name: values for name, values in self.source.vectors.items() if layer_of(name) == layer}
+
+    def vector_part(self, name: str) -> Part:
+        return next(part for part in self.source.vector_parts if part.name == name)
 
     def read_vector(self, part: Part) -> Floats:
         return self.checkpoint.find(part, None).unpack(self.native)
@@ -153,7 +188,7 @@ class InputModel:
     def read(self, part: Part, cols: int) -> Floats:
         """The values of a part, [rows, cols]."""
         stored = self.checkpoint.find(part, cols)
-        panels = self.native.module.Panels("f32", part.rows, cols)
+        panels = self.native.module.Panels("f32", part.rows, part.width(cols))
         for task in stored.pack(panels, 0, self.native):
             task()
         values = PanelWeight([panels], self.native, [stored.order]).dense()

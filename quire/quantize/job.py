@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,29 @@ from quire.errors import BadModelFile, InvalidParams, UnsupportedModel
 from quire.kernels import Kernels, select_native
 from quire.kernels.cpu.native import Missing, find
 from quire.kernels.isa import prepare
+from quire.layers.source import Part
 from quire.quantize.awq import scale_layer
-from quire.quantize.calibration import Calibration, InputStatistics
+from quire.quantize.calibration import Calibration, Statistics
+from quire.quantize.expert_inputs import ExpertInputs
 from quire.quantize.group_schemes import AWQ
 from quire.quantize.input_model import InputMatrix, InputModel
 from quire.quantize.made import Made, QuantizedPart, Settings
 from quire.quantize.outputs import write_json
 from quire.quantize.partial import check_directory, partial_directory
 from quire.quantize.plan import Plan, make_plan
+from quire.quantize.statistics import InputStatistics
 from quire.quantize.tensors import StepFile, Tensor, write_array, write_step
 from quire.quantize.text import DEFAULT_WINDOW, MIN_TOKENS, calibration_windows
+from quire.quantize.units import Unit, take_head
 from quire.text.tokenizers.tokenizer import load_tokenizer
+from quire.weights.experts import is_head
 from quire.weights.family_names import file_name
 from quire.weights.fields import read_json
 from quire.weights.loader import opened, survey
 
 Floats = NDArray[np.float32]
 Report = Callable[[int, int | None], None]
+Note = dict[str, Any]  # of a quantized matrix: the fields of `QuantizedPart`
 
 FORMAT = 1  # of DIR.partial
 
@@ -164,7 +170,7 @@ class Job:
         head, embedding = self.model.decoder.head.weight, self.model.decoder.embedding.weight
         needed = [matrix for matrix in self.model.matrices(None) if matrix is not head or matrix is embedding]
         for matrix in needed:
-            matrix.load(self._read(matrix))
+            self._load([matrix], {})
         self.calibration.embed()
         for matrix in needed:
             matrix.drop()
@@ -198,89 +204,101 @@ class Job:
         self._hidden_path(step - 1).unlink(missing_ok=True)
         self.done.append(StepFile(self._step_path(step)))
 
-    def _read(self, matrix: InputMatrix) -> list[Floats]:
-        return [self.model.read(part, matrix.cols) for part in matrix.parts]
-
     def _layer(self, layer: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        units = self.model.units(layer, by_head=self.plan.target.is_gguf)
+        done, rare = (self._without_text(units), []) if self.calibration is None else self._with_text(layer, units)
+        tensors = self.plan.output.joined([written.tensors for written, _ in done])
+        notes = {"parts": [note for _, note in done if note is not None], "rare_experts": rare}
+        return tensors | self._vectors(layer), notes
+
+    def _without_text(self, units: Sequence[Unit]) -> list[tuple[Written, Note | None]]:
+        return [self._quantize(unit, self.model.read(unit.part, unit.cols), None) for unit in units]
+
+    def _with_text(self, layer: int, units: Sequence[Unit]) -> tuple[list[tuple[Written, Note | None]], list[str]]:
+        """The parts, and the experts that few tokens chose."""
+        assert self.calibration is not None
         matrices, scheme = self.model.matrices(layer), self.plan.scheme
-        values = {
-            part.name: read for matrix in matrices for part, read in zip(matrix.parts, self._read(matrix), strict=True)
-        }
-        statistics = self._calibrate(layer, matrices, values, follows=scheme.follows)
+        values = {unit.key: self.model.read(unit.part, unit.cols) for unit in units}
+        self._load(matrices, values)
+        found = self.calibration.run(layer, scheme.needs, keep=not scheme.follows)
+        statistics = self._by_unit(matrices, found)
         if isinstance(scheme, AWQ):
-            vectors = self.model.vectors(layer)
-            scale_layer(layer, self.model.config, values, vectors, statistics, scheme.group)
-        tensors: dict[str, Tensor] = {}
-        notes = []
-        for name in values:
-            found, note = self._quantize(name, values[name], statistics.get(name))
-            tensors |= found.tensors
-            values[name] = found.values
-            notes.append(note)
-        tensors |= self._vectors(layer)
-        if scheme.follows and self.calibration is not None:
+            scale_layer(layer, self.model.config, values, self.model.vectors(layer), statistics, scheme.group)
+        done = {}
+        for unit in sorted(units, key=is_made_by_others):
+            done[unit.key] = self._quantize(unit, values[unit.key], inputs_of(unit, statistics, values))
+            if scheme.follows:
+                values[unit.key] = done[unit.key][0].values
+        if scheme.follows:
             self._load(matrices, values)
             self.calibration.run(layer, "nothing", keep=True)
         for matrix in matrices:
             matrix.drop()
-        return tensors, {"parts": notes}
+        rare = sorted({expert for each in found if isinstance(each, ExpertInputs) for expert in each.rare})
+        return [done[unit.key] for unit in units], [f"model.layers.{layer}.mlp.experts.{expert}" for expert in rare]
 
-    def _calibrate(
-        self, layer: int, matrices: list[InputMatrix], values: dict[str, Floats], *, follows: bool
-    ) -> dict[str, InputStatistics]:
-        if self.calibration is None:
-            return {}
-        self._load(matrices, values)
-        found = self.calibration.run(layer, self.plan.scheme.needs, keep=not follows)
-        return {part.name: each for matrix, each in zip(matrices, found, strict=True) for part in matrix.parts}
+    def _by_unit(self, matrices: list[InputMatrix], found: list[Statistics]) -> dict[str, Statistics]:
+        """By the keys of units. A head of latent attention has inputs of its own, which are not gathered."""
+        by_head = self.plan.target.is_gguf
+        return {
+            unit.key: None if is_head(unit.part) and by_head else each
+            for matrix, each in zip(matrices, found, strict=True)
+            for unit in matrix.units(by_head=by_head)
+        }
 
     def _load(self, matrices: list[InputMatrix], values: dict[str, Floats]) -> None:
         for matrix in matrices:
-            matrix.load([values[part.name] for part in matrix.parts])
+            matrix.load(self._part_values(part, matrix.cols, values) for part in matrix.parts)
+
+    def _part_values(self, part: Part, cols: int, values: dict[str, Floats]) -> Floats:
+        if part.name not in values:
+            return self.model.read(part, cols)  # a head's, out of a GGUF file
+        return take_head(part, values[part.name]) if is_head(part) else values[part.name]
 
     def _top(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The matrices and vectors of no layer."""
         tensors: dict[str, Tensor] = {}
-        notes: list[dict[str, Any]] = []
+        notes: list[Note] = []
         for matrix in self.model.matrices(None):
-            is_head = matrix is self.model.decoder.head.weight
-            statistics = self.calibration.head_inputs() if is_head and self.calibration is not None else None
-            for part, values in zip(matrix.parts, self._read(matrix), strict=True):
+            is_output = matrix is self.model.decoder.head.weight
+            statistics = self.calibration.head_inputs() if is_output and self.calibration is not None else None
+            for unit in matrix.units(by_head=False):
+                values = self.model.read(unit.part, unit.cols)
                 if self.plan.target.is_gguf:
-                    found, note = self._quantize(part.name, values, statistics)
+                    found, note = self._quantize(unit, values, statistics)
                     tensors |= found.tensors
-                    notes.append(note)
+                    notes += [] if note is None else [note]
                 else:
-                    tensors |= self.plan.output.dense(part.name, values)[0]
+                    tensors |= self.plan.output.dense(unit.part, values)
         return tensors | self._vectors(None), {"parts": notes}
 
     def _vectors(self, layer: int | None) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+        output, tensors = self.plan.output, []
         for name, values in self.model.vectors(layer).items():
-            order = self.plan.output.rows.order(name, len(values))
-            tensors |= self.plan.output.vector(name, values if order is None else values[order])
-        return tensors
+            order = output.rows.order(name, len(values))
+            tensors.append(output.vector(self.model.vector_part(name), values if order is None else values[order]))
+        return output.joined(tensors)
 
-    def _quantize(
-        self, name: str, values: Floats, statistics: InputStatistics | None
-    ) -> tuple[Written, dict[str, Any]]:
-        order = self.plan.output.rows.order(name, len(values))
+    def _quantize(self, unit: Unit, values: Floats, statistics: InputStatistics | None) -> tuple[Written, Note | None]:
+        if unit.is_router:
+            return Written(self.plan.output.dense(unit.part, values), values), None
+        order = self.plan.output.rows.order(unit.name, len(values))
         with np.errstate(over="ignore", invalid="ignore"):
-            found = self.plan.scheme.quantize(name, values if order is None else values[order], statistics)
+            found = self.plan.scheme.quantize(unit.key, values if order is None else values[order], statistics)
         dense = found.values
         if not np.isfinite(dense).all():
-            raise UnsupportedModel(f"{name} has values that are too large for {self.plan.target.name}. Choose fp8.")
+            raise UnsupportedModel(f"{unit.key} has values that are too large for {self.plan.target.name}. Choose fp8.")
         if order is not None:
             dense = np.empty_like(values)
             dense[order] = found.values
         note = {
-            "name": name,
+            "name": unit.key,
             "num_values": values.size,
             "num_bytes": found.nbytes,
             "error": relative_error(values, dense) if statistics is None else statistics.error(values, dense),
             "of_outputs": statistics is not None,
         }
-        return Written(self.plan.output.matrix(name, found.tensors), dense), note
+        return Written(self.plan.output.matrix(unit.part, found.tensors), dense), note
 
     def _finish(self) -> Made:
         ready = self.partial / "output"
@@ -297,8 +315,8 @@ class Job:
     def _describe(self) -> Made:
         parts = [QuantizedPart(**note) for step in self.done for note in step.notes["parts"]]
         gguf = sorted(self.directory.glob("*.gguf"))
-        declared = [(part, matrix.cols) for matrix in self.model.source.matrices for part in matrix.parts]
-        total = sum(part.rows * cols for part, cols in declared) + sum(map(len, self.model.source.vectors.values()))
+        shapes = [unit.shape for unit in self.model.all_units(by_head=bool(gguf))]
+        total = sum(rows * cols for rows, cols in shapes) + sum(map(len, self.model.source.vectors.values()))
         total_bytes = sum(step.nbytes(name) for step in self.done for name in step.tensors)
         return Made(
             path=gguf[0] if gguf else self.directory,
@@ -311,6 +329,7 @@ class Job:
             text=self.text,
             num_tokens=0 if self.calibration is None else len(self.calibration.tokens),
             group=self.plan.group,
+            rare_experts=[name for step in self.done for name in step.notes.get("rare_experts", ())],
         )
 
     def _looked_up_bytes(self) -> int:
@@ -325,6 +344,22 @@ class Job:
 
     def _hidden_path(self, layer: int) -> Path:
         return self.partial / f"hidden-{layer:05}.npy"
+
+
+def is_made_by_others(unit: Unit) -> bool:
+    """Whether it is no down projection of an expert. These are first: gate and up make their inputs as they were."""
+    return unit.expert is None or unit.expert[1] != "down"
+
+
+def inputs_of(unit: Unit, statistics: dict[str, Statistics], values: dict[str, Floats]) -> InputStatistics | None:
+    found = statistics[unit.key]
+    if not isinstance(found, ExpertInputs):
+        return found
+    assert unit.expert is not None
+    index, kind = unit.expert
+    if kind != "down":
+        return found.of_input(index)
+    return found.of_inner(index, values[unit.beside("gate")], values[unit.beside("up")])
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,3 +47,4 @@ class Made:
     text: str | None
     num_tokens: int
     group: int | None
+    rare_experts: list[str]  # that too few tokens of the text chose: they were calibrated with the inputs of all

@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import UnsupportedModel
+from quire.layers.source import Part
 from quire.models.config import ModelConfig
 from quire.quant.ggml_types import GGMLType
 from quire.quantize.gguf_writer import TensorEntry, write_gguf
 from quire.quantize.tensors import StepFile, Tensor, all_tensors, dense_tensor, header_of
+from quire.weights.experts import gguf_part, safetensors_part
 from quire.weights.family_names import file_name
-from quire.weights.names import gguf_name
+from quire.weights.names import gguf_name, safetensors_name
 from quire.weights.safetensors import INDEX, SINGLE
 
 Floats = NDArray[np.float32]
@@ -57,19 +59,33 @@ class Rows:
         return rows.swapaxes(1, 2).ravel()
 
 
+def directory_name(part: Part, family: str) -> str:
+    stored = safetensors_part(part, family)
+    if stored.stacked:
+        raise UnsupportedModel(
+            f"Directories of the family {family!r} have all experts of a layer in one tensor, and no format has codes "
+            "for such tensors. Start from a GGUF file of the model, and choose gguf:...."
+        )
+    return file_name(safetensors_name(stored.name, family), family)
+
+
 class Output(Protocol):
     @property
     def rows(self) -> Rows: ...
 
-    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def matrix(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a quantized matrix, by their names in the file."""
         ...
 
-    def dense(self, name: str, values: Floats) -> tuple[dict[str, Tensor], Floats]:
-        """A matrix that stays dense, and the values that the file has."""
+    def dense(self, part: Part, values: Floats) -> dict[str, Tensor]:
+        """A matrix that stays dense."""
         ...
 
-    def vector(self, name: str, values: Floats) -> dict[str, Tensor]: ...
+    def vector(self, part: Part, values: Floats) -> dict[str, Tensor]: ...
+
+    def joined(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of several parts. What a file has in one tensor is concatenated."""
+        ...
 
     def finish(self, directory: Path, steps: Sequence[StepFile]) -> None:
         """Write all files into a directory."""
@@ -86,14 +102,26 @@ class GGUFOutput:
     metadata: Mapping[str, bytes]
     more: Mapping[str, Tensor]  # tensors that belong to no layer: rope_freqs
 
-    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {gguf_name(name, self.family): tensors[""]}
+    def matrix(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self._name(part): in_stack(part, tensors[""])}
 
-    def dense(self, name: str, values: Floats) -> tuple[dict[str, Tensor], Floats]:
-        raise AssertionError("every matrix of a GGUF file has a type")
+    def dense(self, part: Part, values: Floats) -> dict[str, Tensor]:
+        """Matrices of one row are vectors in GGUF files."""
+        return {self._name(part): dense_tensor(values[0] if len(values) == 1 else values, "F32")}
 
-    def vector(self, name: str, values: Floats) -> dict[str, Tensor]:
-        return {gguf_name(name, self.family): dense_tensor(values, "F32")}
+    def vector(self, part: Part, values: Floats) -> dict[str, Tensor]:
+        return {self._name(part): in_stack(part, dense_tensor(values, "F32"))}
+
+    def _name(self, part: Part) -> str:
+        return gguf_name(gguf_part(part, 0)[0].name, self.family)
+
+    def joined(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Experts and heads come in order."""
+        found: dict[str, list[Tensor]] = {}
+        for each in tensors:
+            for name, tensor in each.items():
+                found.setdefault(name, []).append(tensor)
+        return {name: stack(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
     def finish(self, directory: Path, steps: Sequence[StepFile]) -> None:
         found = [
@@ -105,6 +133,16 @@ class GGUFOutput:
             for name, each in self.more.items()
         ]
         write_gguf(directory / self.file_name, self.metadata, found)
+
+
+def in_stack(part: Part, tensor: Tensor) -> Tensor:
+    """With a first axis for the experts or heads, if the file has them in one tensor."""
+    return Tensor(tensor.dtype, (1, *tensor.shape), tensor.data) if gguf_part(part, 0)[0].stacked else tensor
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    shape = (len(parts), *parts[0].shape[1:])
+    return Tensor(parts[0].dtype, shape, np.concatenate([part.data for part in parts]))
 
 
 def write(tensor: Tensor, file: Any) -> None:
@@ -122,17 +160,21 @@ class DirectoryOutput:
     texts: Mapping[str, bytes]
     norm_offset: float = 0.0  # what is subtracted from norms: Gemma's are stored less 1
 
-    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        stem = file_name(name, self.family).removesuffix("weight")
+    def matrix(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stem = directory_name(part, self.family).removesuffix("weight")
         return {f"{stem}{suffix}": tensor for suffix, tensor in tensors.items()}
 
-    def dense(self, name: str, values: Floats) -> tuple[dict[str, Tensor], Floats]:
-        return {file_name(name, self.family): dense_tensor(values, self.dtype)}, values
+    def dense(self, part: Part, values: Floats) -> dict[str, Tensor]:
+        return {directory_name(part, self.family): dense_tensor(values, self.dtype)}
 
-    def vector(self, name: str, values: Floats) -> dict[str, Tensor]:
-        is_norm = name.endswith("norm.weight")
+    def vector(self, part: Part, values: Floats) -> dict[str, Tensor]:
+        """A correction of scores decides which experts are chosen, so it is not rounded."""
+        is_norm, is_exact = part.name.endswith("norm.weight"), part.name.endswith("e_score_correction_bias")
         stored = values - np.float32(self.norm_offset) if is_norm else values
-        return {file_name(name, self.family): dense_tensor(stored, self.dtype)}
+        return {directory_name(part, self.family): dense_tensor(stored, "F32" if is_exact else self.dtype)}
+
+    def joined(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensor for each in tensors for name, tensor in each.items()}
 
     def finish(self, directory: Path, steps: Sequence[StepFile]) -> None:
         shards = split_shards([(step, name, step.nbytes(name)) for step, name, _, _ in all_tensors(steps)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ import numpy as np
 
 from quire.errors import InvalidParams, UnsupportedModel
 from quire.quant.ggml_types import GGMLType
-from quire.quantize.calibration import Needs
 from quire.quantize.compressed import Float8, NormalFloat, PackedInts
 from quire.quantize.gguf_metadata import made_metadata, rope_tensors
 from quire.quantize.gguf_writer import entry
@@ -18,10 +19,13 @@ from quire.quantize.group_schemes import AWQ, GPTQ
 from quire.quantize.hf_config import TORCH_TYPES, copied_config, copied_files, made_config, made_files
 from quire.quantize.input_model import InputModel, layer_of
 from quire.quantize.mixes import FILE_TYPE_KEY, MIXES, type_of
-from quire.quantize.outputs import DirectoryOutput, GGUFOutput, Output, Rows
+from quire.quantize.outputs import DirectoryOutput, GGUFOutput, Output, Rows, directory_name
 from quire.quantize.schemes import Blocks, Half, Scheme
+from quire.quantize.statistics import Needs
 from quire.quantize.target import Target
 from quire.quantize.tensors import Tensor
+from quire.quantize.units import Unit
+from quire.weights.experts import gguf_part
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.names import gguf_name, text_name
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -44,23 +48,27 @@ def make_plan(model: InputModel, path: Path, target: Target, group: int | None, 
         raise InvalidParams(
             f"group_size is {group}, and {target.name} has no groups to choose. Leave it out.", "group_size"
         )
-    size = choose_group(model, group) if target.has_groups else None
+    size = choose_group(model, target, group) if target.has_groups else None
     scheme = make_scheme(model, target, size, feedback)
-    for matrix in model.source.matrices:
-        for part in matrix.parts:
-            if target.is_gguf or layer_of(part.name) is not None:
-                scheme.check(part.name, part.rows, matrix.cols)
+    for unit in quantized_units(model, target):
+        scheme.check(unit.key, *unit.shape)
     output = gguf_output(model, path, target) if target.is_gguf else directory_output(model, path, scheme)
     return Plan(target, scheme, output, size)
 
 
-def choose_group(model: InputModel, wanted: int | None) -> int:
+def quantized_units(model: InputModel, target: Target) -> list[Unit]:
+    """All in GGUF files, those of layers in directories, and no routers."""
+    units = [unit for unit in model.all_units(by_head=target.is_gguf) if not unit.is_router]
+    return [unit for unit in units if target.is_gguf or layer_of(unit.name) is not None]
+
+
+def choose_group(model: InputModel, target: Target, wanted: int | None) -> int:
     """The largest group size that divides the columns of all layers' matrices."""
     if wanted is not None:
         if wanted not in GROUP_SIZES:
             raise InvalidParams(f"group_size is {wanted}; give {', '.join(map(str, GROUP_SIZES))}.", "group_size")
         return wanted
-    cols = [matrix.cols for matrix in model.source.matrices if layer_of(matrix.parts[0].name) is not None]
+    cols = [unit.shape[1] for unit in quantized_units(model, target)]
     for size in GROUP_SIZES:
         if all(each % size == 0 for each in cols):
             return size
@@ -93,11 +101,10 @@ def make_scheme(model: InputModel, target: Target, group: int | None, feedback: 
 def gguf_types(model: InputModel, target: Target) -> dict[str, GGMLType]:
     mix, config = MIXES[target.mix], model.config
     return {
-        part.name: type_of(
-            mix, part.name, layer_of(part.name), model.num_layers, matrix.cols, tied=config.tie_embeddings
+        unit.key: type_of(
+            mix, unit.name, layer_of(unit.name), model.num_layers, unit.shape[1], tied=config.tie_embeddings
         )
-        for matrix in model.source.matrices
-        for part in matrix.parts
+        for unit in quantized_units(model, target)
     }
 
 
@@ -120,9 +127,29 @@ def directory_output(model: InputModel, path: Path, scheme: Scheme) -> Directory
         tokenizer, files = made_files(path, config)
         document = made_config(config, tokenizer)
         rows = Rows.between(config, interleaved=False)
-    quantized = {"quantization_config": scheme.config()} if scheme.config() else {}
+    for unit in model.all_units(by_head=False):
+        directory_name(unit.part, config.family)  # refuses what a directory has no place for
+    quantized = with_dense(scheme.config(), config.family, model.all_units(by_head=False))
     offset = 1.0 if config.norm_offset or config.family == "gemma3" else 0.0
     return DirectoryOutput(config.family, rows, dense_type(model), document | quantized, files, offset)
+
+
+def with_dense(section: dict[str, Any], family: str, units: Sequence[Unit]) -> dict[str, Any]:
+    """The quantization_config, with the names of the routers where readers of the format look for what is dense."""
+    if not section:
+        return {}
+    names = [directory_name(unit.part, family).removesuffix(".weight") for unit in units if unit.is_router]
+    if names:
+        method = section["quant_method"]
+        if method == "compressed-tensors":
+            section = section | {"ignore": [*section["ignore"], *names]}
+        elif method == "gptq":
+            section = section | {"dynamic": {f"-:^{re.escape(name)}$": {} for name in names}}
+        elif method == "awq":
+            section = section | {"modules_to_not_convert": names}
+        else:
+            section = section | {"llm_int8_skip_modules": ["lm_head", *names]}
+    return {"quantization_config": section}
 
 
 def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:
@@ -152,9 +179,9 @@ def gguf_output(model: InputModel, path: Path, target: Target) -> GGUFOutput:
 
 def check_names(model: InputModel) -> None:
     """A name that has no counterpart in GGUF files would be unreadable there."""
-    names = [part.name for matrix in model.source.matrices for part in matrix.parts]
-    for name in [*names, *model.source.vectors]:
-        if gguf_name(name, model.config.family) == name:
+    parts = [unit.part for unit in model.all_units(by_head=True)] + model.source.vector_parts
+    for name in [gguf_part(part, 0)[0].name for part in parts]:
+        if not name.startswith("blk.") and gguf_name(name, model.config.family) == name:
             raise UnsupportedModel(
                 f"{name} has no name in GGUF files that quire knows. Choose a format of a directory."
             )

@@ -36,6 +36,7 @@ class Quality:
     source_bytes: int
     source_was_quantized: bool
     worst: list[QuantizedPart]
+    rare_experts: list[str]
     memory_bytes_per_s: float
     bytes_per_token: int
     predicted_tokens_per_s: float
@@ -81,6 +82,7 @@ def make_quality(
         source_bytes=size_of(source),
         source_was_quantized=made.source_was_quantized,
         worst=sorted(made.parts, key=lambda part: -part.error)[:NUM_WORST],
+        rare_experts=made.rare_experts,
         memory_bytes_per_s=speed,
         bytes_per_token=bytes_per_token,
         predicted_tokens_per_s=speed / bytes_per_token,

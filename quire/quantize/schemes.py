@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.quant.ggml_types import GGMLType
-from quire.quantize.calibration import InputStatistics, Needs
 from quire.quantize.rounding import (
     dequantize_blocks,
     quantize_blocks,
     recode_blocks,
 )
+from quire.quantize.statistics import InputStatistics, Needs
 from quire.quantize.tensors import Tensor, dense_tensor, rounded
 
 Floats = NDArray[np.float32]

@@ -1,4 +1,7 @@
-"""Trees of drafts: grown from the best candidates of each place, merged from those of two proposers, and cut."""
+"""Trees of drafts: grown from the best candidates of each place, merged from those of two proposers, and cut.
+
+`grow_tree` is the executable reference of csrc/bind_drafts.cpp, which draft heads call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MAX_CHILDREN = 6  # of a node
 MIN_SURVIVAL = 0.01  # nodes that are less likely to be reached and right are left out
 
 Floats = NDArray[np.float32]
-Bias = Callable[[int, NDArray[np.int64]], Floats]
+Bias = Callable[[NDArray[np.int64]], Callable[[int], Floats]]  # of the tokens of a place, and of the token before them
 
 
 class Candidates(NamedTuple):
@@ -36,22 +39,26 @@ class Candidates(NamedTuple):
 
 def grow_tree(places: Sequence[Candidates], max_nodes: int, bias: Bias | None = None) -> Drafts:
     """The nodes that are likeliest to be reached and right, the likeliest first. A node at depth d has a token of
-    places[d - 1].
+    places[d - 1]. This is the reference of the C++ that draft heads use (csrc/bind_drafts.cpp).
 
-    `bias(token, tokens)` is added to the scores of the tokens behind `token`.
+    `bias(tokens)(token)` is added to the scores of the tokens of a place behind `token`.
     """
     drafts = Drafts([], [], [])
     parents = drafts.parents
     assert parents is not None
     known: dict[tuple[int, int | None], list[tuple[float, int]]] = {}
+    biases: dict[int, Callable[[int], Floats]] = {}  # by depth
 
     def children(depth: int, token: int | None) -> list[tuple[float, int]]:
         """(chance, token) of the best children of a node at `depth`, best first."""
         key = depth, token if bias is not None else None
         if key not in known:
-            place = places[depth]
-            added = bias(token, place.tokens) if bias is not None and token is not None else None
-            known[key] = rank(place, added)
+            added = None
+            if bias is not None and token is not None:
+                if depth not in biases:
+                    biases[depth] = bias(places[depth].tokens)
+                added = biases[depth](token)
+            known[key] = rank(places[depth], added)
         return known[key]
 
     heap: list[tuple[float, int, int, int, list[tuple[float, int]]]] = []  # (-survival, depth, nth, parent, siblings)
@@ -70,7 +77,7 @@ def grow_tree(places: Sequence[Candidates], max_nodes: int, bias: Bias | None = 
         parents.append(parent)
         drafts.odds.append(CONFIDENT * chance)
         push(-survival / chance, depth, nth + 1, parent, siblings)
-        if depth + 1 < len(places):
+        if depth + 1 < len(places) and len(drafts) < max_nodes:
             push(-survival, depth + 1, 0, node, children(depth + 1, token))
     return drafts
 
@@ -85,8 +92,9 @@ def rank(place: Candidates, bias: Floats | None) -> list[tuple[float, int]]:
         return []
     weights = np.exp(scores - largest)
     total = float(weights.sum()) + max(0.0, place.rest) * math.exp(min(80.0, -largest))
-    best = np.argsort(-weights, kind="stable")[:MAX_CHILDREN].tolist()
-    return [(float(weights[nth]) / total, int(place.tokens[nth])) for nth in best if weights[nth] > 0]
+    best = np.argsort(-weights, kind="stable")[:MAX_CHILDREN]
+    chances = (weights[best].astype(np.float64) / total).tolist()
+    return [pair for pair in zip(chances, place.tokens[best].tolist(), strict=True) if pair[0] > 0]
 
 
 def merge(one: Drafts, other: Drafts) -> Drafts:

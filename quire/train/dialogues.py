@@ -1,7 +1,8 @@
 """Dialogues: questions that a model asks itself, and its answers. They are made by quire and kept on disk. No torch.
 
-For a chat model the prompt is the beginning of a user's turn, so the model writes the question. Other models continue
-text that they have sampled themselves. Given prompts make up to a third.
+For a chat model the prompt is the beginning of a user's turn, so the model writes the question, and a third of the
+prompts are tasks on its earlier answers (`tasks.py`). Other models continue text that they have sampled themselves.
+Given prompts make up to a third.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from quire.core.params import SamplingParams
+from quire.core.request import Finish
 from quire.errors import BadModelFile, InvalidParams
 from quire.llm import LLM
-from quire.text.input_processor import Prompt
+from quire.train.answers import answer
 from quire.train.settings import write_atomically
+from quire.train.tasks import choose_passages, write_task
 
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of answers, in turn
 QUESTION_TOKENS = 96
@@ -28,10 +31,15 @@ QUESTION_TOP_P = 0.95  # at temperature 1
 MIN_ENDED = 0.1  # share of questions that end by themselves, else all are taken
 MIN_CHARACTERS = 8  # of a question
 MIN_ANSWER = 4  # tokens
+LOOP_TOKENS = 8  # that occur a second time in an answer ...
+MAX_LOOP = 32  # ... as often in a row end it there: small models repeat themselves for ever
 MAX_REPEATS = 0.5  # share of a question's tokens that repeat what came before
 HELD_OUT_EVERY = 16  # dialogues: it is greedy, and is measured instead of trained on
 MAX_EMPTY_ROUNDS = 3  # in a row
+TASK_TOKENS = 64  # room for the words of a task
 MARK = "QUIRE-QUESTION"  # in place of a question: what a template writes before it opens a user's turn
+
+ENDS = (Finish.STOP, Finish.LENGTH)  # of answers that are used
 
 Ids = NDArray[np.int32]
 
@@ -68,6 +76,7 @@ class Interviewer:
     prompts: Sequence[str] = ()
     _asked: set[tuple[int, ...]] = field(default_factory=set)  # prompts of all dialogues so far
     _given: list[list[int]] = field(default_factory=list)  # the given prompts that fit, in a random order
+    _earlier: list[Dialogue] = field(default_factory=list)  # of earlier rounds, those that are trained on
 
     def __post_init__(self) -> None:
         texts = list(self.prompts)
@@ -83,10 +92,10 @@ class Interviewer:
     def remember(self, dialogues: Sequence[Dialogue]) -> None:
         """Dialogues of earlier rounds: their questions are not asked again."""
         self._asked |= {prompt_key(dialogue.tokens[: dialogue.num_prompt]) for dialogue in dialogues}
+        self._earlier += [dialogue for dialogue in dialogues if not dialogue.is_held_out]
 
     def make_round(self, number: int) -> list[Dialogue]:
         questions = self._new_questions(number)
-        prompts: list[Prompt] = [{"prompt_token_ids": question} for question in questions]
         params = [
             SamplingParams(
                 temperature=TEMPERATURES[nth % len(TEMPERATURES)],
@@ -95,14 +104,13 @@ class Interviewer:
             )
             for nth, question in enumerate(questions)
         ]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         found = []
-        for nth, (question, output) in enumerate(zip(questions, outputs, strict=True)):
-            answer = output.outputs[0]
-            if answer.error or len(answer.token_ids) < MIN_ANSWER:
+        for nth, (question, made) in enumerate(zip(questions, answer(self.llm, questions, params), strict=True)):
+            if made.finish not in ENDS or len(made.tokens) < MIN_ANSWER:
                 continue
-            tokens = np.array([*question, *answer.token_ids], np.int32)
+            tokens = np.array([*question, *cut_loop(made.tokens)], np.int32)
             found.append(Dialogue(tokens, len(question), nth % HELD_OUT_EVERY == 0))
+        self._earlier += [dialogue for dialogue in found if not dialogue.is_held_out]
         return found
 
     def _new_questions(self, number: int) -> list[list[int]]:
@@ -110,9 +118,10 @@ class Interviewer:
         count = self.limits.round_questions
         share = count // 3
         given = self._given[number * share : (number + 1) * share]
-        own = self._ask(number, count - len(given))
+        tasks = self._tasks(number, (count - len(given)) // 3)
+        own = self._ask(number, count - len(given) - len(tasks))
         questions: list[list[int]] = []
-        for prompt in mix(own, given):
+        for prompt in mix(list(mix(own, tasks)), given):
             key = prompt_key(prompt)
             if key not in self._asked and self._room(prompt) >= MIN_ANSWER:
                 self._asked.add(key)
@@ -132,15 +141,34 @@ class Interviewer:
             SamplingParams(temperature=1.0, top_p=QUESTION_TOP_P, max_tokens=most, seed=self._seed(number, nth, 0))
             for nth in range(count)
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": opening}] * count, params, use_tqdm=False)
-        answers = [output.outputs[0] for output in outputs]
-        usable = [each for each in answers if not each.error and is_question(each.text, each.token_ids)]
-        if not self.llm.get_tokenizer().chat_template:
-            ends = self.llm._input_processor.end_token_ids
-            return [[*opening, *(token for token in each.token_ids if token not in ends)] for each in usable]
-        ended = [each for each in usable if each.finish_reason == "stop"]  # those that are cut off are often nonsense
+        tokenizer, ends = self.llm.get_tokenizer(), self.llm._input_processor.end_token_ids
+        made = [each for each in answer(self.llm, [opening] * count, params) if each.finish in ENDS]
+        texts = [decode(self.llm, each.tokens) for each in made]
+        usable = [(each, text) for each, text in zip(made, texts, strict=True) if is_question(text, each.tokens)]
+        if not tokenizer.chat_template:
+            return [[*opening, *(token for token in each.tokens if token not in ends)] for each, _ in usable]
+        ended = [pair for pair in usable if pair[0].finish is Finish.STOP]  # those that are cut off are often nonsense
         chosen = ended if len(ended) >= MIN_ENDED * count else usable
-        return [self._render(each.text.strip()) for each in chosen]
+        return [self._render(text.strip()) for _, text in chosen]
+
+    def _tasks(self, number: int, count: int) -> list[list[int]]:
+        """Prompts about answers of earlier rounds, which leave room for an answer."""
+        tokenizer = self.llm.get_tokenizer()
+        if not tokenizer.chat_template or not self._earlier:
+            return []
+        before, after = find_turn(self.llm)
+        lengths = [dialogue.num_answer for dialogue in self._earlier]
+        most = self.limits.text_tokens - self.limits.answer_tokens - len(before) - len(after) - TASK_TOKENS
+        tasks = []
+        for nth in range(count):
+            chooser = random.Random(self._seed(number, nth, 2))
+            chosen = [self._earlier[index] for index in choose_passages(lengths, most, chooser)]
+            if chosen:
+                passages = [decode(self.llm, each.tokens[each.num_prompt :].tolist()) for each in chosen]
+                question = strip(chooser.choice(chosen), before, after)
+                text = decode(self.llm, question) if len(question) <= QUESTION_TOKENS else None
+                tasks.append(self._render(write_task(passages, text, chooser)))
+        return tasks
 
     def _render(self, text: str) -> list[int]:
         tokenizer = self.llm.get_tokenizer()
@@ -156,18 +184,35 @@ class Interviewer:
         return random.Random(f"{self.seed} {number} {nth} {use}").getrandbits(62)
 
 
+def find_turn(llm: LLM) -> tuple[list[int], list[int]]:
+    """The tokens that a chat template writes before a question, and those behind it."""
+    before, found, after = llm.render([{"role": "user", "content": MARK}])["prompt"].partition(MARK)
+    if not found or not before:
+        raise InvalidParams(
+            "The model's chat template does not open a user's turn, so the model cannot ask itself questions. Take "
+            "a model with another template."
+        )
+    encode = llm.get_tokenizer().encode
+    return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
+
+
+def strip(dialogue: Dialogue, before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """The tokens of a dialogue's question, without what the template writes around it."""
+    tokens: list[int] = dialogue.tokens[: dialogue.num_prompt].tolist()
+    return tokens[len(before) : len(tokens) - len(after)]
+
+
+def decode(llm: LLM, tokens: Sequence[int]) -> str:
+    """Without special tokens. A model may have more tokens than its tokenizer."""
+    tokenizer = llm.get_tokenizer()
+    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+
+
 def find_opening(llm: LLM) -> list[int]:
     """The tokens after which the model writes a question: the beginning of a user's turn, or of a text."""
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template:
-        text = llm.render([{"role": "user", "content": MARK}], open_turn=False)["prompt"]
-        before, found, _ = text.partition(MARK)
-        if not found or not before:
-            raise InvalidParams(
-                "The model's chat template does not open a user's turn, so the model cannot ask itself questions. Take "
-                "a model with another template."
-            )
-        return tokenizer.encode(before, add_special_tokens=False)
+        return find_turn(llm)[0]
     first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
     if first is None:
         raise InvalidParams("The model has neither a chat template nor a token that begins a text.")
@@ -180,6 +225,18 @@ def is_question(text: str, tokens: Sequence[int]) -> bool:
         return False
     pairs = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     return not pairs or 1 - len(set(pairs)) / len(pairs) <= MAX_REPEATS
+
+
+def cut_loop(tokens: Sequence[int]) -> Sequence[int]:
+    """An answer until it has repeated itself for MAX_LOOP tokens in a row."""
+    known, num_repeated = set[tuple[int, ...]](), 0
+    for stop in range(LOOP_TOKENS, len(tokens) + 1):
+        last = tuple(tokens[stop - LOOP_TOKENS : stop])
+        num_repeated = num_repeated + 1 if last in known else 0
+        if num_repeated == MAX_LOOP:
+            return tokens[:stop]
+        known.add(last)
+    return tokens
 
 
 def mix(own: Sequence[list[int]], given: Sequence[list[int]]) -> Iterator[list[int]]:

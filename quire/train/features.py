@@ -4,8 +4,9 @@ so that only those of one round are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,40 +61,39 @@ class FeatureMaker:
             yield from self._compute(group)
 
     def _compute(self, dialogues: Sequence[Dialogue]) -> Iterator[Features]:
+        """All dialogues are copied together: on a GPU a copy takes as long as a launch."""
         target, inputs = self._target, self._inputs
-        texts = [dialogue.tokens.tolist() for dialogue in dialogues]
-        lengths = [len(text) for text in texts]
-        states = self._states.compute(texts)
-        taps = [
-            dict(zip(inputs.tap_layers, map(target.as_tensor, each.taps), strict=True)) for each in states
-        ]  # of each dialogue, by layer
+        lengths = [len(dialogue.tokens) for dialogue in dialogues]
+        states = self._states.compute([dialogue.tokens.tolist() for dialogue in dialogues])
+        joined = [self._join([each.taps[nth] for each in states]) for nth in range(len(inputs.tap_layers))]
+        taps = dict(zip(inputs.tap_layers, joined, strict=True))
+        read = [taps[layer] for layer in inputs.taps]
+        hidden = self._join([each.hidden for each in states])
+        stacked = torch.stack(read, dim=1) if read else hidden.new_zeros(len(hidden), 0, target.hidden_size)
         keys, values = self._keys_values(dialogues, taps, lengths)
-        for nth, dialogue in enumerate(dialogues):
-            empty = torch.zeros(lengths[nth], 0, target.hidden_size, device=target.device)
-            read = [taps[nth][layer] for layer in inputs.taps]
-            yield Features(
-                dialogue,
-                self._keep(torch.stack(read, dim=1) if read else empty),
-                self._keep(target.as_tensor(states[nth].hidden)),
-                tuple(self._keep(k[nth]) for k in keys),
-                tuple(self._keep(v[nth]) for v in values),
-            )
+        columns = [torch.split(self._keep(each), lengths) for each in (stacked, hidden, *keys, *values)]
+        for dialogue, its_taps, its_hidden, *its_keys in zip(dialogues, *columns, strict=True):
+            count = len(keys)
+            yield Features(dialogue, its_taps, its_hidden, tuple(its_keys[:count]), tuple(its_keys[count:]))
 
     def _keys_values(
-        self, dialogues: Sequence[Dialogue], taps: Sequence[dict[int, Tensor]], lengths: list[int]
-    ) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
-        """By layer and dialogue. All dialogues are computed at once."""
-        target, keys, values = self._target, list[Sequence[Tensor]](), list[Sequence[Tensor]]()
+        self, dialogues: Sequence[Dialogue], taps: Mapping[int, Tensor], lengths: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """By layer."""
+        target, keys, values = self._target, list[Tensor](), list[Tensor]()
         positions = torch.cat([torch.arange(length) for length in lengths])
         for layer in self._inputs.kv_layers:
             if layer:
-                x = torch.cat([each[layer - 1] for each in taps])
+                x = taps[layer - 1]
             else:
                 x = target.embed(torch.cat([torch.from_numpy(each.tokens) for each in dialogues]).long())
             k, v = target.keys_values(layer, x, positions)
-            keys.append(torch.split(k, lengths))
-            values.append(torch.split(v, lengths))
+            keys.append(k)
+            values.append(v)
         return keys, values
+
+    def _join(self, parts: Sequence[Any]) -> Tensor:
+        return torch.cat([self._target.as_tensor(part) for part in parts])
 
     def _keep(self, x: Tensor) -> Tensor:
         return x.to(self._dtype, copy=True)
@@ -129,7 +129,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 def make_batch(target: Target, features: Sequence[Features], anchors: Sequence[Tensor]) -> Batch:
     """`anchors` are those of each dialogue, at least one, ascending."""
-    device = target.device
+    device = target.device  # few transfers: each waits for what the device computes
     pad = torch.nn.utils.rnn.pad_sequence
     texts = [torch.from_numpy(each.dialogue.tokens).long() for each in features]
     tokens = pad(texts, batch_first=True).to(device)

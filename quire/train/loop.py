@@ -1,4 +1,4 @@
-"""The training loop: rounds of features, batches, AdamW, and a state on disk after each round.
+"""The training loop: rounds of features, batches, AdamW, and a state on disk, after each round if that is quick.
 
 A round is a part of an epoch whose features fit into memory. All that is random depends on the seed and on the number
 of the round, so a run that was interrupted goes on from its last round as if nothing had happened.
@@ -7,6 +7,7 @@ of the round, so a run that was interrupted goes on from its last round as if no
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ LAST_RATE = 0.05  # of the peak
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
 MAX_NORM = 1.0  # of gradients
 DECAY = 0.8  # of a draft's weight by its depth
-LOSS_STEPS = 20  # that a reported loss is the mean of
+SAVING_SHARE = 0.02  # of the time, for the state on disk
+LOSS_STEPS = 20  # whose losses are read together: reading one waits for the device. A reported loss is their mean.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reported after each step."""
+    """Reported every LOSS_STEPS steps, and after each round."""
 
     step: int
     num_steps: int
@@ -67,6 +69,8 @@ class Trainer:
     ) -> None:
         self.head = head
         self.losses: list[float] = []  # of all steps of this process
+        self._unread: list[Tensor] = []  # losses that are still on the device
+        self._save_s, self._saved_at_s = 0.0, 0.0  # how long the last save took, and when it ended
         self._target = target
         self._vocabulary = vocabulary
         self._features = features
@@ -85,16 +89,23 @@ class Trainer:
         rounds = list(plan_rounds(dialogues, self._settings))
         num_steps = sum(count_batches(each, self._settings) for each in rounds)
         first, step, begin = self._load()
+        reached = saved = first  # rounds
         for number, each in enumerate(rounds[first:], first):
             if self._share_used() >= 1:
                 break
             for batch in self._batches(number, each):
                 used = begin + (1 - begin) * self._share_used()
-                loss = self._step(batch, min(1.0, max(step / num_steps, used)))
+                self._unread.append(self._step(batch, min(1.0, max(step / num_steps, used))))
                 step += 1
-                self.losses.append(loss)
-                report(Progress(step, num_steps, sum(self.losses[-LOSS_STEPS:]) / len(self.losses[-LOSS_STEPS:])))
-            self._save(number + 1, step, begin + (1 - begin) * self._share_used())
+                if len(self._unread) == LOSS_STEPS:
+                    report(Progress(step, num_steps, self._read_losses()))
+            report(Progress(step, num_steps, self._read_losses()))
+            reached = number + 1
+            if self._save_s <= SAVING_SHARE * (time.monotonic() - self._saved_at_s):
+                self._save(reached, step, begin + (1 - begin) * self._share_used())
+                saved = reached
+        if saved < reached:
+            self._save(reached, step, begin + (1 - begin) * self._share_used())
 
     def _batches(self, number: int, dialogues: Sequence[Dialogue]) -> Iterator[Batch]:
         settings = self._settings
@@ -110,7 +121,19 @@ class Trainer:
         anchors = [pick_anchors(each.dialogue, self._settings.anchor_share, generator) for each in group]
         return make_batch(self._target, group, anchors)
 
-    def _step(self, batch: Batch, done: float) -> float:
+    def _read_losses(self) -> float:
+        """The mean of the last LOSS_STEPS losses."""
+        if self._unread:
+            self.losses += torch.stack(self._unread).tolist()
+            self._unread.clear()
+        last = self.losses[-LOSS_STEPS:]
+        mean = sum(last) / len(last)
+        if not math.isfinite(mean):
+            raise ModelError(f"The loss of the head is {mean}. Train with another seed or more tokens.")
+        return mean
+
+    def _step(self, batch: Batch, done: float) -> Tensor:
+        """The loss before the step, on the device."""
         for group in self._optimizer.param_groups:
             group["lr"] = PEAK_RATE * rate(done) * group["rate"]
         with self._target.autocast():
@@ -119,20 +142,20 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_NORM)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise ModelError(f"The loss of the head is {value}. Train with another seed or more tokens.")
         self._optimizer.step()
-        return value
+        return loss.detach()
 
     def _save(self, number: int, step: int, used: float) -> None:
         """`used` is the part of the schedule that a limit on the time has used up."""
+        begin_s = time.monotonic()
         tensors = {f"head.{name}": value.detach() for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             kept = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": kept[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in kept}
         on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
         write_atomically(self._path, save(on_host, {"round": f"{number}", "step": f"{step}", "used": f"{used}"}))
+        self._saved_at_s = time.monotonic()
+        self._save_s = self._saved_at_s - begin_s
 
     def _load(self) -> tuple[int, int, float]:
         """The round and the step to go on with, and the part of the schedule that time has used up."""

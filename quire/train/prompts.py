@@ -22,12 +22,12 @@ def read_prompts(paths: Sequence[str]) -> list[str]:
 
 def read_file(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no part of the first prompt
     except OSError as error:
         raise InvalidParams(f"{path} cannot be read: {error.strerror}. Give a file of prompts.", "prompts") from error
     except UnicodeDecodeError as error:
         raise InvalidParams(f"{path} is no UTF-8 text: see its byte {error.start:,}.", "prompts") from error
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise InvalidParams(f"{path} has no prompts. Give JSON lines or a prompt a line.", "prompts")
     is_json = lines[0][1].startswith("{")
@@ -40,7 +40,7 @@ def parse_line(line: str, where: str) -> str:
         entry = json.loads(line)
         value: Any = next(entry[key] for key in KEYS if key in entry)
         value = value[0] if isinstance(value, list) else value
-    except (ValueError, TypeError, StopIteration, IndexError) as error:
+    except (ValueError, TypeError, StopIteration, IndexError, RecursionError) as error:
         raise no_prompt(where) from error
     value = value.get("content") if isinstance(value, dict) else value
     if not isinstance(value, str) or not value.strip():

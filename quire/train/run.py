@@ -43,6 +43,7 @@ from quire.train.vocabulary import DraftVocabulary, choose_draft_ids
 
 ASKING_SHARE = 0.45  # of the minutes, for questions and answers
 TRAINING_SHARE = 0.9  # of the minutes, when training ends: measuring takes the rest
+GPU_REQUESTS = 1024  # that the engine answers at once: a step of a small model takes hardly longer with more
 GPU_CACHE_GIB = 16.0  # of the engine that answers; the rest of the memory is for training
 MAX_SCORES = 1_500_000_000  # of attention in one batch
 
@@ -111,9 +112,13 @@ def train_draft(
         if not target.is_gpu:
             torch.set_num_threads(config.threads or isa.prepare().cores)
         trained = train_head(target, dialogues, chosen, scale, work / "state.safetensors", clock, say)
-        acceptance, described = measure(target, trained, dialogues, chosen, scale)
+        described = describe_head(chosen.kind, target.model, target.config, trained.head.describe())
+        write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
+        if chosen.kind != "exit":  # which cannot be used without its calibration
+            write_config(directory, described)
+        acceptance, measured_fields = measure(target, trained, dialogues, chosen, scale)
+        described |= measured_fields
     report: dict[str, Any] = describe_training(dialogues, acceptance)
-    write_tensors(directory, trained.head.state_dict(), trained.vocabulary.ids)
     write_config(directory, {**described, "report": report})
     measured = None
     if target.ops.native is not None:  # the engine drafts with quire's own CPU kernels only
@@ -137,13 +142,21 @@ def check_directory(directory: Path, work: Path, resume: bool) -> None:
         raise InvalidParams(
             f"{directory} is not empty. Name another directory, or continue its run with --resume.", "out"
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParams(
+            f"{directory} cannot be made: {error.strerror or error}. Name another directory.", "out"
+        ) from error
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
     """For many answers at once. On a GPU the cache leaves room for training."""
     options = {**asdict(config), "speculate": "off", "prefix_cache": False}
-    if config.kv_memory is None and config.num_blocks is None and uses_gpu(config):
-        options["kv_memory"] = GPU_CACHE_GIB
+    if uses_gpu(config):
+        options["max_requests"] = config.max_requests or GPU_REQUESTS
+        if config.kv_memory is None and config.num_blocks is None:
+            options["kv_memory"] = GPU_CACHE_GIB
     return options
 
 
@@ -249,15 +262,12 @@ def make_head(target: Target, settings: Settings, num_ids: int, text: list[int])
 def measure(
     target: Target, trained: Trained, dialogues: Dialogues, settings: Settings, scale: Scale
 ) -> tuple[Acceptance, dict[str, Any]]:
-    """Acceptance on held-out dialogues, and the head's config.json without its report."""
+    """Acceptance on held-out dialogues, and what they add to the head's configuration."""
     held_out = dialogues.held_out[: scale.held_out]
     size = batch_size(settings, scale, target)
     evaluator = Evaluator(trained.head, target, trained.vocabulary, trained.features)
     acceptance = evaluator.measure(held_out, size)
-    fields = trained.head.describe()
-    if settings.kind == "exit":
-        fields["calibration"] = evaluator.calibrate(held_out, size)
-    return acceptance, describe_head(settings.kind, target.model, target.config, fields)
+    return acceptance, {"calibration": evaluator.calibrate(held_out, size)} if settings.kind == "exit" else {}
 
 
 def describe_training(dialogues: Dialogues, acceptance: Acceptance) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(500_000, 4, 256, 512, 512, 64, 65_536, 4, 0.5, 64, 1),
-    "cuda": Scale(20_000_000, 4, 512, 1024, 16_384, 4096, 1 << 20, 64, 1.0, 512, 2),
+    "cuda": Scale(20_000_000, 4, 256, 1024, 16_384, 6144, 1 << 20, 32, 1.0, 256, 2),
 }
 
 
@@ -173,8 +174,17 @@ def check_same(settings: Settings, engine: dict[str, Any], path: Path) -> None:
 def write_atomically(path: Path, data: bytes | str) -> None:
     """A file that is there is whole."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data if isinstance(data, bytes) else data.encode())
-    partial.replace(path)
+    try:
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise InvalidParams(
+            f"{path} cannot be written: {error.strerror or error}. Free some space or make {path.parent} writable, and "
+            "continue with --resume.",
+            "out",
+        ) from error
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine.draft_vocabulary import MAX_OWN
@@ -51,7 +52,7 @@ class DraftVocabulary:
         self.ids = ids.to(target.device)
         self.softcap = target.softcap
         self._target = target
-        self._rows = target.head_rows(self.ids)
+        self.rows = target.head_rows(self.ids)
         self._index = torch.full((target.config.vocab_size,), -1, dtype=torch.int64, device=target.device)
         self._index[self.ids] = torch.arange(len(ids), device=target.device)
         self._drafted = (self._index >= 0).cpu().numpy()
@@ -59,20 +60,34 @@ class DraftVocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def columns(self, dialogue: Dialogue) -> Columns:
-        own, first = np.unique(dialogue.tokens, return_index=True)
-        kept = ~self._drafted[own]
+    def find_own(self, dialogue: Dialogue) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A dialogue's tokens that are not in the draft vocabulary, and where each occurs first, in that order."""
+        tokens, first = np.unique(dialogue.tokens, return_index=True)
+        kept = ~self._drafted[tokens]
         order = np.argsort(first[kept])[:MAX_OWN]
-        device = self.ids.device
-        own_ids = torch.from_numpy(own[kept][order]).long().to(device)
-        positions = torch.from_numpy(first[kept][order]).to(device)
-        if not len(own_ids):
-            return Columns(self.ids, self._rows, torch.zeros_like(self.ids))
+        return tokens[kept][order].astype(np.int64), first[kept][order].astype(np.int64)
+
+    def columns(self, dialogue: Dialogue) -> Columns:
+        own, first = (torch.from_numpy(each).to(self.ids.device) for each in self.find_own(dialogue))
+        if not len(own):
+            return Columns(self.ids, self.rows, torch.zeros_like(self.ids))
         return Columns(
-            torch.cat([self.ids, own_ids]),
-            torch.cat([self._rows, self._target.head_rows(own_ids)]),
-            torch.cat([torch.zeros_like(self.ids), positions]),
+            torch.cat([self.ids, own]),
+            torch.cat([self.rows, self._target.head_rows(own)]),
+            torch.cat([torch.zeros_like(self.ids), first]),
         )
+
+    def own_tokens(self, dialogues: Sequence[Dialogue]) -> OwnTokens:
+        """Those of a batch, with one transfer for all: each waits for what the device computes."""
+        found = [self.find_own(dialogue) for dialogue in dialogues]
+        most = max(len(own) for own, _ in found)
+        padded = np.zeros((2, len(found), most), np.int64)
+        padded[1] = NOWHERE
+        for nth, each in enumerate(found):
+            padded[:, nth, : len(each[0])] = each
+        tokens, first = torch.from_numpy(padded).to(self.ids.device)
+        rows = self._target.head_rows(tokens.flatten()).view(len(found), most, self._target.hidden_size)
+        return OwnTokens(rows, first[:, None])
 
     def before(self, tokens: Tensor, bigrams: Bigrams) -> Tensor:
         """The rows of `bigrams.before` of tokens [...]; zero for those outside the draft vocabulary. [..., rank]"""
@@ -94,13 +109,13 @@ class DraftVocabulary:
 
     def products(self, x: Tensor, own: OwnTokens) -> Tensor:
         """x [dialogues, anchors, hidden_size] -> [dialogues, anchors, ids + own tokens]"""
-        x = x.to(self._rows.dtype)
-        return torch.cat([x @ self._rows.T, x @ own.rows.mT], dim=-1)
+        x = x.to(self.rows.dtype)
+        return torch.cat([x @ self.rows.T, x @ own.rows.mT], dim=-1)
 
     def gradient(self, error: Tensor, own: OwnTokens) -> Tensor:
         """That of `products`: [dialogues, anchors, ids + own tokens] -> [dialogues, anchors, hidden_size]"""
-        error, num_ids = error.to(self._rows.dtype), len(self)
-        return error[..., :num_ids] @ self._rows + error[..., num_ids:] @ own.rows
+        error, num_ids = error.to(self.rows.dtype), len(self)
+        return error[..., :num_ids] @ self.rows + error[..., num_ids:] @ own.rows
 
 
 class OwnTokens(NamedTuple):
@@ -108,13 +123,6 @@ class OwnTokens(NamedTuple):
 
     rows: Tensor  # [dialogues, tokens, hidden_size], of the target's head
     first: Tensor  # [dialogues, 1, tokens]: where each occurs first; padding occurs nowhere
-
-    @classmethod
-    def of(cls, columns: Sequence[Columns], num_ids: int) -> OwnTokens:
-        pad = torch.nn.utils.rnn.pad_sequence
-        rows = pad([each.rows[num_ids:] for each in columns], batch_first=True)
-        first = pad([each.first[num_ids:] for each in columns], batch_first=True, padding_value=NOWHERE)
-        return cls(rows, first[:, None])
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -128,8 +136,12 @@ class SoftCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """states [dialogues, anchors, places, hidden_size]; before [dialogues, anchors, places, rank] and after
         [ids, rank] of the bigrams, whose rank may be 0. Returns the mean, with weights decay ** place."""
+        own = vocabulary.own_tokens(batch.dialogues)
+        if states.is_cuda and vocabulary.softcap is None:
+            loss, *gradients = find_gradients(states, before, after, batch, vocabulary, own, decay)
+            ctx.save_for_backward(*gradients)
+            return loss
         num_ids = len(vocabulary)
-        own = OwnTokens.of([vocabulary.columns(each) for each in batch.dialogues], num_ids)
         is_unknown = own.first > batch.anchors[..., None]  # own tokens that come later than the anchor
         grad_states, grad_before = torch.zeros_like(states), torch.zeros_like(before)
         grad_after = torch.zeros_like(after)
@@ -166,3 +178,41 @@ class SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         return (*(each * grad for each in ctx.saved_tensors), None, None, None)
+
+
+def find_gradients(
+    states: Tensor,
+    before: Tensor,
+    after: Tensor,
+    batch: Batch,
+    vocabulary: DraftVocabulary,
+    own: OwnTokens,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of states, before and after, on a GPU: the same with a kernel for what lies between
+    the products. The bigrams are further columns of the matrices."""
+    from quire.kernels.cuda.soft_cross_entropy import soft_cross_entropy  # loads Triton
+
+    rows, size = vocabulary.rows, states.shape[3]
+    joined = torch.cat([rows, after.to(rows.dtype)], dim=1)
+    inputs = torch.cat([states, before], dim=3).to(rows.dtype)
+    gradients, grad_after = torch.zeros_like(inputs, dtype=torch.float32), torch.zeros_like(after)
+    total, weight_sum = states.new_zeros(()), states.new_zeros(())
+    first = own.first[:, 0].contiguous()
+    for place in range(states.shape[2]):
+        x = inputs[:, :, place].contiguous()
+        exists = batch.is_anchor & (batch.anchors + place + 1 < batch.lengths[:, None])
+        weights = (exists * decay**place).float()
+        known = take(batch.hidden, (batch.anchors + place).clamp(max=batch.hidden.shape[1] - 1)).to(rows.dtype)
+        error, own_error = x @ joined.T, x[..., :size] @ own.rows.mT  # logits, until the kernel has replaced them
+        losses = soft_cross_entropy(
+            known @ rows.T, known @ own.rows.mT, error, own_error, first, batch.anchors, weights
+        )
+        total += losses.sum()
+        weight_sum += weights.sum()
+        gradients[:, :, place] = error @ joined
+        gradients[:, :, place, :size] += own_error @ own.rows
+        grad_after += error.flatten(0, 1).T @ x[..., size:].flatten(0, 1)
+    scale = 1 / weight_sum.clamp(min=1e-9)
+    gradients *= scale
+    return total * scale, gradients[..., :size], gradients[..., size:], grad_after * scale

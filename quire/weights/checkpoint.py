@@ -7,7 +7,7 @@ torch. `survey.py` checks beforehand that files and model match. `loader.py` cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -22,6 +22,9 @@ from quire.quant.weight import Weight
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.quant.tile_format import TileFormat
+    from quire.quant.tile_packing import TileRows
 
 Work = Callable[[], None]
 
@@ -56,6 +59,15 @@ class StoredPart(Protocol):
     @property
     def panel_format(self) -> str:
         """The panel format that holds the part without loss."""
+        ...
+
+    @property
+    def tile_format(self) -> TileFormat | None:
+        """The tiles of quire's GPU kernels that hold the part without loss. None: there are none."""
+        ...
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        """The rows as codes, on the device: slices by their first row, a multiple of 64, and what reads each."""
         ...
 
     @property

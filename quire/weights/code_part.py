@@ -6,6 +6,7 @@ dense values or codes for torch, panels for the C++ kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.code_format import E2M1, CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL
+from quire.quant.tile_format import TILE_OUTPUTS, tile_format
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.schemes.scheme import CodeMatrix, Module, Rows
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.quant.mxfp4_codes import Mxfp4Codes
+    from quire.quant.tile_format import TileFormat
+    from quire.quant.tile_packing import TileRows
 
 MXFP4_GROUP = 32
 SCALE_BIAS, MAX_SCALE = 127, 128  # exponents of `quant/mxfp4_codes.py`
@@ -78,9 +83,27 @@ class CodePart:
     def panel_format(self) -> str:
         return panel_format(self.format, self.width)
 
-    def slices(self) -> list[tuple[int, int]]:
-        """The rows as (start, stop) slices. All but the last are multiples of a panel's rows."""
-        step = max(1, SLICE_VALUES // self.cols // ROWS_IN_PANEL) * ROWS_IN_PANEL
+    @property
+    def tile_format(self) -> TileFormat | None:
+        return tile_format(self.format, self.width)
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        for start, stop in self.slices(TILE_OUTPUTS):
+            yield start, partial(self._tile_rows, device, start, stop)
+
+    def _tile_rows(self, device: str, start: int, stop: int) -> TileRows:
+        import torch
+
+        from quire.quant.tile_packing import TileRows
+
+        rows = self.codes(start, stop)
+        zeros = None if rows.zeros is None else torch.from_numpy(rows.zeros).to(device)
+        codes = torch.from_numpy(np.ascontiguousarray(rows.codes)).to(device)
+        return TileRows(codes, torch.from_numpy(rows.scales).to(device), zeros)
+
+    def slices(self, unit: int = ROWS_IN_PANEL) -> list[tuple[int, int]]:
+        """The rows as (start, stop) slices. All but the last are multiples of `unit`: a panel's rows, or a tile's."""
+        step = max(1, SLICE_VALUES // self.cols // unit) * unit
         return [(start, min(start + step, self.part.rows)) for start in range(0, self.part.rows, step)]
 
     def codes(self, start: int, stop: int) -> CodeRows:
@@ -144,6 +167,62 @@ def is_mxfp4_expert(stored: StoredPart) -> bool:
 
 def is_mxfp4(format: CodeFormat) -> bool:
     return format.codes == "table" and format.table == E2M1 and format.group == MXFP4_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedPart:
+    """Columns of a transposed matrix that is stored as codes, such as the keys of a head in latent attention's
+    `kv_b_proj`. Groups lie along the other axis then, so the values become float32. It is a `StoredPart`."""
+
+    codes: CodePart  # the columns, as rows of the stored matrix
+    part: Part
+    quantized = True
+    order = None
+    panel_format = "f32"
+    tile_format = None
+
+    @classmethod
+    def of(cls, module: Module, matrix: CodeMatrix, part: Part) -> TransposedPart:
+        """`part` has all of the stored columns as its rows."""
+        columns = part.columns or range(module.rows)
+        rows = Part(part.name, len(columns), offset=columns.start, fused_rows=module.rows)
+        return cls(CodePart(module, matrix, rows), part)
+
+    @property
+    def cols(self) -> int:
+        return self.codes.module.rows
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        return self.codes.tensors
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        raise AssertionError("dense values have no codes")
+
+    def values(self) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.codes.values(0, self.codes.part.rows).T)
+
+    def fill(self, out: Tensor) -> list[Work]:
+        import torch
+
+        def copy() -> None:
+            out.copy_(torch.from_numpy(self.values()))
+
+        return [copy]
+
+    def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
+        def pack_all() -> None:
+            values = self.values()
+            panels.pack_dense("f32", address(values), values.shape[1], first, len(values))
+
+        return [pack_all]
+
+    def unpack(self, native: Native) -> NDArray[np.float32]:
+        raise AssertionError("a vector is not stored as codes")
 
 
 def whole_groups(columns: range, format: CodeFormat) -> bool:

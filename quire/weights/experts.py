@@ -15,6 +15,12 @@ EXPERT = re.compile(r"(model\.layers\.(\d+)\.mlp\.)experts\.\d+\.(gate|up|down)_
 
 HEADS = re.compile(r"model\.layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
 
+
+def is_head(part: Part) -> bool:
+    """Whether it is the keys or the values of a head in latent attention."""
+    return HEADS.fullmatch(part.name) is not None
+
+
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 

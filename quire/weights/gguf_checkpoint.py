@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
 from quire.quant.ggml_types import PANEL_FORMATS, check_supported
 from quire.quant.panels import ROWS_IN_PANEL
+from quire.quant.tile_format import TILE_FORMATS, TILE_OUTPUTS
 from quire.quant.weight import Weight
 from quire.weights.checkpoint import Work, part_bytes
 from quire.weights.experts import gguf_part
@@ -25,6 +26,9 @@ from quire.weights.names import gguf_name
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.quant.tile_format import TileFormat
+    from quire.quant.tile_packing import TileRows
 
 SLICE_BYTES = 1 << 20  # of the file, that one thread reads and unpacks at a time
 
@@ -62,6 +66,21 @@ class GGUFPart:
     @property
     def panel_format(self) -> str:
         return PANEL_FORMATS.get(self.info.type, "f32")
+
+    @property
+    def tile_format(self) -> TileFormat | None:
+        return TILE_FORMATS.get(self.info.type)
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        for start, stop in self.slices(TILE_OUTPUTS):
+            yield start, partial(self._tile_rows, device, start, stop)
+
+    def _tile_rows(self, device: str, start: int, stop: int) -> TileRows:
+        import torch
+
+        from quire.quant.gguf_codes import tile_rows
+
+        return tile_rows(self.info.type, torch.from_numpy(self.read_columns(start, stop)).to(device))
 
     def fill(self, out: Tensor) -> list[Work]:
         check_supported(self.info.type)

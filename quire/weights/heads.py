@@ -263,7 +263,7 @@ def build_head(
     ignored = {name for name in available if may_stay_unread(name, tied=False)} if not prefix else ()
     check(expected, available, ignored)
     try:
-        with open_source(checkpoint, dtype, ops, quantize="int8") as source:
+        with open_source(checkpoint, dtype, ops, quantize="int8" if ops.native is not None else None) as source:
             return make(source)
     except ValueError as error:
         raise BadModelFile(

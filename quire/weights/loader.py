@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.weights.panel_source import PanelSource
     from quire.weights.random_tensors import RandomTensors
     from quire.weights.random_weights import RandomPanels
+    from quire.weights.tiled_source import TiledSource
 
 Progress = Callable[[int, int], None]
 
@@ -103,20 +104,33 @@ def open_source(
     packed: bool = False,
     quantize: str | None = None,
     on_read: Callable[[int], None] | None = None,
-) -> PanelSource | DenseSource:
+) -> PanelSource | DenseSource | TiledSource:
     """The source of weights in the form that `ops` need."""
     if ops.native is not None:
         from quire.weights.panel_source import PanelSource
 
         return PanelSource(checkpoint, ops.native, quantize=quantize, on_read=on_read)
     from quire.kernels.torch_arrays import torch_type
-    from quire.weights.dense_source import DenseSource
 
     assert ops.linear is not None
+    if has_tiles(ops, dtype):
+        from quire.weights.tiled_source import TiledSource
+
+        return TiledSource(
+            checkpoint, torch_type(dtype), ops.device, linear=ops.linear, exact=ops.exact, quantize=quantize,
+            on_read=on_read,
+        )  # fmt: skip
+    from quire.weights.dense_source import DenseSource
+
     return DenseSource(
         checkpoint, torch_type(dtype), ops.device, packed=packed, keeps_mxfp4=ops.fused is not None, linear=ops.linear,
         on_read=on_read,
     )  # fmt: skip
+
+
+def has_tiles(ops: Kernels, dtype: str) -> bool:
+    """Whether there are kernels that multiply codes: quire's own on a GPU, for types of 16 bits."""
+    return ops.fused is not None and ITEM_BYTES[dtype] == 2
 
 
 def build_random_model(config: ModelConfig, *, dtype: str, ops: Kernels, quantize: str | None = None) -> LoadedModel:
@@ -131,9 +145,14 @@ def random_source(seed: int, dtype: str, ops: Kernels, quantize: str | None = No
 
         return RandomPanels(seed, ops.native, quantize)
     from quire.kernels.torch_arrays import torch_type
-    from quire.weights.random_tensors import RandomTensors
 
     assert ops.linear is not None
+    if quantize is not None:
+        from quire.weights.random_tiles import RandomTiles
+
+        return RandomTiles(seed, torch_type(dtype), ops.device, ops.linear, quantize, exact=ops.exact)
+    from quire.weights.random_tensors import RandomTensors
+
     return RandomTensors(seed, torch_type(dtype), ops.device, ops.linear)
 
 
@@ -191,14 +210,25 @@ def count_weights(config: ModelConfig, ops: Kernels) -> int:
     return sum(num_values(part, cols) for part, cols in declared_parts(config, ops))
 
 
-def weight_bytes(found: Sequence[StoredPart], dtype: str, *, packed: bool = False, keeps_mxfp4: bool = False) -> int:
+def weight_bytes(
+    found: Sequence[StoredPart], dtype: str, *, packed: bool = False, tiled: bool = False, quantize: str | None = None
+) -> int:
     """Bytes of the weights that `build_model` makes when it does not pack them for quire's own CPU kernels."""
-    return sum(
-        stored.nbytes
-        if (packed and stored.quantized and stored.cols is not None) or (keeps_mxfp4 and is_mxfp4_expert(stored))
-        else num_values(stored.part, stored.cols) * ITEM_BYTES[dtype]
-        for stored in found
-    )
+
+    def num_bytes(stored: StoredPart) -> int:
+        cols, part = stored.cols, stored.part
+        if packed and stored.quantized and cols is not None:
+            return stored.nbytes
+        if tiled and is_mxfp4_expert(stored):
+            return stored.nbytes
+        if tiled and cols is not None:
+            from quire.weights.tiles import format_of
+
+            if format := format_of(part, stored, cols, quantize):
+                return format.nbytes(part.rows, part.width(cols))
+        return num_values(part, cols) * ITEM_BYTES[dtype]
+
+    return sum(map(num_bytes, found))
 
 
 def num_values(part: Part, cols: int | None) -> int:

@@ -10,8 +10,9 @@ import numpy as np
 from quire.errors import UnsupportedModel
 from quire.kernels.cpu.native import Native
 from quire.layers.source import Part
-from quire.quant.panels import Order, PanelWeight, join, rounded_format
+from quire.quant.panels import ExpertOrders, Order, PanelWeight, join, rounded_format
 from quire.weights.checkpoint import Checkpoint, CheckpointSource
+from quire.weights.experts import is_head
 
 
 class PanelSource(CheckpointSource):
@@ -35,15 +36,12 @@ class PanelSource(CheckpointSource):
             rounded_format(stored.panel_format, part.name, width, self._quantize)
             for part, stored in zip(parts, found, strict=True)
         ]
+        orders = [stored.order for stored in found]
+        expert_orders = None
         if parts[0].expert is not None:
-            if any(stored.order is not None for stored in found):
-                raise UnsupportedModel(
-                    f"{parts[0].name}: the inputs of an expert are in an order of their own (act-order), which quire "
-                    "reads for other matrices only. Use a file that was quantized without desc_act."
-                )
+            expert_orders, orders = orders_by_expert(parts, orders, width), [None] * len(orders)
             if len(set(formats)) > 1:
                 formats = ["f32"] * len(formats)  # experts are in panels of one format
-        orders = [stored.order for stored in found]
         same = [next(i for i, other in enumerate(orders) if same_order(other, order)) for order in orders]
         joined = join([part.rows for part in parts], list(zip(formats, same, strict=True)))
         make_panels = self._native.module.Panels
@@ -53,7 +51,7 @@ class PanelSource(CheckpointSource):
             for i in indices:
                 self._submit(found[i], found[i].pack(target, first, self._native))
                 first += parts[i].rows
-        weight = PanelWeight(panels, self._native, [orders[which] for (_, which), _ in joined])
+        weight = PanelWeight(panels, self._native, [orders[which] for (_, which), _ in joined], expert_orders)
         self.nbytes += weight.nbytes
         return weight
 
@@ -67,6 +65,27 @@ class PanelSource(CheckpointSource):
 
     def scalar(self, value: float) -> float:
         return float(np.float32(value))
+
+
+def orders_by_expert(parts: Sequence[Part], orders: Sequence[Order | None], cols: int) -> ExpertOrders | None:
+    """The order of each expert's inputs [experts, cols], or None if all are in order."""
+    if all(order is None for order in orders):
+        return None
+    if is_head(parts[0]):
+        raise UnsupportedModel(
+            f"{parts[0].name}: its inputs are in an order of their own (act-order), which quire does not read for the "
+            "matrices of latent attention. Use a file that was quantized without desc_act."
+        )
+    found: dict[int, Order | None] = {}
+    for part, order in zip(parts, orders, strict=True):
+        assert part.expert is not None
+        if not same_order(found.setdefault(part.expert[0], order), order):
+            raise UnsupportedModel(
+                f"{part.name}: its inputs are in another order (act-order) than those of the same expert's gate, and "
+                "quire multiplies both at once. Use a file that was quantized without desc_act."
+            )
+    in_order = np.arange(cols)
+    return np.array([in_order if order is None else order for order in found.values()], np.int32)
 
 
 def same_order(order: Order | None, other: Order | None) -> bool:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quire.layers.source import Part
 from quire.quant.dense import Dense
+from quire.quant.weight import Weight
 from quire.weights.random_weights import (
     VECTOR_STD,
     columns_of,
@@ -35,7 +36,10 @@ class RandomTensors:
         self.nbytes = 0
         self._linear = linear
 
-    def matrix(self, parts: Sequence[Part], cols: int) -> Dense:
+    def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        return self._dense(parts, cols)
+
+    def _dense(self, parts: Sequence[Part], cols: int) -> Dense:
         num_rows = [part.rows for part in parts]
         out = torch.empty(sum(num_rows), parts[0].width(cols), dtype=self.dtype, device=self.device)
         for part, rows in zip(parts, torch.split(out, num_rows), strict=True):

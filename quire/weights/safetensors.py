@@ -123,9 +123,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             num_bytes = file.seek(0, SEEK_END)
             file.seek(0)
             size = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or size > min(MAX_HEADER_BYTES, num_bytes - 8):
+            if num_bytes < 8 or size > num_bytes - 8:
                 raise ValueError(f"its header would be {size} bytes long, and the file has {num_bytes}")
-            header = json.loads(file.read(size), object_pairs_hook=without_duplicates)
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"its header would be {size} bytes long, and at most {MAX_HEADER_BYTES} are read")
+            header = json.loads(file.read(size).decode(), object_pairs_hook=without_duplicates)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
@@ -153,7 +155,7 @@ def read_entry(path: Path, name: str, entry: Any, data_at: int) -> tuple[StoredT
     if any(type(value) is not int or value < 0 for value in (*shape, begin, end)) or begin > end:
         raise ValueError(f"the shape or the offsets of {name!r} are no sizes")
     if prod(max(dim, 1) for dim in shape) > MAX_VALUES:
-        raise ValueError(f"the shape of {name!r}, {shape}, is too large")
+        raise ValueError(f"the shape of {name!r}, {shape}, has more than {MAX_VALUES} values")
     tensor = StoredTensor(path, tuple(shape), dtype, data_at + begin)
     if dtype in NUMPY_TYPES and tensor.nbytes != end - begin:
         raise ValueError(f"{name!r} has {end - begin} bytes instead of the {tensor.nbytes} of its shape {shape}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from quire.layers.source import Part, Shape
 from quire.quant.weight import Weight
 from quire.weights import mxfp4
 from quire.weights.checkpoint import StoredPart, Work, part_bytes
-from quire.weights.code_part import CodePart
+from quire.weights.code_part import CodePart, TransposedPart
 from quire.weights.experts import safetensors_part
 from quire.weights.family_names import file_name
 from quire.weights.names import safetensors_name, text_name
@@ -25,6 +25,8 @@ from quire.weights.schemes.scheme import Module, Scheme
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.quant.tile_packing import TileRows
 
 COPY_BYTES = 1 << 24  # of a plain tensor, that one thread copies to the device at a time
 PANEL_FORMATS = {"F16": "f16", "BF16": "bf16"}  # others become float32
@@ -40,6 +42,7 @@ class DensePart:
     cols: int | None
     quantized = False
     order = None
+    tile_format = None
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -71,6 +74,9 @@ class DensePart:
                     first += len(piece)
 
         return [copy]
+
+    def tile_rows(self, device: str) -> Iterator[tuple[int, Callable[[], TileRows]]]:
+        raise AssertionError("a plain tensor has no codes")
 
     def pack(self, panels: Any, first: int, native: Native) -> list[Work]:
         def pack_all() -> None:
@@ -126,12 +132,18 @@ class SafetensorsCheckpoint:
         name = safetensors_name(name, self.family)
         return self._stored_names.get(name) or file_name(name, self.family)
 
-    def _find_codes(self, part: Part, cols: int | None) -> CodePart | None:
-        if self.scheme is None or cols is None or part.transposed or not part.name.endswith(".weight"):
+    def _find_codes(self, part: Part, cols: int | None) -> CodePart | TransposedPart | None:
+        if self.scheme is None or cols is None or not part.name.endswith(".weight"):
             return None
-        module = Module(self.files, self._stored_name, part.name.removesuffix(".weight"), part.stored_rows, cols)
+        is_head = part.transposed and part.expert is not None and not part.stacked
+        if part.transposed and not is_head:
+            return None
+        rows, inputs = (cols, part.stored_rows) if is_head else (part.stored_rows, cols)
+        module = Module(self.files, self._stored_name, part.name.removesuffix(".weight"), rows, inputs)
         matrix = self.scheme.matrix(module)
-        return None if matrix is None else CodePart.of(module, matrix, part)
+        if matrix is None:
+            return None
+        return TransposedPart.of(module, matrix, part) if is_head else CodePart.of(module, matrix, part)
 
     def may_stay_unread(self, name: str) -> bool:
         return self.scheme is not None and self.scheme.may_stay_unread(name, self.files)
@@ -140,7 +152,7 @@ class SafetensorsCheckpoint:
         if len(parts) != 1:
             return None
         found = self._find_codes(safetensors_part(parts[0], self.family), cols)
-        if found is None:
+        if not isinstance(found, CodePart):
             return None
         from quire.quant.code_blocks import CodeBlocks
 

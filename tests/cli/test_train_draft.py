@@ -94,11 +94,12 @@ def test_what_is_wrong_is_said(model: Path, tmp_path: Path, arguments: list[str]
     assert not (tmp_path / "head").exists()
 
 
-def test_without_torch_it_says_what_to_install(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+@pytest.mark.parametrize("name", ["torch", "safetensors"])
+def test_without_its_packages_it_says_what_to_install(model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
     done = train(model, tmp_path / "head", "--kind", "block", PYTHONPATH=f"{tmp_path}{os.pathsep}{Path.cwd()}")
     assert done.returncode == 2
-    assert "Training needs torch" in done.stderr
+    assert f"Training needs {name}, and {name} is not installed" in done.stderr
     assert "pip install 'quire[torch]'" in done.stderr
 
 

@@ -66,7 +66,7 @@ class World:
         self.measures = rng.random() < 0.4  # durations, which are random; else all drafts are verified
         self.batch = rng.choice([1, 2, 7, 32])
         self.settings: dict[str, Any] = {
-            "kv_dtype": rng.choice(["float32", "bfloat16", "int8"]),
+            "kv_dtype": rng.choice(["float32", "bfloat16", "int8", "fp8"]),
             "block_size": rng.choice([1, 3, 4, 16]),
             "max_tokens": rng.choice([40, 96, 130]),
             "prefix_cache": rng.random() < 0.8,

@@ -282,7 +282,7 @@ def test_the_network_runs_on_tensors_too(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 def test_a_node_has_the_bits_of_its_path_as_a_chain(kind: str, kv_dtype: str, tmp_path: Path) -> None:
     heads, _ = make_head(kind, "llama", tmp_path)
     engine, (proposer,) = build_engine(CONFIGS["llama"], MODELS["llama"], OPS, heads, kv_dtype=kv_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from quire.engine.build import build_engine as build
 from quire.engine.draft_heads import LOADERS, LoadedHead
 from quire.engine.draft_vocabulary import MAX_OWN, OwnTokens
 from quire.engine.engine import Engine
-from quire.engine.heads import HeadProposer
+from quire.engine.heads import Bigrams, HeadProposer, find_candidates, grow_native
 from quire.engine.sampling_state import signed
 from quire.engine.speculation import HEAD_KINDS
 from quire.errors import BadModelFile, InvalidParams, ModelNotFound
@@ -30,6 +30,7 @@ from quire.kernels.gumbel import gumbel
 from quire.kernels.reference_sampling import gumbel as reference_gumbel
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.speculative.draft_tree import grow_tree
 from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
 from quire.weights.heads import Target, load_block_head, load_medusa
@@ -93,8 +94,8 @@ class Recorder:
         return self.inner.depth
 
     @property
-    def bias(self) -> Any:
-        return self.inner.bias
+    def bigrams(self) -> Any:
+        return self.inner.bigrams
 
     def states(self, requests: Sequence[Request], features: np.ndarray) -> np.ndarray:
         states = self.inner.states(requests, features)
@@ -306,10 +307,49 @@ def bigram_bias(tensors: dict[str, Any], token: int, ids: Tensor) -> Tensor:
 def test_noise_is_that_of_the_reference() -> None:
     ids = np.array([[3, 900, 17, 64], [5, 6, 999, 8]])
     seeds, lengths = np.array([-(2**62) - 12345, 77]), np.array([5, 2**33 + 1])
-    found = gumbel(seeds, lengths, ids)
-    for row in range(2):
-        expected = reference_gumbel(torch.tensor(seeds[row]), torch.tensor(lengths[row]), 1000)
-        assert found[row].tolist() == pytest.approx(expected[torch.from_numpy(ids[row])].tolist(), abs=1e-6)
+    for found in (gumbel(seeds, lengths, ids), OPS.gumbel(seeds, lengths, ids)):
+        for row in range(2):
+            expected = reference_gumbel(torch.tensor(seeds[row]), torch.tensor(lengths[row]), 1000)
+            assert found[row].tolist() == pytest.approx(expected[torch.from_numpy(ids[row])].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("with_bigrams", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_are_those_of_the_reference(temperature: float, with_bigrams: bool) -> None:
+    """Random candidates, with ties, values that are left out, and values that end the tree."""
+    rng = np.random.default_rng(3)
+    vocab_size, num_ids, rank = 300, 200, 5
+    index = np.full(vocab_size, -1, np.int64)
+    index[rng.permutation(vocab_size)[:num_ids]] = np.arange(num_ids)
+    before, after = (rng.standard_normal((num_ids, rank)).astype(np.float32) for _ in range(2))
+    bigrams = Bigrams(before, after, index) if with_bigrams else None
+
+    def bias(tokens: np.ndarray) -> Callable[[int], np.ndarray]:
+        def add(token: int) -> np.ndarray:
+            rows = np.where(index[tokens][:, None] < 0, 0.0, after[index[tokens]])
+            return (rows @ before[index[token]] * (index[token] >= 0)).astype(np.float32)
+
+        return add
+
+    num_nodes = 0
+    for nth in range(60):
+        depth, count = rng.integers(1, 6), rng.integers(1, 20)
+        tokens = np.stack([rng.permutation(vocab_size)[:count] for _ in range(depth)])
+        logprobs = np.log(rng.dirichlet(np.full(count + 3, 0.4), depth)[:, :count]).astype(np.float32)
+        logprobs[:, rng.integers(0, count)] = -np.inf
+        if nth % 6 == 0:
+            logprobs[-1, 0] = (np.nan, -np.inf, np.inf)[nth // 6 % 3]
+        if nth % 7 == 0:
+            logprobs[0] = logprobs[0, 0]
+        params = SamplingParams(temperature=temperature)
+        request = Request("a", [1, 2, 3], params, max_tokens=9, seed=nth - 30)
+        most = int(rng.integers(1, 12))
+        found = grow_native(request, tokens, logprobs, most, bigrams, OPS.native)
+        expected = grow_tree(find_candidates(request, tokens, logprobs, OPS), most, bias if with_bigrams else None)
+        assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+        assert found.odds == pytest.approx(expected.odds, rel=1e-5)
+        num_nodes += len(found)
+    assert num_nodes > 150
 
 
 def test_a_tree_has_as_many_nodes_as_it_may(tmp_path: Path) -> None:

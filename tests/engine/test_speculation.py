@@ -106,6 +106,7 @@ ENGINES: dict[str, Settings] = {
     "few blocks": {"num_blocks": 70, "block_size": 4},
     "swap": {"num_blocks": 70, "block_size": 4, "num_host_blocks": 300},
     "int8": {"kv_dtype": "int8", "block_size": 16},
+    "fp8": {"kv_dtype": "fp8", "block_size": 16},
     "bfloat16": {"kv_dtype": "bfloat16", "block_size": 3},
 }
 

@@ -143,9 +143,15 @@ def simulated_ops(*, exact: bool = False) -> Kernels:
     return replace(select_torch("cuda", exact=exact), arrays=SimulatedArrays())
 
 
-def build_model(config: ModelConfig, ops: Kernels, seed: int = 0) -> Decoder:
+def build_model(config: ModelConfig, ops: Kernels, seed: int = 0, quantize: str | None = None) -> Decoder:
+    """In float32, or with matrices of codes in float16, as kernels for codes need 16 bits."""
     assert ops.linear is not None
-    return MODELS[config.family](config, RandomTensors(seed, torch.float32, "cpu", ops.linear), ops)
+    source = RandomTensors(seed, torch.float32, "cpu", ops.linear)
+    if quantize is not None:
+        from quire.weights.random_tiles import RandomTiles
+
+        source = RandomTiles(seed, torch.float16, "cpu", ops.linear, quantize, exact=ops.exact)
+    return MODELS[config.family](config, source, ops)
 
 
 def build_engine(
@@ -160,13 +166,14 @@ def build_engine(
     controller: Controller | None = None,
     prefix_cache: bool = True,
     load_head: Callable[[Decoder, Kernels], LoadedEagle] | None = None,
+    quantize: str | None = None,
 ) -> Engine:
     """An engine on a tiny model with random weights, and with `load_head` a drafter."""
     ops = simulated_ops(exact=exact)
-    model = build_model(config, ops)
+    model, dtype = build_model(config, ops, quantize=quantize), "float16" if quantize else "float32"
     loaded = None if load_head is None else load_head(model, ops)
     specs = [*model.cache_specs(), *([] if loaded is None else [loaded.head.cache_spec])]
-    layout = lay_out(specs, shape_blocks(specs, ops, "float32", block_size))
+    layout = lay_out(specs, shape_blocks(specs, ops, dtype, block_size))
     scheduler = Scheduler(
         num_blocks, block_size, max_tokens, max_requests, windows=layout.windows, prefix_cache=prefix_cache,
         num_host_blocks=num_host_blocks, costs=SwapCosts(copy_s=0.0, compute_s=1.0),
@@ -179,7 +186,7 @@ def build_engine(
     )
     drafter = None if loaded is None else (loaded, cache.layers.pop())
     decoder = ops.record(model, cache.layers, max_tokens, ())
-    runner = build_runner(decoder, cache, ops, shape, config, "float32", 1 << 40, drafter=drafter)
+    runner = build_runner(decoder, cache, ops, shape, config, dtype, 1 << 40, drafter=drafter)
     assert isinstance(runner, GpuRunner)
     info: Any = SimpleNamespace(device="cpu")
     return Engine(scheduler, runner, info, controller)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cpu
 SCRIPTS = [
     "interpreted",
     "interpreted_families",
+    "interpreted_tiles",
     "interpreted_speculation exact",
     "interpreted_speculation",
     "interpreted_drafter exact",
@@ -27,6 +28,7 @@ SCRIPTS = [
     "interpreted_experts_engine sinks",
     "interpreted_experts_engine latents",
     "interpreted_experts_engine latents exact",
+    "interpreted_training",
 ]
 
 

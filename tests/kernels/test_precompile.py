@@ -16,8 +16,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from quire.config import EngineConfig
 from quire.engine import precompile as parent
 from quire.engine.build import build_engine
-from quire.kernels.cuda.launch.precompile import Model, share
+from quire.engine.precompile_codes import find_codes
+from quire.kernels.cuda.launch.precompile import CodesOf, Model, share
+from quire.weights.config import read_config
 from quire.weights.json_config import config_from_json
+from tests.weights.schemes.packed import quantized_model
 
 pytestmark = pytest.mark.cpu
 
@@ -128,6 +131,29 @@ def test_exact_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"_prefill", "_single", "_skinny", "_accept"} <= {*compiled}
     assert compiled.count("_single") == 2, "of trees too"
     assert not {"_varlen", "_decode", "_verify"} & {*compiled}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_kernels_of_codes_compile_for_hopper(exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["draw", "serve", "attend_to_prompts", "attend_to_singles", "normalize", "multiply", "accept", "draft"]
+    options = {"weights": "random", "quantize": "int4", "exact": exact}
+    compiled = compile_all(tmp_path, monkeypatch, SHAPES, others, **options)
+    assert compiled.count("_tiled") >= 6
+    assert ("_dequantize" in compiled) != exact
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq 4 order", "fp8 channel"])
+def test_matrices_of_codes_are_found_in_headers(method: str, tmp_path: Path) -> None:
+    path, plain = quantized_model(tmp_path, method)
+    model = read_config(path)
+    codes, has_plain = find_codes(EngineConfig(), model, path)
+    # Parts that are no whole tiles of 64 rows stay apart: gate and up of 96.
+    sizes = {(each["num_out"], each["num_in"]) for each in codes}
+    assert sizes == {(32, 64), (64, 64), (96, 64), (64, 96)}
+    assert not has_plain
+    assert all(each.keys() == CodesOf.__dataclass_fields__.keys() for each in codes)
+    assert find_codes(EngineConfig(), model, plain) == ([], True)
+    assert find_codes(EngineConfig(quantize="int8"), model, plain)[1] is False
 
 
 def test_what_a_child_is_told_describes_the_model() -> None:

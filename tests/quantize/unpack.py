@@ -13,7 +13,8 @@ from quire.weights.safetensors import SafetensorsFiles
 def dense_of(files: SafetensorsFiles, name: str, config: dict[str, Any] | None) -> np.ndarray:
     """A tensor [rows, cols] or [size] in float32."""
     stem = name.removesuffix("weight")
-    if not name.endswith("_proj.weight") or config is None:
+    companions = ("weight_scale", "weight.absmax", "qweight", "weight_packed")
+    if config is None or not any(f"{stem}{each}" in files.tensors for each in companions):
         return as_float(files, name)
     method = config["quant_method"]
     if method == "gptq":

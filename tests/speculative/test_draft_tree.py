@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def test_tokens_that_are_no_candidates_have_their_share() -> None:
 
 
 def test_a_bias_depends_on_the_token_before() -> None:
-    def bias(token: int, tokens: np.ndarray) -> np.ndarray:
-        return np.where(tokens == 4, np.float32(9.0 if token == 2 else 0.0), np.float32(0.0))
+    def bias(tokens: np.ndarray) -> Callable[[int], np.ndarray]:
+        return lambda token: np.where(tokens == 4, np.float32(9.0 if token == 2 else 0.0), np.float32(0.0))
 
     tree = grow_tree([place({1: 0.5, 2: 0.5}), place({3: 0.8, 4: 0.2})], 4, bias)
     assert tree.tokens == [1, 2, 4, 3]

@@ -44,7 +44,7 @@ if not ISAS:
 
 CPU = "cpu"
 THREADS = (1, 2, 5)
-CACHE_TYPES = ("float32", "bfloat16", "int8")
+CACHE_TYPES = ("float32", "bfloat16", "int8", "fp8")
 
 each_isa = pytest.mark.parametrize("name", ISAS)
 each_thread_count = pytest.mark.parametrize("threads", THREADS)
@@ -58,7 +58,8 @@ def native_of(name: str = ISAS[0], threads: int = 2, few_rows: int = 32) -> Nati
 def as_arrays(x: Any) -> Any:
     """Tensors, also those of caches and of paging, as numpy arrays over the same memory."""
     if isinstance(x, Tensor):
-        return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+        held_as = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(x.dtype)
+        return (x if held_as is None else x.view(held_as)).numpy()
     if isinstance(x, LayerCache):
         return replace(x, k=as_arrays(x.k), v=as_arrays(x.v))
     if isinstance(x, Paging):
@@ -142,22 +143,24 @@ def kept(x: Tensor, kind: str) -> Tensor:
         return x.bfloat16().float()
     if kind == "float32":
         return x
-    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    scale = x.abs().amax(-1, keepdim=True) / (448.0 if kind == "fp8" else 127.0)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    if kind == "fp8":
+        return (x * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     return (x * inverse).clamp(-127, 127).round() * scale
 
 
 def side_by_side(count: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, value: float) -> list[Tensor]:
     """Blocks of keys and of values, of which each holds both, and something else behind them."""
     sizes = [math.prod(shape) for shape in shapes]
-    whole = torch.full((count, sum(sizes) + 64), value, dtype=dtype)
+    whole = torch.full((count, sum(sizes) + 64), value).to(dtype)
     parts = whole.split([*sizes, 64], dim=1)
     return [part.view(count, *shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
 class NativePagedCache(PagedCache):
-    """The same tables as a PagedCache of the same seed, over caches that `cache_shapes` describes. -1 is int8's NaN:
-    four of them are one where a scale stands."""
+    """The same tables as a PagedCache of the same seed, over caches that `cache_shapes` describes. Four -1 of int8
+    are NaN where a scale stands, as are four NaN of float8."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from quire.train.files import describe_head, write_config, write_tensors
 from quire.train.heads.block import BlockModule
 from quire.train.heads.eagle import EagleModule
 from quire.train.heads.exit import ExitModule
-from quire.train.heads.head import TrainedHead, attend
+from quire.train.heads.head import TrainedHead, attend, attend_fused
 from quire.train.heads.medusa import MedusaModule
 from quire.train.loop import find_bigrams, find_loss
 from quire.train.target import Target
@@ -137,6 +137,8 @@ def test_keys_and_values_are_those_that_native_kernels_read() -> None:
         expected = OPS.attention(q.numpy(), states._cache.layers[layer], paging, **options)
         seen = torch.ones(37, 37, dtype=torch.bool).tril()
         mine = attend(q[None], [(k[None], v[None], seen[None])], attention.scale)
+        fused = attend_fused(q[None], k[None], v[None], seen[None], attention.scale)
+        torch.testing.assert_close(fused, mine, atol=0.03, rtol=0.03)  # bfloat16
         torch.testing.assert_close(mine.view(q.shape), torch.from_numpy(np.asarray(expected)), atol=1e-4, rtol=1e-4)
 
 

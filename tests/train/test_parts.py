@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,20 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.speculation import Answer
 from quire.errors import BadModelFile, EngineError, InvalidParams, ModelError
-from quire.train.dialogues import Dialogue, Dialogues, Interviewer, Limits, collect, find_opening, is_question, mix
+from quire.train.answers import answer
+from quire.train.dialogues import (
+    MAX_LOOP,
+    Dialogue,
+    Dialogues,
+    Interviewer,
+    Limits,
+    collect,
+    cut_loop,
+    decode,
+    find_opening,
+    is_question,
+    mix,
+)
 from quire.train.evaluation import Evaluator, calibrate
 from quire.train.features import FeatureMaker, find_anchors, pick_anchors
 from quire.train.files import write_tensors
@@ -23,6 +37,9 @@ from quire.train.heads.head import spread_layers
 from quire.train.loop import LoopSettings, plan_rounds, rate
 from quire.train.prompts import read_prompts
 from quire.train.report import check_answers, judge, summarize
+from quire.train.run import check_directory
+from quire.train.settings import write_atomically
+from quire.train.tasks import choose_passages
 from quire.train.vocabulary import DraftVocabulary
 from tests.tools.chat_model import chat_model
 from tests.train.test_heads import batch_of, disturb, generator, make_target, texts
@@ -95,6 +112,68 @@ def test_own_and_given_questions_are_mixed() -> None:
     assert list(mix(own, [])) == own
 
 
+def test_an_answer_ends_where_it_loops() -> None:
+    text = list(range(40))
+    assert cut_loop(text) == text
+    assert cut_loop([*text, *text[:20]]) == [*text, *text[:20]]  # a quotation
+    looped = [*text, *[7, 8, 9] * 50]
+    assert cut_loop(looped) == looped[: 40 + 10 + MAX_LOOP]  # 3 new tokens, and 7 until 8 of them are known
+
+
+def test_tasks_are_about_earlier_answers(llm: LLM) -> None:
+    """A resumed run has the same ones."""
+    limits = Limits(48, 8, llm.info.max_len)
+    first = Interviewer(llm, limits, 0)
+    earlier = first.make_round(0)
+    resumed = Interviewer(llm, limits, 0)
+    resumed.remember(earlier)
+    made, again = first.make_round(1), resumed.make_round(1)
+    assert [each.tokens.tolist() for each in made] == [each.tokens.tolist() for each in again]
+    asked = Interviewer(llm, limits, 0)._ask(1, 48)
+    tasks = [each for each in made if each.tokens[: each.num_prompt].tolist() not in asked]
+    assert len(tasks) >= 3
+    answers = [decode(llm, each.tokens[each.num_prompt :].tolist()) for each in earlier if not each.is_held_out]
+    for task in tasks:
+        prompt = decode(llm, task.tokens[: task.num_prompt].tolist())
+        assert any(answer in prompt for answer in answers)
+
+
+def test_passages_fit() -> None:
+    chooser = random.Random(0)
+    lengths = [10, 60, 30, 200, 5]
+    picked = [choose_passages(lengths, 90, chooser) for _ in range(200)]
+    assert {len(each) for each in picked} >= {1, 2, 3}
+    assert all(sum(lengths[index] for index in each) <= 90 for each in picked)
+    assert all(len(set(each)) == len(each) for each in picked)
+
+
+def test_answers_are_those_of_generate(llm: LLM) -> None:
+    """More prompts than run at once, and of several lengths."""
+    prompts = [[5 + nth, 60, 7] for nth in range(20)]
+    params = [SamplingParams(temperature=0.8, seed=nth, max_tokens=3 + nth % 5) for nth in range(20)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    made = answer(llm, prompts, params)
+    assert [each.tokens for each in made] == [output.outputs[0].token_ids for output in outputs]
+    assert [each.finish.value for each in made] == [output.outputs[0].finish_reason for output in outputs]
+
+
+def test_an_interrupted_call_leaves_no_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._client.engine
+    step, calls = engine.step, [0]
+
+    def interrupted() -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(llm, [[5, 6]] * 20, [SamplingParams(max_tokens=9)] * 20)
+    assert not engine.scheduler.requests
+
+
 def test_dialogues_are_kept(tmp_path: Path) -> None:
     kept = Dialogues(tmp_path / "run")
     made = [Dialogue(np.array([1, 2, 3], np.int32), 1, True), Dialogue(np.array([4, 5], np.int32), 1, False)]
@@ -122,6 +201,21 @@ def test_prompts_are_read(tmp_path: Path) -> None:
     )
     (tmp_path / "b.txt").write_text("f\n g \na\n")
     assert read_prompts([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == ["a", "b", "c", "e", "f", "g"]
+    (tmp_path / "c.jsonl").write_text('\ufeff{"prompt": "one\u2028line"}\r\n{"prompt": "h"}\r\n', encoding="utf-8")
+    assert read_prompts([str(tmp_path / "c.jsonl")]) == ["one\u2028line", "h"]
+    (tmp_path / "d.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "}")
+    with pytest.raises(InvalidParams, match="line 1, is no prompt"):
+        read_prompts([str(tmp_path / "d.jsonl")])
+
+
+def test_what_cannot_be_written_is_an_error_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidParams, match="cannot be made"):
+        check_directory(tmp_path / "file" / "head", tmp_path / "file" / "head" / "training", resume=False)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidParams, match=r"folder cannot be written.* --resume"):
+        write_atomically(tmp_path / "folder", b"")  # in place of a full disk
+    assert not (tmp_path / "folder.partial").exists()
 
 
 def test_anchors() -> None:

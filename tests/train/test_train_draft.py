@@ -13,7 +13,9 @@ import torch
 from safetensors.numpy import load_file
 
 from quire import LLM, SamplingParams
-from quire.errors import BadModelFile, InvalidParams
+from quire.errors import BadModelFile, InvalidParams, ModelNotFound
+from quire.store import head_directory
+from quire.train import loop
 from quire.train.dialogues import Interviewer
 from quire.train.loop import Trainer
 from quire.train.report import METHODS
@@ -104,6 +106,7 @@ INTERRUPTIONS: dict[str, tuple[type, str, int]] = {
     "asking": (Interviewer, "make_round", 3),
     "the first round": (Trainer, "_step", 3),
     "a later round": (Trainer, "_step", 30),
+    "a later round, without a state": (Trainer, "_step", 30),
 }
 
 
@@ -112,6 +115,8 @@ def test_an_interrupted_run_goes_on(at: str, model: Path, tmp_path: Path, monkey
     """Its files are those of a run without an interruption."""
     whole = train(model, tmp_path / "whole")
     with monkeypatch.context() as patched:
+        if at.endswith("without a state"):
+            patched.setattr(loop, "SAVING_SHARE", -1.0)
         interrupt(patched, *INTERRUPTIONS[at])
         with pytest.raises(KeyboardInterrupt):
             train(model, tmp_path / "part")
@@ -272,3 +277,23 @@ def test_it_runs_in_bfloat16_on_the_ops_of_torch(
 def test_threads_are_those_of_the_engine(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "head", "medusa")
     assert torch.get_num_threads() == 1
+
+
+def test_a_head_in_the_store_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model's name, for each kind, and not for another kind."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="--kind block --out store"):
+        LLM(str(model), threads=1, speculate="block:store")
+    train(model, head_directory(str(model), "block"))
+    with LLM(str(model), threads=1, speculate="block:store") as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [5, 60, 7]}], SamplingParams(max_tokens=20), use_tqdm=False)
+    assert output.num_drafted_tokens > 0
+    with pytest.raises(ModelNotFound, match="--kind exit --out store"):
+        LLM(str(model), threads=1, speculate="self:store")
+
+
+def test_an_alias_and_its_file_have_one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", "/cache")
+    path = Path("/cache/heads/SmolLM2-135M-Instruct.Q4_1/block")
+    assert head_directory("smollm2:135m", "block") == path
+    assert head_directory("some/where/SmolLM2-135M-Instruct.Q4_1.gguf", "block") == path

@@ -2,7 +2,7 @@
 recorded on their tape. Called with arrays, it is recorded on a new tape, which runs once. Tests use this to compare
 each op with the reference.
 
-Activations are float32. The cache is float32, bfloat16 or int8, in the layout of `csrc/attention.h`.
+Activations are float32. The cache is float32, bfloat16, int8 or fp8, in the layout of `csrc/attention.h`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.kernels.sampling import IN_PROMPT, NUM_SETTINGS
 
 LANES = 16  # tokens in a vector of keys
 PARTIALS = 1 << 18  # floats for partial results of contexts that several threads share: 1 MiB
-CACHE_TYPES = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # by the numpy type that holds them
+CACHE_TYPES = {"float32": "float32", "uint16": "bfloat16", "int8": "int8", "uint8": "fp8"}  # by the numpy type
 
 Ids = NDArray[np.int64]
 
@@ -181,6 +181,7 @@ class NativeOps:
         dtype, heads = spec.dtype or dtype, spec.num_kv_heads
         value_dim = spec.value_dim or spec.head_dim
         sizes = self.native.module.cache_bytes(dtype, block_size, heads, spec.head_dim, value_dim)
+        dtype = "float8_e4m3fn" if dtype == "fp8" else dtype
         k, v = ((heads, num_bytes // ITEM_BYTES[dtype]) for num_bytes in sizes)
         return BlockShape(k, v, dtype)
 
@@ -210,6 +211,14 @@ class NativeOps:
             *map(address, (*columns, tokens, largest)),
         )  # fmt: skip
         return tokens, largest
+
+    def gumbel(self, seeds: Ids, lengths: Ids, ids: Ids) -> Floats:
+        assert seeds.dtype == lengths.dtype == ids.dtype == np.int64
+        assert seeds.shape == lengths.shape == ids.shape[:1]
+        columns = [np.ascontiguousarray(x) for x in (seeds, lengths, ids)]
+        noise = np.empty(ids.shape, np.float32)
+        self.native.module.gumbel(*map(address, columns), *ids.shape, address(noise))
+        return noise
 
     def logprobs(self, logits: Floats, tokens: Ids, num_top: int) -> tuple[Floats, Ids, Ids, Floats]:
         rows, size = logits.shape
@@ -335,9 +344,9 @@ def layer_arguments(cache: LayerCache) -> tuple[Any, ...]:
 
 
 def dims_of(cache: LayerCache) -> tuple[int, int]:
-    """The dimensions of a key's head and of a value's. Behind an int8 head's codes are the scales of all lanes."""
+    """The dimensions of a key's head and of a value's. Behind the codes of a head are the scales of all lanes."""
     lanes = -(-cache.block_size // LANES) * LANES
-    scales = 4 * lanes if cache.k.dtype == np.int8 else 0
+    scales = 4 * lanes if cache.k.dtype.itemsize == 1 else 0
     return (cache.k.shape[2] - scales) // lanes, (cache.v.shape[2] - scales) // cache.block_size
 
 

@@ -91,7 +91,13 @@ class ExpertsOp:
             down_bias=0 if down_bias is None else down_bias.ctypes.data,
             few_rows=self.few_rows[0],
             down_few_rows=self.few_rows[1],
+            orders=order_address(weights.gate_up),
+            inner_orders=order_address(weights.down),
         )
+
+
+def order_address(weight: Any) -> int:
+    return 0 if weight.expert_orders is None else int(weight.expert_orders.ctypes.data)
 
 
 def only_panels(weight: Any) -> Any:
@@ -105,11 +111,12 @@ def record_experts(
 ) -> Value:
     tape, top_k = x.tape, routes.width // 2
     gate_up, down = only_panels(weights.gate_up), only_panels(weights.down)
+    has_inner_order = weights.down.expert_orders is not None
     rounds_x, rounds_inner = (not multiplies_floats(panels.format) for panels in (gate_up, down))
     # The values are held until the op is on the tape: then the ops after it may use the memory.
     rows = [
         new_rows(tape, weights.hidden_size, top_k, quantized=rounds_x),
-        new_rows(tape, weights.size, top_k, quantized=False, needed=not (rounds_x and rounds_inner)),
+        new_rows(tape, weights.size, top_k, quantized=False, needed=has_inner_order or not (rounds_x and rounds_inner)),
         new_rows(tape, weights.size, top_k, quantized=True, needed=rounds_inner),
         new_rows(tape, weights.hidden_size, top_k, quantized=False),
     ]

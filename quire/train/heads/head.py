@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.errors import UnsupportedModel
 from quire.kernels import reference
@@ -97,6 +98,8 @@ def attend(
     A set is keys and values and which of them a query sees, [rows, queries, keys] bool. Keys are [rows, keys, kv_heads,
     dim], or [rows, queries, 1, kv_heads, dim] where each query has one of its own.
     """
+    if q.is_cuda and len(scored) == 1 and softcap is None:
+        return attend_fused(q, *scored[0], scale)
     kv_heads = scored[0][0].shape[-2]
     rows, num_queries, heads, dim = q.shape
     grouped = q.float().view(rows, num_queries, kv_heads, heads // kv_heads, dim)
@@ -114,6 +117,19 @@ def attend(
         pattern = "bkgqm,bqmkd->bqkgd" if k.dim() == 5 else "bkgqm,bmkd->bqkgd"
         out = out + torch.einsum(pattern, each, v.float())
     return out.flatten(2)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """`attend` for one set of keys, in torch's own kernel, which keeps no scores. Every query sees a key.
+
+    Not cuDNN's kernel: it is compiled for each new shape, and nearly every batch has one.
+    """
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (x.to(torch.bfloat16).transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        out = functional.scaled_dot_product_attention(q, k, v, seen[:, None], scale=scale)
+    return out.transpose(1, 2).flatten(2).float()
 
 
 def spread_layers(target: Target, shares: tuple[float, ...]) -> tuple[int, ...]:

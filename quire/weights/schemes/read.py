@@ -9,6 +9,7 @@ from quire.weights.fields import Fields
 from quire.weights.schemes.awq import AWQ
 from quire.weights.schemes.bitsandbytes import BitsAndBytes
 from quire.weights.schemes.compressed import CompressedTensors
+from quire.weights.schemes.eetq import EETQ
 from quire.weights.schemes.float8 import Float8, ModelOpt
 from quire.weights.schemes.gptq import GPTQ
 from quire.weights.schemes.scheme import Scheme
@@ -23,6 +24,7 @@ METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "fbgemm_fp8": Float8.read,
     "modelopt": ModelOpt.read,
     "squeezellm": SqueezeLLM.read,
+    "eetq": EETQ.read,
 }
 
 
@@ -38,8 +40,6 @@ def read_scheme(config: Mapping[str, Any], where: str = "config.json") -> Scheme
     method = read_method(section)
     if method == "mxfp4" and fields.text("model_type", "") == "gpt_oss":
         return None  # of experts only; `mxfp4.py` finds them by the names of their tensors
-    if method == "eetq":
-        raise section.unsupported("EETQ stores int8 codes in the order of a GPU's registers. Use compressed-tensors.")
     if method not in METHODS:
         raise section.unsupported(f"quant_method {method!r} is not supported; quire reads {', '.join(METHODS)}.")
     return METHODS[method](section)

@@ -88,7 +88,7 @@ def test_torch_and_own_kernels_answer_alike(llama: Path, gemma: Path) -> None:
         assert answer(build(path, kv_dtype="float32")) == answer(plain)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "fp8"])
 def test_caches_of_every_type(llama: Path, kind: str) -> None:
     engine = build(llama, kv_dtype=kind)
     assert f"{kind} cache" in engine.info.summary
@@ -96,9 +96,10 @@ def test_caches_of_every_type(llama: Path, kind: str) -> None:
 
 
 def test_smaller_caches_are_smaller(llama: Path) -> None:
-    sizes = [build(llama, kv_dtype=kind).info.cache.block_bytes for kind in ("float32", "bfloat16", "int8")]
+    sizes = [build(llama, kv_dtype=kind).info.cache.block_bytes for kind in ("float32", "bfloat16", "int8", "fp8")]
     assert sizes[0] == 2 * sizes[1]
     assert sizes[2] < 0.7 * sizes[1]
+    assert sizes[3] == sizes[2]
 
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8", 8.5), ("int4", 5.0)])
@@ -248,8 +249,14 @@ def test_an_older_cpu_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quantize_without_own_kernels_is_refused(llama: Path) -> None:
-    with pytest.raises(InvalidParams, match="quantize is 'int8', which needs quire's own CPU kernels"):
+    with pytest.raises(InvalidParams, match="quantize is 'int8', which needs quire's own kernels"):
         build(llama, kernels="torch", quantize="int8")
+
+
+@pytest.mark.parametrize("name", ["fp8", "nf4"])
+def test_rounding_that_only_gpus_have_is_refused_on_a_cpu(llama: Path, name: str) -> None:
+    with pytest.raises(InvalidParams, match=f"quantize is '{name}', which needs a GPU; on a CPU use"):
+        build(llama, quantize=name)
 
 
 def test_quantize_of_a_quantized_file_is_refused(tmp_path: Path) -> None:
@@ -262,8 +269,7 @@ def test_quantize_of_a_quantized_file_is_refused(tmp_path: Path) -> None:
     ("kernels", "kind", "reason"),
     [
         ("torch", "int8", "needs quire's own CPU kernels"),
-        ("torch", "fp8", "needs quire's own GPU kernels"),
-        ("native", "fp8", "needs quire's own GPU kernels"),
+        ("torch", "fp8", "needs quire's own kernels"),
         ("native", "float16", "quire's own CPU kernels lack"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from quire.kernels import reference
 from quire.kernels.cpu.native import multiplies_floats
 from quire.kernels.routing import ExpertWeights, Routing
 from quire.quant.dense import Dense
+from quire.quant.panels import PanelWeight
 from tests.tools.native import (
     DENSE,
     QUANTIZED,
@@ -114,6 +116,31 @@ def expected_of_rounded(x: Tensor, routes: tuple[Tensor, Tensor], weights: Exper
 
 def rows(weight: Any, expert: int, count: int) -> Tensor:
     return weight.data.view(count, -1, weight.data.shape[1])[expert].double()
+
+
+def orders_of(experts: int, cols: int, seed: int) -> Any:
+    return np.array([np.random.default_rng(seed + each).permutation(cols) for each in range(experts)], np.int32)
+
+
+@each_isa
+@pytest.mark.parametrize("formats", [("f32", "f32"), ("int4-g32", "int4z-g64"), ("f32", "q8_0"), ("q8_0", "f32")])
+@pytest.mark.parametrize("ordered", ["both", "gate_up", "down"])
+def test_experts_whose_inputs_are_in_orders_of_their_own(formats: tuple[str, str], ordered: str, name: str) -> None:
+    """Act-order: column i of an expert's matrices belongs to input order[i]."""
+    native = native_of(name, 2)
+    gate_up = PanelWeight([random_panels(formats[0], 5 * 2 * 128, 256, 1)], native)
+    down = PanelWeight([random_panels(formats[1], 5 * 256, 128, 2)], native)
+    gate_up.expert_orders = orders_of(5, 256, 1) if ordered != "down" else None
+    down.expert_orders = orders_of(5, 128, 9) if ordered != "gate_up" else None
+    packed = ExpertWeights(5, gate_up, down)
+    dense = ExpertWeights(5, *(Dense(torch.from_numpy(weight.dense())) for weight in (gate_up, down)))
+    limit = 2e-4 if formats == ("f32", "f32") else 0.03
+    for tokens in (1, 9, 40):
+        routes = reference.route(draw(tokens, 5), None, Routing(5, 2))
+        x = draw(tokens, 256, seed=6)
+        found, expected = ops_of(name).experts(x, routes, packed), reference.experts(x, routes, dense)
+        assert (found - expected).norm() < limit * expected.norm()
+        assert torch.equal(found[-1:], ops_of(name).experts(x[-1:], (routes[0][-1:], routes[1][-1:]), packed))
 
 
 @each_isa

@@ -220,11 +220,12 @@ class Layout:
         return (codes.unflatten(-1, (size, self.head_dim)) * scales[..., :size, None]).permute(0, 2, 1, 3)
 
     def split(self, cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        if cache.dtype != torch.int8:
+        if cache.itemsize > 1:
             assert cache.shape[-1] == size
             return cache.float(), torch.ones(*cache.shape[:-1], self.lanes)
         assert cache.shape[-1] == size + 4 * self.lanes
-        return cache[..., :size].float(), cache[..., size:].contiguous().view(torch.float32)
+        codes, scales = cache[..., :size].float(), cache[..., size:].contiguous().view(torch.float32)
+        return codes, scales / 256 if cache.dtype == torch.float8_e4m3fn else scales
 
 
 @each_isa
@@ -255,8 +256,9 @@ def test_store_kv_of_no_token(name: str, kind: str) -> None:
 
 @each_isa
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_int8_shows_what_is_not_finite(name: str, bad: float) -> None:
-    layout = Layout(ops_of(name), "int8", 1, 4, 2, 16)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_codes_show_what_is_not_finite(name: str, bad: float, kind: str) -> None:
+    layout = Layout(ops_of(name), kind, 1, 4, 2, 16)
     k = torch.ones(1, 2, 16)
     k[0, 1, 5] = bad
     ops_of(name).store_kv(k, k, layout.cache, torch.tensor([2]))

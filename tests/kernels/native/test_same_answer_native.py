@@ -18,13 +18,13 @@ from tests.tools.tiny import MIXTURES, TinyEngine
 
 pytestmark = pytest.mark.cpu
 
-CACHE_TYPES = ("float32", "bfloat16", "int8", "bfloat16", "float32", "int8", "bfloat16", "int8", "float32")
+CACHE_TYPES = ("float32", "bfloat16", "int8", "bfloat16", "float32", "fp8", "bfloat16", "int8", "fp8")
 CACHE_OF = dict(zip(FITTING, CACHE_TYPES, strict=True))
-CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "bfloat16"}
+CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "fp8"}
 CONFIGS = FITTING | MIXTURES
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "fp8"])
 def test_layers_of_others_in_the_same_blocks(kind: str) -> None:
     """Of a draft model, an encoder and a state. Blocks of the model's own layers lie apart then."""
     ops, config = kernels_of(), FITTING["gemma3"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 BUILD = Path(__file__).parents[3] / "build"
 FOLDERS = (*BUILD.glob("native*"), BUILD / "arm/cmake")
-OBJECTS = sorted(path for folder in FOLDERS for path in folder.glob("CMakeFiles/_native.dir/isa_*.cpp.o"))
+OBJECTS = sorted(path for folder in FOLDERS for path in folder.glob("CMakeFiles/_native.dir/isa_*_*.cpp.o"))
 
 if not OBJECTS or shutil.which("nm") is None:
     pytest.skip("the C++ kernels were not built here, or there is no nm", allow_module_level=True)

@@ -41,8 +41,9 @@ def pack_awq(codes: Array) -> Array:
 
 
 def gptq(
-    stem: str, weight: Array, rng: np.random.Generator, *, bits: int, group: int, order: bool, v2: bool, sym: bool
+    stem: str, weight: Array, rng: np.random.Generator, *, bits: int, group: int, order: int, v2: bool, sym: bool
 ) -> tuple[Tensors, Array]:
+    """`order`: whether inputs are in another order; above 1, the seed of that order."""
     rows, cols = weight.shape
     groups = cols // group
     codes = rng.integers(0, 1 << bits, (rows, cols), dtype=np.uint8)
@@ -50,7 +51,7 @@ def gptq(
     zeros = np.full_like(zeros, 1 << (bits - 1)) if sym else zeros
     scales = (rng.uniform(0.5, 1.5, (rows, groups)) * 0.3 / (1 << bits)).astype(np.float16)
     index = np.arange(cols) // group
-    index = rng.permutation(index) if order else index
+    index = np.random.default_rng(int(order) if order > 1 else rng).permutation(index) if order else index
     tensors = {
         "qweight": np.ascontiguousarray(pack_rows(codes, bits).T),
         "qzeros": pack_rows(np.ascontiguousarray((zeros if v2 else zeros - 1).T), bits),
@@ -107,6 +108,24 @@ def int8(stem: str, weight: Array, rng: np.random.Generator) -> tuple[Tensors, A
     return {f"{stem}.{k}": torch.from_numpy(v) for k, v in tensors.items()}, codes.astype(np.float32) * scales
 
 
+def eetq(stem: str, weight: Array, rng: np.random.Generator, *, kind: str) -> tuple[Tensors, Array]:
+    """In the steps of EETQ: rows permuted in 16, transposed, two columns in turn with 64 rows each, bytes swapped."""
+    codes = rng.integers(-128, 128, weight.shape[::-1], dtype=np.int8)  # [inputs, outputs]
+    scales = (rng.uniform(0.5, 1.5, len(weight)) * 2e-3).astype(np.float16)
+    permuted = np.empty_like(codes)
+    for row in range(len(codes)):
+        permuted[row] = codes[row // 16 * 16 + 8 * (row % 4 // 2) + row % 2 + row % 16 // 4 * 2]
+    flat = np.empty(codes.size, np.int8)
+    for output, column in enumerate(permuted.T):
+        for tile in range(0, len(column), 64):
+            start = output // 2 * 2 * len(column) + 2 * tile + output % 2 * 64
+            flat[start : start + 64] = column[tile : tile + 64]
+    stored = (flat.view(np.uint8) + np.uint8(128)).reshape(-1, 4)[:, [0, 2, 1, 3]]
+    tensors = {kind: stored.reshape(codes.shape).view(np.int8), "weight_scales": scales}
+    dense = np.ascontiguousarray((codes.astype(np.float32) * scales.astype(np.float32)).T)
+    return {f"{stem}.{k}": torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, dense
+
+
 GROUP = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 METHODS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{
@@ -134,6 +153,8 @@ METHODS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "fp8 channel": (float8, {"kind": "channel"}, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
     "fp8 block": (float8, {"kind": "block"}, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
     "modelopt": (float8, {"kind": "modelopt"}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "eetq": (eetq, {"kind": "weight"}, {"quant_method": "eetq", "weights": "int8"}),
+    "eetq package": (eetq, {"kind": "qweight"}, {"quant_method": "eetq"}),
     "w8a8": (
         int8,
         {},
@@ -146,6 +167,8 @@ METHODS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+WHOLE_TILES = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128}  # outputs of 64 or 128
+
 
 def quantized_model(folder: Path, method: str, *, plain: tuple[str, ...] = (), **config: Any) -> tuple[Path, Path]:
     """A directory that a package could have written, and one with the same values in float32.
@@ -153,6 +176,7 @@ def quantized_model(folder: Path, method: str, *, plain: tuple[str, ...] = (), *
     Layers whose names contain one of `plain` keep float32 weights.
     """
     make, options, section = METHODS[method]
+    config = (WHOLE_TILES if make is eetq else {}) | config
     rng, stored, dense = np.random.default_rng(0), {}, {}
     for name, weight in tiny_weights("llama", **config).items():
         if "_proj" not in name or any(part in name for part in plain):

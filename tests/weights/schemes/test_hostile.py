@@ -72,6 +72,8 @@ def untouched(tensors: Tensors) -> None:
         ("fp8 block", "weight_scale_inv"),
         ("modelopt", "weight_scale"),
         ("w8a8", "weight_scale"),
+        ("eetq", "weight_scales"),
+        ("eetq", "weight"),
     ],
 )
 def test_a_companion_that_is_missing(tmp_path: Path, method: str, companion: str) -> None:
@@ -87,6 +89,7 @@ def test_a_companion_that_is_missing(tmp_path: Path, method: str, companion: str
         ("gptq 4 sym", "g_idx"),
         ("awq", "qzeros"),
         ("fp8 block", "weight_scale_inv"),
+        ("eetq", "weight"),
     ],
 )
 def test_a_companion_of_another_shape(tmp_path: Path, method: str, companion: str) -> None:
@@ -102,6 +105,7 @@ def test_a_companion_of_another_shape(tmp_path: Path, method: str, companion: st
         ("awq", "qweight", torch.float32),
         ("fp8 tensor", "weight", torch.float8_e5m2),
         ("w8a8", "weight", torch.uint8),
+        ("eetq", "weight_scales", torch.int32),
         ("squeezellm", "lookup_table", torch.int32),
     ],
 )
@@ -131,6 +135,13 @@ def test_an_order_of_inputs_that_is_none(tmp_path: Path, change: Any, words: str
 )
 def test_groups_that_do_not_divide(tmp_path: Path, method: str, section: Any, words: str) -> None:
     refused(damaged(tmp_path, method, untouched, **section), BadModelFile, words)
+
+
+def test_eetq_of_outputs_that_are_no_whole_tiles(tmp_path: Path) -> None:
+    path, _ = quantized_model(tmp_path, "eetq")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    refused(path, BadModelFile, "96 outputs and 64 inputs are no whole tiles of 64")
 
 
 def test_a_configuration_that_describes_other_shapes(tmp_path: Path) -> None:
@@ -237,7 +248,7 @@ def ct(**weights: Any) -> dict[str, Any]:
     [
         ({}, "quant_method is missing"),
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; quire reads gptq"),
-        ({"quant_method": "eetq"}, "EETQ stores int8 codes in the order"),
+        ({"quant_method": "eetq", "weights": "int4"}, "EETQ with weights 'int4'"),
         ({"quant_method": 4}, "must be a string"),
         ({"quant_method": "gptq"}, "bits is missing"),
         ({"quant_method": "gptq", "bits": 5}, "5-bit GPTQ is not supported; quire reads 2, 3, 4 and 8"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
@@ -109,6 +110,27 @@ def test_engines_answer_alike_in_any_batch_and_chunks(method: str, tmp_path: Pat
     for options in ({"threads": 1}, {"max_requests": 1}, {"max_tokens_per_step": 16}, {"num_blocks": 10}):
         assert answer(quantized, kernels="native", **options) == expected, options
     assert all(len(tokens) == 10 for tokens in answer(quantized, kernels="torch"))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kind", "why"),
+    [
+        ("native", "int8", "this cache has a scale for each token and head"),
+        ("native", "fp8", "this cache has a scale for each token and head"),
+        ("native", "bfloat16", "a bfloat16 cache needs none"),
+        ("torch", "float32", "a float32 cache needs none"),
+    ],
+)
+def test_scales_of_keys_and_values_are_said_to_be_unused(tmp_path: Path, kernels: str, kind: str, why: str) -> None:
+    path, _ = quantized_model(tmp_path, "fp8 tensor")
+    config: dict[str, Any] = {"kernels": kernels, "kv_dtype": kind, "num_blocks": 64}
+    assert "scales of keys" not in start_engine(EngineConfig(**config), path).info.summary
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{each}_scale": torch.tensor(0.1) for each in "kv"}
+    save_file(tensors, path / "model.safetensors")
+    summary = start_engine(EngineConfig(**config), path).info.summary
+    assert summary.endswith(f"; the file's 4 scales of keys and values are not used: {why}")
 
 
 def test_a_gated_product_in_float8_before_one_in_int8(tmp_path: Path) -> None:

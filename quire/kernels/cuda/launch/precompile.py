@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +84,28 @@ class Model:
     gated: bool = True
     layer_norm: bool = False  # in place of RMSNorm
     norm_bias: bool = False
+    codes: tuple[dict[str, Any], ...] = ()  # matrices of codes: `CodesOf`
+    plain: bool = True  # whether matrices of layers are dense too
+
+
+@dataclass(frozen=True, slots=True)
+class CodesOf:
+    """A matrix of codes: its sizes, what is computed with it, and the fields of its `TileFormat`."""
+
+    num_out: int
+    num_in: int
+    activation: str | None  # of a gated product
+    is_embedding: bool
+    codes: str
+    bits: int
+    group: int
+    chunk: int
+    scale: str
+    zero: int
+    has_zeros: bool
+    has_minimums: bool
+    table: Sequence[float] | None
+    supers: int
 
 
 class KernelCalls:
@@ -111,6 +133,10 @@ class KernelCalls:
                 yield partial(self.attend_to_drafts, window)
             yield self.accept
             yield self.draft
+        for codes in self.model.codes:
+            for rows in (MANY_ROWS, 64, 32, FEW_ROWS):
+                yield partial(self.multiply_codes, CodesOf(**codes), rows)
+            yield partial(self.dequantize, CodesOf(**codes))
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
         if self.model.mixture is not None:
@@ -291,15 +317,16 @@ class KernelCalls:
     def multiply(self, rows: int) -> None:
         model, width = self.model, self.model.num_heads * self.model.head_dim
         qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        projections = [(qkv_size, model.hidden_size), (model.hidden_size, width)]
+        of_layers = [(qkv_size, model.hidden_size), (model.hidden_size, width)]
         if model.latent is not None:
-            projections = latent_projections(model, model.latent)
+            of_layers = latent_projections(model, model.latent)
         if model.mixture is not None:
-            projections.append((model.mixture.num_experts, model.hidden_size))
-        for num_out, num_in in (
-            *projections, (model.hidden_size, model.intermediate_size), (model.vocab_size, model.hidden_size)
-        ):  # fmt: skip
+            of_layers.append((model.mixture.num_experts, model.hidden_size))
+        of_layers.append((model.hidden_size, model.intermediate_size))
+        for num_out, num_in in (*(of_layers if model.plain else ()), (model.vocab_size, model.hidden_size)):
             self.ops.linear(self._rows(rows, num_in), self._rows(num_out, num_in))
+        if not model.plain:
+            return
         if not model.gated:
             up = self._rows(model.intermediate_size, model.hidden_size)
             self.ops.activate(self.ops.linear(self._rows(rows, model.hidden_size), up), model.activation)
@@ -332,6 +359,21 @@ class KernelCalls:
             shared = self.ops.linear(inner_x, self._rows(hidden_size, mixture.shared_size))
             gate = self.ops.linear(x, self._rows(1, hidden_size)) if mixture.shared_gate else None
         self.ops.experts(x, routes, weights, shared, gate)
+
+    def multiply_codes(self, codes: CodesOf, rows: int) -> None:
+        from quire.kernels.cuda.gemm.tiled_dispatch import few_row_product
+
+        matrix, x, exact = stub_tiles(codes), self._rows(rows, codes.num_in), self.model.exact
+        few_row_product(x, matrix, None if exact else codes.activation, exact=exact)  # type: ignore[arg-type]
+
+    def dequantize(self, codes: CodesOf) -> None:
+        from quire.kernels.cuda.gemm.tiled import dequantize
+
+        out: Any = self._rows(FEW_ROWS, codes.num_in)
+        if codes.is_embedding:
+            dequantize(stub_tiles(codes), out, index=longs(FEW_ROWS))
+        if not self.model.exact:
+            dequantize(stub_tiles(codes), out)
 
     def normalize(self) -> None:
         model = self.model
@@ -396,6 +438,38 @@ def latent_projections(model: Model, latent: Latent) -> list[tuple[int, int]]:
     if not latent.query_rank:
         return [output, (queries + dim, size)]
     return [output, (latent.query_rank + dim, size), (queries, latent.query_rank)]
+
+
+def stub_tiles(codes: CodesOf) -> Any:
+    """A matrix of codes without memory."""
+    from quire.kernels.cuda.gemm.tiled import TILE_OUTPUTS, TiledMatrix
+
+    tiles, chunks = -(-codes.num_out // TILE_OUTPUTS), -(-codes.num_in // codes.chunk)
+
+    def plane(is_there: bool, dtype: str) -> Any:
+        shape = -(-codes.num_in // codes.group), tiles * TILE_OUTPUTS
+        return torch_stub.empty(*shape, dtype=torch_stub.DTYPES[dtype]) if is_there else None
+
+    scale = "int8" if codes.supers else {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[codes.scale]
+    has_supers, words = codes.supers > 0, TILE_OUTPUTS * codes.chunk * codes.bits // 32
+    return TiledMatrix(
+        codes=numbers(tiles, chunks, words),
+        scales=plane(True, scale),
+        zeros=plane(codes.has_zeros, "uint8"),
+        minimums=plane(codes.has_minimums, scale),
+        super_scales=plane(has_supers, "float16"),
+        super_minimums=plane(has_supers and codes.has_minimums, "float16"),
+        levels=None if codes.codes == "uint" else torch_stub.empty(16),  # type: ignore[arg-type]
+        num_out=codes.num_out,
+        num_in=codes.num_in,
+        kind=codes.codes,
+        bits=codes.bits,
+        chunk=codes.chunk,
+        group=codes.group,
+        zero=codes.zero,
+        supers=codes.supers,
+        table=None if codes.table is None else tuple(codes.table),
+    )
 
 
 def numbers(*shape: int) -> Any:
