@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--only start,1,16,64,256,neighbours,prefill,mix,arrivals,...] [--json FILE] [--exact]
                              [--sampling JSON] [--trace FILE] [--seconds S] [--quantization int4|int8|fp8|nf4]
+                             [--model NAME [--uniform]]
 
 Sampling is greedy, or as `--sampling` sets it: '{"temperature": 0.8, "top_p": 0.95}' or '{"logprobs": 5}'. `--exact`
 measures an engine whose bits do not depend on the batch. `--quantization` rounds the layers' random weights to codes;
@@ -17,6 +18,9 @@ arrivals: requests arrive one by one, as at a server, at an engine with default 
 tokens, answers 16 to 512. Cold is a new process without compiled kernels, measured from its first request on.
 mixed: several long prompts, and long contexts. shared: 64 requests that begin with the same 6,000 tokens, twice.
 azure: the first part of Azure's conversation trace (`--trace`), at three speeds.
+
+--model measures a mixture of experts (`mixtures.py`): start, batches of 1, 16 and 64, and a prompt of 8,192 tokens.
+With --uniform tokens choose experts at random. Then the limit is that of the experts that a step touches.
 
 vLLM 0.24.0 was measured once on one H200 with dummy weights. The limit was measured there too: weights and cache are
 read once a step at 4.2 TB/s, or 800 TFLOP/s.
@@ -40,6 +44,7 @@ from typing import Any, NamedTuple
 BEGIN = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import mixtures  # noqa: E402
 import traffic  # noqa: E402
 from arguments import count, milliseconds, positive  # noqa: E402
 
@@ -48,6 +53,7 @@ from quire.config import EngineConfig  # noqa: E402
 from quire.engine.client import InProcess  # noqa: E402
 
 ROWS = "start,1,16,64,256,neighbours,prefill,mix,arrivals,mixed,shared,azure"
+MIXTURE_ROWS = "start,1,16,64,prefill"
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -151,7 +157,9 @@ SPEEDS = (1.0, 2.0, 4.0)  # at which the trace is replayed
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=ROWS)
+    parser.add_argument("--only", default=None, help="rows, separated by commas; all if not given")
+    parser.add_argument("--model", choices=list(mixtures.MODELS), help="a mixture of experts; not given: Llama-3-8B")
+    parser.add_argument("--uniform", action="store_true", help="with --model: tokens choose experts at random")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--exact", action="store_true")
@@ -164,15 +172,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cold", type=positive, help=argparse.SUPPRESS)  # a child: arrivals at this rate, as JSON
     options = parser.parse_args()
-    wanted = options.only.split(",")
+    rows = ROWS if options.model is None else MIXTURE_ROWS
+    wanted = (options.only or rows).split(",")
+    if options.uniform and options.model is None:
+        parser.error("--uniform needs --model")
     if not isinstance(options.sampling, dict):
         parser.error("--sampling takes a JSON object")
     if options.trace is not None and not options.trace.is_file():
         parser.error(f"--trace: there is no file {options.trace}")
-    if unknown := [name for name in wanted if name not in ROWS.split(",")]:
-        parser.error(f"--only has {unknown[0]!r}; the rows are {ROWS}")
+    if unknown := [name for name in wanted if name not in rows.split(",")]:
+        parser.error(f"--only has {unknown[0]!r}; the rows are {rows}")
     if "azure" in wanted and options.trace is None:
-        if options.only != ROWS:
+        if options.only is not None:
             parser.error("the row azure needs --trace with a file of that trace")
         print("The row azure is left out: it needs --trace.", file=sys.stderr)
         wanted.remove("azure")
@@ -186,10 +197,11 @@ class Bench:
     def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
         self._sampling = options.sampling
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_8B))
+            shapes = LLAMA_3_8B if options.model is None else mixtures.MODELS[options.model].config
+            (Path(folder) / "config.json").write_text(json.dumps(shapes))
             config = EngineConfig(
-                model="llama-3-8b, random weights", device="cuda", weights="random", exact=options.exact,
-                quantize=options.quantization, **settings,
+                model=f"{options.model or 'llama-3-8b'}, random weights", device="cuda", weights="random",
+                exact=options.exact, quantize=options.quantization, **settings,
             )  # fmt: skip
             self.client = InProcess(config, Path(folder))
         print(self.client.info.summary, file=sys.stderr)
@@ -282,6 +294,39 @@ def measure_offline(options: argparse.Namespace, wanted: list[str]) -> Iterator[
             yield Figure(f"prefill {length:,}", "ms", 1e3 * bench.best([(length, 1)], repeats), *figures)
     del bench
     let_go()
+
+
+def measure_mixture(options: argparse.Namespace, wanted: list[str]) -> Iterator[Figure]:
+    shapes = mixtures.MODELS[options.model]
+    routing = None
+    if shapes.mxfp4:
+        mixtures.use_mxfp4()
+    if options.uniform:
+        routing = mixtures.UniformRouting.of(shapes.config)
+        routing.install()
+    bench = Bench(
+        options, prefix_cache=False, max_len=17_000, kv_memory=16.0, itl_target_ms=0.0, max_requests=64,
+        max_tokens_per_step=8192,
+    )  # fmt: skip
+    bench.run([(512, 1)])
+    if "start" in wanted:
+        yield Figure("start to first token", "s", time.perf_counter() - BEGIN)
+    for nth, size in enumerate((1, 16, 64)):
+        if str(size) not in wanted:
+            continue
+        limit = None
+        if routing is not None:
+            touched, info = routing.count_touched(size), bench.client.info
+            limit = mixtures.limit_ms(shapes, info.config, info.weight_bytes, touched, size, 512 + 64)
+            yield Figure(f"batch {size}: experts touched in a layer", "", touched)
+        vllm, goal = (None if rows is None else rows.batches[nth] for rows in (shapes.vllm, shapes.goal))
+        tpot: Any = (vllm, goal, limit)
+        yield from measure_batch(bench, Batch(size, 512, 128, None, tpot), options.repeats)
+    if "prefill" in wanted:
+        vllm_ms = None if shapes.vllm is None else shapes.vllm.prefill
+        yield Figure(
+            "prefill 8,192", "ms", 1e3 * bench.best([(8192, 1)], options.repeats), vllm_ms, shapes.goal.prefill
+        )
 
 
 def let_go() -> None:
@@ -398,6 +443,9 @@ def measure_azure(options: argparse.Namespace) -> Iterator[Figure]:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     wanted = options.wanted
+    if options.model is not None:
+        yield from measure_mixture(options, wanted)
+        return
     if {"start", *BATCHES, "neighbours", "mix", "prefill"} & {*wanted}:
         yield from measure_offline(options, wanted)
     if "arrivals" in wanted:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidParams, UnsupportedModel
@@ -22,10 +23,18 @@ from quire.weights.checkpoint import StoredPart
 log = logging.getLogger("quire.engine")
 
 INSTALL_TORCH = "Install it with: pip install 'quire[torch]'"
+
+
+class LatentSize(NamedTuple):
+    rank: int
+    rotated: int
+
+
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 576
 HEAD_DIM_UNIT = 16
 EXPERT_UNIT = 32
+MAX_GPU_LATENT = LatentSize(512, 64)  # the room of a program in shared memory and registers
 GPU_HEAD_DIMS = range(16, 257)  # from the minimum of a tensor core to the maximum of a program's registers
 MIN_CAPABILITY = (8, 0)  # the minimum of Triton, and the first with bfloat16
 MAX_REQUESTS = {"cpu": 64, "cuda": 512}
@@ -144,9 +153,9 @@ def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
             f"quire's own GPU kernels need a compute capability of {_version(MIN_CAPABILITY)}, and this GPU has "
             f"{_version(capability)}. Set kernels to 'torch', which is slower."
         )
-    if what := needs_reference(model):
-        raise UnsupportedModel(f"quire has no GPU kernels for {what} yet. Set kernels to 'torch', which is slower.")
-    if model.head_dim not in GPU_HEAD_DIMS:
+    if model.latent is not None:
+        check_gpu_latent(model.latent)
+    elif model.head_dim not in GPU_HEAD_DIMS:
         raise UnsupportedModel(
             f"quire's own GPU kernels need heads of {GPU_HEAD_DIMS[0]} to {GPU_HEAD_DIMS[-1]} dimensions, and this "
             f"model's have {model.head_dim}. Set kernels to 'torch', which is slower."
@@ -160,10 +169,14 @@ def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
         ) from error
 
 
-def needs_reference(model: ModelConfig) -> str | None:
-    """What of the model has no Triton kernel."""
-    missing = {"latent attention": model.latent, "experts": model.experts, "attention sinks": model.attention_sinks}
-    return next((what for what, is_there in missing.items() if is_there), None)
+def check_gpu_latent(latent: LatentConfig) -> None:
+    """Raise for latents that quire's GPU kernels do not support."""
+    if latent.rank > MAX_GPU_LATENT.rank or latent.rotated_dim > MAX_GPU_LATENT.rotated:
+        raise UnsupportedModel(
+            f"quire's own GPU kernels need latents of at most {MAX_GPU_LATENT.rank} + {MAX_GPU_LATENT.rotated} "
+            f"dimensions, and this model's have {latent.rank} + {latent.rotated_dim}. Set kernels to 'torch', which is "
+            "slower."
+        )
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -263,13 +263,14 @@ def build_runner(
     from quire.engine.gpu_drafter import build_drafter
     from quire.engine.gpu_runner import GpuRunner
     from quire.kernels.cuda.attention import varlen_items
-    from quire.kernels.cuda.attention.scoring import Scoring
     from quire.kernels.torch_arrays import torch_type
 
-    scoring = Scoring(model.scale, None, None, model.attention_softcap)
-    uses_items = not ops.exact and varlen_items.suits(torch_type(dtype), cache.layers[0], scoring)
+    is_plain = model.structure.slopes is None and model.attention_softcap is None and not model.attention_sinks
+    uses_items = not ops.exact and varlen_items.suits(torch_type(dtype), cache.layers[0], is_plain=is_plain)
     num_queries_per_kv = model.num_heads // model.num_kv_heads
-    attention = AttentionShape(num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact)
+    attention = AttentionShape(
+        num_queries_per_kv, model.num_kv_heads, model.windows[-1], uses_items, ops.exact, model.latent is not None
+    )
     buffers = GpuBuffers(shape, attention)
     gpu_drafter = None
     if drafter is not None:

@@ -125,6 +125,8 @@ def check_gpu_head(directory: Path, loaded: LoadedEagle, target: LoadedModel) ->
         raise UnsupportedModel(
             f"{directory} reads the layers {list(head.tap_layers)}, and on a GPU they must be different and ascending."
         )
+    if config.latent is not None:
+        raise UnsupportedModel("The model has latent attention, with which quire runs no draft head on a GPU.")
     if any(window is not None for window in config.windows):
         raise UnsupportedModel("The model has sliding windows, with which quire runs no draft head on a GPU.")
 

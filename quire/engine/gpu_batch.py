@@ -16,10 +16,10 @@ from quire.core.plan import Plan
 from quire.engine.batch import Batch, BatchBuffers, BufferShape, Samples
 from quire.engine.buffers import Buffer
 from quire.kernels.cuda.attention import varlen_items
-from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, list_tokens, split_rows
+from quire.kernels.cuda.attention.dispatch import Work, cut_items, cut_tiles, list_tokens, num_units, split_rows
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles
 from quire.kernels.cuda.attention.split_kv import FIELDS, PADDING_ROW, max_splits
-from quire.kernels.cuda.attention.verify import MAX_QUERIES, is_fastest, num_units
+from quire.kernels.cuda.attention.verify import MAX_QUERIES, is_fastest
 from quire.kernels.cuda.launch.upload import Upload
 from quire.kernels.cuda.sampling import accept
 from quire.kernels.paging import NO_TOKEN, Ends, Paging, tree_paths
@@ -38,6 +38,12 @@ class AttentionShape:
     last_window: int | None  # of the last layer
     uses_items: bool  # rows of several queries run on `varlen`
     exact: bool
+    latents: bool = False  # MLA: one key head
+
+    def num_units(self, max_queries: int, num_tokens: int) -> int:
+        """Programs of a split."""
+        group, kv_heads = self.num_queries_per_kv, self.kv_heads
+        return num_units(max_queries, group, kv_heads, num_tokens, exact=self.exact, latents=self.latents)
 
 
 class GpuBuffers(BatchBuffers):
@@ -131,7 +137,7 @@ class GpuBuffers(BatchBuffers):
         return {window: buffer.view(self._max_splits(rows)) for window, buffer in self.splits.items()}
 
     def _max_splits(self, rows: int) -> int:
-        return rows if self.attention.exact else max_splits(rows, self.attention.kv_heads)
+        return rows if self.attention.exact else max_splits(rows, self.attention.num_units(1, rows))
 
     def _max_items(self, num_tokens: int) -> int:
         attention = self.attention
@@ -183,8 +189,7 @@ class GpuBuffers(BatchBuffers):
         elif not has_trees and self._verifies_with_items(size, max_queries):
             self._fill_items(plan, 0)
         else:
-            group, kv_heads = self.attention.num_queries_per_kv, self.attention.kv_heads
-            units = num_units(max_queries, group, kv_heads, size)
+            units = self.attention.num_units(max_queries, size)
             self._fill_splits(np.arange(len(plan)), np.array(plan.counts), rows, units)
         self._upload_samples(samples, size)
         self._upload_drafts(plan, samples, rows)
@@ -358,8 +363,8 @@ class GpuBuffers(BatchBuffers):
         max_rows: int,
         units: int | None = None,
     ) -> None:
-        """`units`: programs of a split, one for each key head unless given."""
-        units = units or self.attention.kv_heads
+        """`units`: programs of a split, those of one query unless given."""
+        units = units or self.attention.num_units(1, max_rows)
         splits = split_rows(rows, tokens, counts, ends, window, units, exact=self.attention.exact)
         size = self._max_splits(max_rows)
         buffer.host[: len(splits)] = splits

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
@@ -22,7 +23,7 @@ from quire.engine.precompile_codes import find_codes
 from quire.errors import QuireError
 from quire.kernels.cuda_driver import find_capability
 from quire.kernels.isa import usable_cores
-from quire.models.config import ModelConfig
+from quire.models.config import ExpertsConfig, ModelConfig
 from quire.weights.config import read_config
 
 log = logging.getLogger("quire.engine")
@@ -120,12 +121,30 @@ def describe(
         "logit_softcap": model.logit_softcap,
         "rotates": model.structure.rotates,
         "has_slopes": model.structure.slopes is not None,
+        "has_sinks": model.attention_sinks,
+        "mixture": describe_experts(model.experts),
+        "latent": None if model.latent is None else asdict(model.latent),
         "gated": model.structure.gated,
         "layer_norm": model.structure.norm == "layer",
         "norm_bias": model.structure.norm_bias,
         "codes": codes if dtype != "float32" else [],
         "plain": has_plain or dtype == "float32",
         "speculates": config.speculate != "off" and (config.exact or bool(parse_speculate(config.speculate))),
+    }
+
+
+def describe_experts(experts: ExpertsConfig | None) -> dict[str, object] | None:
+    """The fields of `Mixture` there."""
+    if experts is None:
+        return None
+    return asdict(experts.routing) | {
+        "size": experts.intermediate_size,
+        "shared_size": experts.shared_size,
+        "shared_gate": experts.shared_gate,
+        "has_correction": experts.has_correction,
+        "bias": experts.bias,
+        "activation": experts.activation,
+        "limit": experts.limit,
     }
 
 

@@ -29,6 +29,9 @@ class Fused:
     rope_store: Callable[..., tuple[Tensor, Tensor]]  # rope and store_kv
     rope_attention: Callable[..., Tensor]  # rope, store_kv and attention
     gated_linear: Callable[[Tensor, Tensor, str], Tensor]  # linear and silu_mul or gelu_mul
+    rope_store_latent: Callable[..., Tensor]  # rope_latent and store_latent, in place; returns the queries
+    # Latent attention un-absorbed, in steps of whole prompts; None for any other step, or where a backend lacks it.
+    attend_to_prompts: Callable[..., Tensor | None] = lambda *_: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,9 @@ class Attention:
         options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if ends is None and self.ops.fused is not None and self.rotary is not None and self.slopes is None:
             table, interleaved = self.rotary.table, self.rotary.interleaved
-            out = self.ops.fused.rope_attention(q, k, v, positions, table, interleaved, cache, paging, **options)
+            out = self.ops.fused.rope_attention(
+                q, k, v, positions, table, interleaved, cache, paging, **options, **self._more_options()
+            )
             return self.output(out.flatten(1))
         q, k = self._rope_and_store(q, k, v, positions, paging.slot_mapping[cache.group], cache)
         if ends is not None:

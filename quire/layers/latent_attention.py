@@ -2,7 +2,8 @@
 
 Keys and values of all heads are projections of one latent a token, which is all that the cache holds, with the part of
 the keys that rotates. The projections are absorbed: queries are projected to the latent, all heads attend to the latent
-as to one key head, and the outputs are projected back. Values are the first numbers of the keys.
+as to one key head, and the outputs are projected back. Values are the first numbers of the keys. A GPU does not absorb
+the projections in steps of whole prompts, which takes fewer operations.
 """
 
 from __future__ import annotations
@@ -45,13 +46,22 @@ class LatentAttention:
         self.heads, self.head_dim = [num_heads, 1, 1], config.head_dim
         self.config, self.scale, self.rotary, self.ops = config, scale, rotary, ops
         query = Part(f"{name}.q_proj", num_heads * config.query_dim, split="rows", unit=config.query_dim)
-        self.query_latent: tuple[Linear, RMSNorm] | None = None
+        self.query_norm = self.query_output = None
         if config.query_rank:
-            down = Linear(source, [Part(f"{name}.q_a_proj", config.query_rank)], hidden_size, bias=bias)
-            self.query_latent = down, RMSNorm(source, ops, f"{name}.q_a_layernorm", size=config.query_rank, eps=eps)
-            query = Part(f"{name}.q_b_proj", query.rows, split="rows", unit=config.query_dim)
-        self.q = Linear(source, [query], config.query_rank or hidden_size)
-        self.kv = Linear(source, [Part(f"{name}.kv_a_proj_with_mqa", config.head_dim)], hidden_size, bias=bias)
+            output = Part(f"{name}.q_b_proj", query.rows, split="rows", unit=config.query_dim)
+            self.query_norm = RMSNorm(source, ops, f"{name}.q_a_layernorm", size=config.query_rank, eps=eps)
+            self.query_output = Linear(source, [output], config.query_rank)
+            query = Part(f"{name}.q_a_proj", config.query_rank)
+        latent = Part(f"{name}.kv_a_proj_with_mqa", config.head_dim)
+        has_query_bias = bias and bool(config.query_rank)
+        self.inputs: list[Linear]  # of query and latent: one matrix on a GPU, where each product is a launch
+        if ops.fused is not None and has_query_bias == bias:
+            self.inputs = [Linear(source, [query, latent], hidden_size, bias=bias)]
+        else:
+            self.inputs = [
+                Linear(source, [query], hidden_size, bias=has_query_bias),
+                Linear(source, [latent], hidden_size, bias=bias),
+            ]
         self.kv_norm = RMSNorm(source, ops, f"{name}.kv_a_layernorm", size=config.rank, eps=eps)
         self.absorb = source.matrix(*key_parts(f"{name}.kv_b_proj.weight", num_heads, config))
         self.values = source.matrix(*value_parts(f"{name}.kv_b_proj.weight", num_heads, config))
@@ -67,21 +77,34 @@ class LatentAttention:
     ) -> Tensor:
         """As `Attention`."""
         ops, config = self.ops, self.config
-        q = self.q(self._query_input(x)).view(-1, self.heads[0], config.query_dim)
-        kv = self.kv(x).view(-1, 1, config.head_dim)
+        q, kv = self._project(x)
+        q, kv = q.view(-1, self.heads[0], config.query_dim), kv.view(-1, 1, config.head_dim)
         table, interleaved = self.rotary.table, self.rotary.interleaved
-        q, kv = ops.rope_latent(q, kv, self.kv_norm.weight, self.kv_norm.eps, positions, table, interleaved)
-        ops.store_latent(kv, config.rank, cache, paging.slot_mapping[cache.group])
+        slots, norm = paging.slot_mapping[cache.group], (self.kv_norm.weight, self.kv_norm.eps)
+        if ops.fused is not None:
+            q = ops.fused.rope_store_latent(q, kv, *norm, positions, table, interleaved, cache, slots)
+        else:
+            q, kv = ops.rope_latent(q, kv, *norm, positions, table, interleaved)
+            ops.store_latent(kv, config.rank, cache, slots)
+        if ops.fused is not None and ends is None:
+            found = ops.fused.attend_to_prompts(q, kv.flatten(1), self.absorb, self.values, paging, self.scale)
+            if found is not None:
+                return self.output(found.flatten(1))
         if ends is not None:
             q, paging = q[ends.tokens], ends.paging
         out = ops.attention(ops.head_linear(q, self.absorb), cache, paging, scale=self.scale)
         return self.output(ops.head_linear(out, self.values).flatten(1))
 
-    def _query_input(self, x: Any) -> Any:
-        if self.query_latent is None:
-            return x
-        down, norm = self.query_latent
-        return norm(down(x))
+    def _project(self, x: Any) -> tuple[Any, Any]:
+        """Queries [tokens, heads * query_dim], and latents with what is rotated, [tokens, head_dim]."""
+        if len(self.inputs) == 1:
+            joined, dim = self.inputs[0](x), self.config.head_dim
+            q, kv = joined[:, :-dim], joined[:, -dim:]
+        else:
+            q, kv = (linear(x) for linear in self.inputs)
+        if self.query_norm is not None and self.query_output is not None:
+            q = self.query_output(self.query_norm(q))
+        return q, kv
 
 
 def key_parts(name: str, num_heads: int, config: LatentConfig) -> tuple[list[Part], int]:

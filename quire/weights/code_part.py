@@ -17,18 +17,21 @@ from numpy.typing import NDArray
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.tape import address
 from quire.layers.source import Part, Shape
-from quire.quant.code_format import CodeFormat, CodeRows, dequantize, pack_codes, panel_format
+from quire.quant.code_format import E2M1, CodeFormat, CodeRows, dequantize, pack_codes, panel_format
 from quire.quant.panels import ROWS_IN_PANEL
 from quire.quant.tile_format import TILE_OUTPUTS, tile_format
-from quire.weights.checkpoint import Work, part_bytes
+from quire.weights.checkpoint import StoredPart, Work, part_bytes
 from quire.weights.schemes.scheme import CodeMatrix, Module, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.quant.mxfp4_codes import Mxfp4Codes
     from quire.quant.tile_format import TileFormat
     from quire.quant.tile_packing import TileRows
 
+MXFP4_GROUP = 32
+SCALE_BIAS, MAX_SCALE = 127, 128  # exponents of `quant/mxfp4_codes.py`
 SLICE_VALUES = 1 << 20  # codes that one thread reads at a time
 
 
@@ -138,8 +141,32 @@ class CodePart:
     def _pack(self, panels: Any, first: int, start: int, stop: int) -> None:
         pack_codes(panels, first + start, self.format, self.codes(start, stop))
 
+    def put(self, weight: Mxfp4Codes, first: int) -> list[Work]:
+        return [partial(self._put, weight, first, *rows) for rows in self.slices()]
+
+    def _put(self, weight: Mxfp4Codes, first: int, start: int, stop: int) -> None:
+        import torch
+
+        rows = self.codes(start, stop)
+        exponents = np.frexp(rows.scales)[1] + (SCALE_BIAS - 1)  # scales are powers of two
+        if exponents.max(initial=0) > MAX_SCALE:
+            most = 2.0 ** (MAX_SCALE - SCALE_BIAS)
+            raise self.module.unsupported(
+                f"a scale is {rows.scales.max():g}, and quire's GPU kernels take up to {most:g}"
+            )
+        weight.put(first + start, torch.from_numpy(rows.codes), torch.from_numpy(exponents.clip(0).astype(np.uint8)))
+
     def unpack(self, native: Native) -> NDArray[np.float32]:
         raise AssertionError("a vector is not stored as codes")
+
+
+def is_mxfp4_expert(stored: StoredPart) -> bool:
+    """Whether a GPU's kernels of experts take its codes as they are."""
+    return isinstance(stored, CodePart) and stored.part.expert is not None and is_mxfp4(stored.format)
+
+
+def is_mxfp4(format: CodeFormat) -> bool:
+    return format.codes == "table" and format.table == E2M1 and format.group == MXFP4_GROUP
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,15 @@ from torch.nn import functional
 
 from quire.layers.source import Part
 from quire.quant.dense import Dense, Stacked
+from quire.quant.mxfp4_codes import Mxfp4Codes
 from quire.quant.weight import Weight
-from quire.weights.checkpoint import Checkpoint, CheckpointSource
+from quire.weights.checkpoint import Checkpoint, CheckpointSource, StoredPart
+from quire.weights.code_part import CodePart, is_mxfp4_expert
 
 
 class DenseSource(CheckpointSource):
-    """Matrices become dense in `dtype`. With `packed`, matrices stored in quantized blocks keep their blocks.
+    """Matrices become dense in `dtype`. With `packed`, matrices stored in quantized blocks keep their blocks. With
+    `keeps_mxfp4`, experts in MXFP4 keep their codes, for a GPU's kernels.
 
     Torch runs on one thread meanwhile: splitting thousands of small ops over torch's threads costs more in
     synchronization than it saves, most of all on a busy machine.
@@ -30,6 +33,7 @@ class DenseSource(CheckpointSource):
         device: str,
         *,
         packed: bool = False,
+        keeps_mxfp4: bool = False,
         linear: Callable[[Tensor, Tensor], Tensor] = functional.linear,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
@@ -37,6 +41,7 @@ class DenseSource(CheckpointSource):
         self.dtype = dtype
         self.device = device
         self.keep_packed = packed
+        self.keeps_mxfp4 = keeps_mxfp4
         self._linear = linear
 
     def __enter__(self) -> Self:
@@ -50,7 +55,12 @@ class DenseSource(CheckpointSource):
             torch.set_num_threads(self._threads)
 
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
-        weight: Weight = self._as_stored(parts, cols) if self.keep_packed else self._dense(parts, cols)
+        weight: Weight
+        found = [self._find(part, cols) for part in parts] if self.keeps_mxfp4 and parts[0].expert else []
+        if found and all(map(is_mxfp4_expert, found)):
+            weight = self._mxfp4(parts, cols, found)
+        else:
+            weight = self._as_stored(parts, cols) if self.keep_packed else self._dense(parts, cols)
         self.nbytes += weight.nbytes
         return weight
 
@@ -78,6 +88,14 @@ class DenseSource(CheckpointSource):
             stored = self._find(part, cols)
             self._submit(stored, stored.fill(rows))
         return Dense(out, self._linear)
+
+    def _mxfp4(self, parts: Sequence[Part], cols: int, found: Sequence[StoredPart]) -> Mxfp4Codes:
+        weight, first = Mxfp4Codes(sum(part.rows for part in parts), parts[0].width(cols), self.device, self.dtype), 0
+        for part, stored in zip(parts, found, strict=True):
+            assert isinstance(stored, CodePart)
+            self._submit(stored, stored.put(weight, first))
+            first += part.rows
+        return weight
 
     def _as_stored(self, parts: Sequence[Part], cols: int) -> Weight:
         found = [self._find(part, cols) for part in parts]

@@ -19,6 +19,7 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.checkpoint import Checkpoint, StoredPart
+from quire.weights.code_part import is_mxfp4_expert
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
@@ -121,7 +122,10 @@ def open_source(
         )  # fmt: skip
     from quire.weights.dense_source import DenseSource
 
-    return DenseSource(checkpoint, torch_type(dtype), ops.device, packed=packed, linear=ops.linear, on_read=on_read)
+    return DenseSource(
+        checkpoint, torch_type(dtype), ops.device, packed=packed, keeps_mxfp4=ops.fused is not None, linear=ops.linear,
+        on_read=on_read,
+    )  # fmt: skip
 
 
 def has_tiles(ops: Kernels, dtype: str) -> bool:
@@ -214,6 +218,8 @@ def weight_bytes(
     def num_bytes(stored: StoredPart) -> int:
         cols, part = stored.cols, stored.part
         if packed and stored.quantized and cols is not None:
+            return stored.nbytes
+        if tiled and is_mxfp4_expert(stored):
             return stored.nbytes
         if tiled and cols is not None:
             from quire.weights.tiles import format_of

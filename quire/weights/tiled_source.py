@@ -35,11 +35,13 @@ class TiledSource(DenseSource):
         quantize: str | None = None,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(checkpoint, dtype, device, linear=linear, on_read=on_read)
+        super().__init__(checkpoint, dtype, device, keeps_mxfp4=True, linear=linear, on_read=on_read)
         self._exact = exact
         self._quantize = quantize
 
     def matrix(self, parts: Sequence[Part], cols: int) -> Weight:
+        if parts[0].expert is not None:  # kernels of experts and heads take MXFP4 or dense matrices
+            return super().matrix(parts, cols)
         found = [self._find(part, cols) for part in parts]
         formats = [format_of(part, stored, cols, self._quantize) for part, stored in zip(parts, found, strict=True)]
         orders = [stored.order for stored in found]

@@ -16,6 +16,7 @@ from quire.kernels import Fused, Kernels, select_torch
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention.dispatch import attention, rope_attention
 from quire.kernels.cuda.gemm.skinny import gated_linear
+from quire.kernels.cuda.latent import rope_store_latent
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.paging import LayerCache
@@ -31,7 +32,7 @@ FAMILIES = ("bloom", "cohere2", "falcon-7b", "gemma2", "glm4", "gpt2", "olmo2", 
 
 def gpu_ops() -> Kernels:
     names = [activate, attention, gelu_mul, layer_norm, rms_norm, silu_mul, store_kv]
-    fused = Fused(rope_store, rope_attention, gated_linear)
+    fused = Fused(rope_store, rope_attention, gated_linear, rope_store_latent)
     return replace(select_torch("cpu"), **{op.__name__: op for op in names}, fused=fused)  # type: ignore[arg-type]
 
 

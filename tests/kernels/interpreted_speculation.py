@@ -26,6 +26,7 @@ from quire.kernels import reference
 from quire.kernels.cuda.move import TokenMover
 from quire.kernels.cuda.sampling.accept import FIELDS, MAX_NODES, accept_drafts
 from quire.kernels.paging import LayerCache
+from quire.models.config import ModelConfig
 from quire.speculative.controller import Controller
 from quire.speculative.step_times import EqualTimes
 from quire.speculative.suffix import SuffixProposer
@@ -101,17 +102,19 @@ def make_controller(proposer: Oracle | SuffixProposer) -> Controller:
     return controller
 
 
-def check_answers(*, exact: bool) -> None:
-    plain = simulated_gpu.build_engine(CONFIG, exact=exact)
+def check_answers(config: ModelConfig, *, exact: bool, kinds: Sequence[int] = range(3)) -> None:
+    """With drafts of these kinds: chains, trees in few blocks, and what the text repeats in few blocks."""
+    plain = simulated_gpu.build_engine(config, exact=exact)
     simulated_gpu.capture_all(plain)
     expected = run(plain, make_requests())
     lengths = {len(tokens) for tokens, _ in expected.values()}
     assert lengths != {MAX_TOKENS}, "a request stops in between"
     proposers = [Oracle(expected, make_chain, VOCAB_SIZE), Oracle(expected, make_tree, VOCAB_SIZE), SuffixProposer()]
-    for nth, proposer in enumerate(proposers if exact else proposers[:2]):
+    for nth in kinds:
+        proposer = proposers[nth]
         controller = make_controller(proposer)
         few = {"num_blocks": FEW_BLOCKS, "num_host_blocks": 40} if nth else {}
-        engine = simulated_gpu.build_engine(CONFIG, exact=exact, controller=controller, **few)
+        engine = simulated_gpu.build_engine(config, exact=exact, controller=controller, **few)
         simulated_gpu.capture_all(engine)
         if nth == 1 or exact:
             capture_verify(engine)
@@ -215,4 +218,5 @@ if __name__ == "__main__":
         check_accept(number)
     for cache_dtype, cache_dim in ((torch.float32, 16), (torch.float16, 24), (torch.float8_e4m3fn, 80)):
         check_moves(cache_dtype, cache_dim)
-    check_answers(exact="exact" in sys.argv)
+    is_exact = "exact" in sys.argv
+    check_answers(CONFIG, exact=is_exact, kinds=range(3 if is_exact else 2))

@@ -23,6 +23,11 @@ SCRIPTS = [
     "interpreted_speculation exact",
     "interpreted_speculation",
     "interpreted_drafter exact",
+    "interpreted_experts",
+    "interpreted_experts_engine mixture exact",
+    "interpreted_experts_engine sinks",
+    "interpreted_experts_engine latents",
+    "interpreted_experts_engine latents exact",
     "interpreted_training",
 ]
 

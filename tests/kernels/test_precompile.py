@@ -34,8 +34,7 @@ CHILD = """
 import json, sys
 from quire.kernels.cuda.launch import precompile
 from quire.kernels.cuda.launch import torch_stub
-given = json.loads(sys.argv[1])
-model = precompile.Model(**given | {"capability": tuple(given["capability"]), "windows": tuple(given["windows"])})
+model = precompile.read_model(json.loads(sys.argv[1]))
 torch_stub.install(model.capability)
 compiled = []
 precompile.compile_only(model.capability, lambda source, metadata: compiled.append(metadata.name))
@@ -71,6 +70,34 @@ def test_kernels_of_a_classic_compile_for_hopper(tmp_path: Path, monkeypatch: py
     compiled = compile_all(tmp_path, monkeypatch, BLOOM, ["draw", "serve"])
     assert {"_norm", "_activate", "_store", "_prefill", "_decode"} <= set(compiled)
     assert not {"_rope_store", "_varlen"} & set(compiled)
+
+
+# Sinks and experts, in layers with and without a window; latents, shared experts, groups of experts.
+GPT_OSS = SHAPES | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2,
+    "sliding_window": 32,
+}  # fmt: skip
+DEEPSEEK = SHAPES | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "kv_lora_rank": 128, "q_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wanted", "absent"),
+    [
+        (GPT_OSS, {"_route", "_experts", "_add_outputs", "_sort_pairs", "_one_gate_up", "_prefill"}, {"_varlen"}),
+        (DEEPSEEK, {"_route", "_experts", "_one_down", "_latent", "_head_linear", "_rope_store_latent"}, {"_decode"}),
+    ],
+)  # fmt: skip
+def test_kernels_of_experts_compile_for_hopper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: dict[str, object], wanted: set[str], absent: set[str]
+) -> None:
+    compiled = compile_all(tmp_path, monkeypatch, shapes, ["draw", "serve", "multiply"])
+    assert wanted <= {*compiled}
+    assert not absent & {*compiled}
 
 
 def test_all_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

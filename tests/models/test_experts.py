@@ -28,8 +28,9 @@ from quire.weights.json_config import config_from_json
 from quire.weights.loader import LoadedModel, load_model
 from quire.weights.schemes.read import read_scheme
 from tests.models.pair import draw_tokens, run
+from tests.tools.expert_models import EXPERT_MODELS, expected_logits, save, transformers_model
 from tests.tools.native import native_of
-from tests.tools.tiny_experts import EXPERT_MODELS, GGUF, expected_logits, save, save_gguf, transformers_model
+from tests.tools.tiny_experts import GGUF, save_gguf
 from tests.weights.schemes.packed import METHODS
 
 pytestmark = pytest.mark.cpu

@@ -101,7 +101,7 @@ def test_ops_that_rotate_are_not_called(directories: Any, name: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
-    ops = replace(select_torch("cpu"), fused=Fused(fail, fail, fail))
+    ops = replace(select_torch("cpu"), fused=Fused(fail, fail, fail, fail))
     loaded = load_model(directories(name), dtype="float32", ops=ops)
     with torch.inference_mode():
         found = run(loaded.model, PagedCache(**layout(loaded.config)), STEPS)

@@ -16,15 +16,18 @@ from torch import Tensor
 from quire.kernels import Fused
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention import dispatch
+from quire.kernels.cuda.experts import experts as mixture
+from quire.kernels.cuda.experts.route import route
 from quire.kernels.cuda.gemm.skinny import Tile, multiply
+from quire.kernels.cuda.latent import head_linear, rope_store_latent, store_latent
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.ops import cache_shapes, move_kv
 from quire.kernels.cuda.rope import rope_store, store_kv
 from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, penalize
 
 __all__ = [
-    "activate", "apply_token_bitmask", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear",
-    "move_kv", "penalize", "rms_norm", "silu_mul", "store_kv",
+    "activate", "apply_token_bitmask", "attention", "cache_shapes", "experts", "fused", "gelu_mul", "head_linear",
+    "layer_norm", "linear", "move_kv", "penalize", "rms_norm", "route", "silu_mul", "store_kv", "store_latent",
 ]  # fmt: skip
 
 FEW_ROWS = 64
@@ -45,4 +48,5 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 
 attention = partial(dispatch.attention, exact=True)
-fused = Fused(rope_store, partial(dispatch.rope_attention, exact=True), gated_linear)
+experts = partial(mixture.experts, exact=True)
+fused = Fused(rope_store, partial(dispatch.rope_attention, exact=True), gated_linear, rope_store_latent)

@@ -13,7 +13,11 @@ from quire.kernels import Fused, reference
 from quire.kernels.cache_spec import BlockShape, KVCacheSpec
 from quire.kernels.cuda.activation import activate, gelu_mul, silu_mul
 from quire.kernels.cuda.attention.dispatch import attention, rope_attention
+from quire.kernels.cuda.attention.whole_prompts import attend_to_prompts
+from quire.kernels.cuda.experts.experts import experts
+from quire.kernels.cuda.experts.route import route
 from quire.kernels.cuda.gemm.skinny import gated_linear, linear
+from quire.kernels.cuda.latent import head_linear, rope_store_latent, store_latent
 from quire.kernels.cuda.launch import launchers
 from quire.kernels.cuda.norm import layer_norm, rms_norm
 from quire.kernels.cuda.rope import rope_store, store_kv
@@ -21,12 +25,12 @@ from quire.kernels.cuda.sampling.logits_processors import apply_token_bitmask, p
 from quire.kernels.paging import LayerCache
 
 __all__ = [
-    "activate", "apply_token_bitmask", "attention", "cache_shapes", "fused", "gelu_mul", "layer_norm", "linear",
-    "move_kv", "penalize", "rms_norm", "silu_mul", "store_kv",
+    "activate", "apply_token_bitmask", "attention", "cache_shapes", "experts", "fused", "gelu_mul", "head_linear",
+    "layer_norm", "linear", "move_kv", "penalize", "rms_norm", "route", "silu_mul", "store_kv", "store_latent",
 ]  # fmt: skip
 
 launchers.use()
-fused = Fused(rope_store, rope_attention, gated_linear)
+fused = Fused(rope_store, rope_attention, gated_linear, rope_store_latent, attend_to_prompts)
 
 
 def cache_shapes(spec: KVCacheSpec, dtype: str, block_size: int) -> BlockShape:

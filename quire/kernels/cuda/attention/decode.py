@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.attention.scoring import Scoring
-from quire.kernels.cuda.attention.softmax import load_transposed, score, update_transposed
+from quire.kernels.cuda.attention.softmax import add_sinks, load_transposed, score, update_transposed
 from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.cuda.rope import fit
@@ -74,12 +74,12 @@ def _update_with_new(query, key, value, has_newest, top, mass, total, scale, cap
 
 @triton.jit
 def _decode(
-    q, k, v, keys, values, out, partials, tops, arrived, tables, splits, slopes, angles, scale, cap, window, q_row,
-    k_row, v_row, out_row, table_row, block_stride, head_stride,
+    q, k, v, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, angles, scale, cap, window,
+    q_row, k_row, v_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NEW: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr, FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_NEW: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, QUERIES: tl.constexpr,
+    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
@@ -179,6 +179,7 @@ def _decode(
     inside = is_query[:, None] & is_column[None, :]
     out_ptrs = out + token * out_row + heads[:, None] * DIM + columns[None, :]
     if count == 1:
+        mass = add_sinks(mass, top, sinks, heads, is_query, HAS_SINKS)
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
     else:
@@ -189,9 +190,10 @@ def _decode(
         )  # fmt: skip
         if is_last:
             first_index = first_partial * QUERIES + lanes
-            mass, total = merge_partials(
+            top, mass, total = merge_partials(
                 partials, tops, first_index, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 4
             )
+            mass = add_sinks(mass, top, sinks, heads, is_query, HAS_SINKS)
             result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
             tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
 
@@ -237,16 +239,17 @@ def decode_attention(
     tile, warps, stages = shape or choose_shape(dim)
     width = triton.next_power_of_2(dim)
     partials, tops, arrived = workspace("decode", max_partials(kv_heads) * kv_heads, QUERIES, width, q.device)
-    scale, window, slopes, softcap = scoring
+    scale, window, slopes, softcap, sinks = scoring
     tables, unused = paging.block_tables[cache.group], splits
     k, v, angles, interleaved = new or New(q, q, q, False)
     assert all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
     _decode[(splits.shape[0] * kv_heads,)](
         q, k, v, cache.k, cache.v, out, partials, tops, arrived, tables, splits,
-        slopes if slopes is not None else unused, angles, scale, softcap or 0.0, window or 0, q.stride(0),
-        k.stride(0), v.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim,
+        slopes if slopes is not None else unused, sinks if sinks is not None else unused, angles, scale,
+        softcap or 0.0, window or 0, q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0),
+        cache.k.stride(0), cache.k.stride(1), DIM=dim,
         WIDTH=width, GROUP=q.shape[1] // kv_heads, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
+        HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_NEW=new is not None,
         ROTARY_DIM=0 if new is None else angles.shape[1], INTERLEAVED=interleaved, QUERIES=QUERIES, FIELDS=FIELDS,
         KV_HEADS=kv_heads, IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=warps, num_stages=stages,
         **pdl_options(),

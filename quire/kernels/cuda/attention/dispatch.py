@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cuda.attention import decode, varlen_items, verify
+from quire.kernels.cuda.attention import decode, latent, varlen_items, verify
 from quire.kernels.cuda.attention.decode import NEW_ROWS, New, decode_attention
+from quire.kernels.cuda.attention.latent import latent_attention
 from quire.kernels.cuda.attention.prefill import TILE_QUERIES, Tiles, key_tile, prefill_attention
 from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.cuda.attention.single_query import single_query_attention
 from quire.kernels.cuda.attention.split_kv import FIELDS, max_splits, split_contexts
-from quire.kernels.cuda.attention.verify import MAX_NODES, MAX_QUERIES, num_units, path_masks, verify_attention
+from quire.kernels.cuda.attention.verify import MAX_NODES, MAX_QUERIES, path_masks, verify_attention
 from quire.kernels.cuda.rope import rope_store
 from quire.kernels.paging import LayerCache, Paging
 
@@ -69,7 +70,9 @@ def find_limit(paging: Paging, *, exact: bool) -> int:
     return 1 if exact else MAX_QUERIES
 
 
-def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_heads: int, *, exact: bool) -> Tensor:
+def find_splits(
+    work: Work, paging: Paging, window: int | None, group: int, kv_heads: int, *, exact: bool, latents: bool = False
+) -> Tensor:
     if window not in work.splits:
         counts = np.array(count_queries(paging))
         rows = np.flatnonzero((counts > 0) & (counts <= work.max_queries))
@@ -77,10 +80,18 @@ def find_splits(work: Work, paging: Paging, window: int | None, group: int, kv_h
         if exact and work.max_queries > 1:
             splits = list_tokens(rows, tokens, counts[rows])
         else:
-            units = num_units(work.max_queries, group, kv_heads, paging.host_query_starts[-1])
+            num_tokens = paging.host_query_starts[-1]
+            units = num_units(work.max_queries, group, kv_heads, num_tokens, exact=exact, latents=latents)
             splits = split_rows(rows, tokens, counts[rows], ends, window, units, exact=exact)
         work.splits[window] = send(splits, paging.seq_lens.device)
     return work.splits[window]
+
+
+def num_units(max_queries: int, group: int, kv_heads: int, num_tokens: int, *, exact: bool, latents: bool) -> int:
+    """Programs of a split, for rows of up to `max_queries` queries."""
+    if latents:
+        return latent.num_units(group, max_queries, exact=exact)
+    return kv_heads if max_queries == 1 else verify.num_units(max_queries, group, kv_heads, num_tokens)
 
 
 def find_items(work: Work, paging: Paging, window: int | None, q: Tensor, cache: LayerCache) -> Tensor:
@@ -161,11 +172,15 @@ def attention(
     window: int | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
     """As in the reference."""
-    scoring, kv_heads = Scoring(scale, window, slopes, softcap), cache.k.shape[1]
-    has_varlen = not exact and varlen_items.suits(q.dtype, cache, scoring)
+    scoring, kv_heads = Scoring(scale, window, slopes, softcap, sinks), cache.k.shape[1]
+    if is_latent(cache):
+        assert scoring == Scoring(scale, None, None, None), "latents have no options"
+        return attend_to_latents(q, cache, paging, scale, exact=exact)
+    has_varlen = not exact and varlen_items.suits(q.dtype, cache, is_plain=scoring.is_plain)
     work = find_work(paging, q.shape[1] // kv_heads, has_varlen=has_varlen, exact=exact)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -188,12 +203,38 @@ def attention(
         else:
             prefill_attention(q, cache, paging, find_tiles(work, paging), out, scoring, exact=exact)
 
+    run_work(work, attend_singles, attend_others)
+    return out
+
+
+def run_work(work: Work, attend_singles: Callable[[], None], attend_others: Callable[[], None]) -> None:
     if work.has_singles and work.has_others:
         run_both(on_side=attend_singles, on_main=attend_others)
     elif work.has_singles:
         attend_singles()
     elif work.has_others:
         attend_others()
+
+
+def is_latent(cache: LayerCache) -> bool:
+    """Whether values are the first numbers of the keys."""
+    return bool(cache.v.shape[-1] != cache.k.shape[-1])
+
+
+def attend_to_latents(q: Tensor, cache: LayerCache, paging: Paging, scale: float, *, exact: bool) -> Tensor:
+    heads = q.shape[1]
+    work = find_work(paging, heads, has_varlen=False, exact=exact)
+    out = torch.empty(*q.shape[:2], cache.v.shape[-1], dtype=q.dtype, device=q.device)
+    attend = partial(latent_attention, q, cache, paging, out, scale, exact=exact)
+
+    def attend_singles() -> None:
+        splits = find_splits(work, paging, None, heads, 1, exact=exact, latents=True)
+        if exact:
+            attend(splits=splits, paths=paging.paths)
+        else:
+            attend(splits=splits, max_queries=work.max_queries, masks=work.masks)
+
+    run_work(work, attend_singles, lambda: attend(tiles=find_tiles(work, paging)))
     return out
 
 
@@ -226,10 +267,11 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def rope_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, angles: Tensor, interleaved: bool, cache: LayerCache,
-    paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None, exact: bool = False,
+    paging: Paging, *, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """`rope`, `store_kv` and `attention` of the reference; q and k may be rotated in place."""
-    kv_heads, scoring = cache.k.shape[1], Scoring(scale, window, None, softcap)
+    kv_heads, scoring = cache.k.shape[1], Scoring(scale, window, None, softcap, sinks)
     if not exact and q.shape[0] <= NEW_ROWS and decode.suits(q, kv_heads) and is_decode(paging):
         out, new = torch.empty(q.shape, dtype=q.dtype, device=q.device), New(k, v, angles, interleaved)
         work = find_work(paging, q.shape[1] // kv_heads, has_varlen=False, exact=False)
@@ -237,4 +279,4 @@ def rope_attention(
         decode_attention(q, cache, paging, splits, out, scoring, new=new)
         return out
     rope_store(q, k, v, positions, angles, interleaved, cache, paging.slot_mapping[cache.group])
-    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, exact=exact)
+    return attention(q, cache, paging, scale=scale, window=window, softcap=softcap, sinks=sinks, exact=exact)

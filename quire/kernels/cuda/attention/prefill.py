@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.attention.scoring import Scoring
-from quire.kernels.cuda.attention.softmax import load_tile, update_softmax
+from quire.kernels.cuda.attention.softmax import add_sinks, load_tile, update_softmax
 from quire.kernels.cuda.attention.split_kv import merge_partials, store_partial, workspace
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous
 from quire.kernels.paging import LayerCache, Paging
@@ -43,11 +43,11 @@ class Tiles:
 
 @triton.jit
 def _prefill(
-    q, keys, values, out, partials, tops, arrived, tables, seq_lens, starts, tiles, slopes, scale, cap, window,
+    q, keys, values, out, partials, tops, arrived, tables, seq_lens, starts, tiles, slopes, sinks, scale, cap, window,
     q_row, out_row, table_row, block_stride, head_stride, heads, programs,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MIN_SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, MIN_SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -131,10 +131,11 @@ def _prefill(
         )  # fmt: skip
         if is_last:
             first_index = pair * max_splits * QUERIES + in_tile
-            mass, total = merge_partials(
+            top, mass, total = merge_partials(
                 partials, tops, first_index, QUERIES, splits, columns, is_query, inside, QUERIES, WIDTH, 1
             )
     if is_last:
+        mass = add_sinks(mass, top, sinks, head, True, HAS_SINKS)
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         out_ptrs = out + tokens[:, None] * out_row + head * DIM + columns[None, :]
         tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
@@ -151,17 +152,18 @@ def prefill_attention(
     """Attention of the queries of the tiles. The rows of other queries in `out` are not written."""
     kv_heads, page, dim = cache.k.shape[1:]
     tables = paging.block_tables[cache.group]
-    scale, window, slopes, softcap = scoring
+    scale, window, slopes, softcap, sinks = scoring
     unused = paging.seq_lens
     width, heads = triton.next_power_of_2(dim), q.shape[1]
     _prefill[(max(tiles.capacity * heads, PROGRAMS),)](
         q, cache.k, cache.v, out, *workspace("prefill", PROGRAMS, TILE_QUERIES, width, q.device), tables,
         paging.seq_lens, paging.query_starts, tiles.numbers, slopes if slopes is not None else unused,
-        scale, softcap or 0.0, window or 0, q.stride(0),
+        sinks if sinks is not None else unused, scale, softcap or 0.0, window or 0, q.stride(0),
         out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         heads, 0 if exact else PROGRAMS, DIM=dim, WIDTH=width,
         GROUP=heads // kv_heads, PAGE=page, QUERIES=TILE_QUERIES, TILE=key_tile(dim, q.dtype),
-        HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2, enable_fp_fusion=not exact,
+        HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
+        HAS_WINDOW=window is not None, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, num_warps=8, num_stages=2,
+        enable_fp_fusion=not exact,
         **pdl_options(),
     )  # fmt: skip

@@ -16,6 +16,12 @@ class Scoring(NamedTuple):
     window: int | None
     slopes: Tensor | None
     softcap: float | None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are only scaled and masked."""
+        return self.slopes is None and self.softcap is None and self.sinks is None
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.attention.scoring import Scoring
-from quire.kernels.cuda.attention.softmax import load_tile, update_softmax
+from quire.kernels.cuda.attention.softmax import add_sinks, load_tile, update_softmax
 from quire.kernels.cuda.attention.split_kv import FIELDS, max_partials, merge_partials, store_partial, workspace
 from quire.kernels.cuda.launch.pdl import launch_dependents, pdl_options, wait_for_previous, wait_for_previous_once
 from quire.kernels.paging import LayerCache, Paging
@@ -25,11 +25,12 @@ MIN_QUERIES = 16  # the fewest rows of a matrix instruction
 
 @triton.jit
 def _single(
-    q, keys, values, out, partials, tops, arrived, tables, splits, slopes, starts, seq_lens, paths, scale, cap, window,
-    q_row, out_row, table_row, block_stride, head_stride, path_row, num_depths,
+    q, keys, values, out, partials, tops, arrived, tables, splits, slopes, sinks, starts, seq_lens, paths, scale, cap,
+    window, q_row, out_row, table_row, block_stride, head_stride, path_row, num_depths,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
-    FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, HAS_PATHS: tl.constexpr, DEPTHS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, HAS_PATHS: tl.constexpr,
+    DEPTHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     split = splits + tl.program_id(0) // KV_HEADS * FIELDS  # padding entries, with a negative row, come last
@@ -95,10 +96,11 @@ def _single(
         )  # fmt: skip
         if is_last:
             first_index = first_partial * QUERIES + lanes
-            mass, total = merge_partials(
+            top, mass, total = merge_partials(
                 partials, tops, first_index, KV_HEADS * QUERIES, count, columns, is_query, inside, QUERIES, WIDTH, 1
             )
     if is_last:
+        mass = add_sinks(mass, top, sinks, heads, is_query, HAS_SINKS)
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         tl.store(out + token * out_row + head_offsets, result.to(out.dtype.element_ty), mask=inside)
 
@@ -118,7 +120,7 @@ def single_query_attention(
     group, width = q.shape[1] // kv_heads, triton.next_power_of_2(dim)
     queries = max(MIN_QUERIES if exact_tile is None else EXACT_QUERIES, triton.next_power_of_2(group))
     partials, tops, arrived = workspace("single", max_partials(kv_heads) * kv_heads, queries, width, q.device)
-    scale, window, slopes, softcap = scoring
+    scale, window, slopes, softcap, sinks = scoring
     tables, unused = paging.block_tables[cache.group], splits
     is_short = exact_tile is not None or q.dtype == torch.float32
     paths = paging.paths if exact_tile is not None else None
@@ -127,10 +129,11 @@ def single_query_attention(
     assert q.stride(1) == dim
     _single[(splits.shape[0] * kv_heads,)](
         q, cache.k, cache.v, out, partials, tops, arrived, tables, splits, slopes if slopes is not None else unused,
-        paging.query_starts, paging.seq_lens, unused if paths is None else paths, scale, softcap or 0.0, window or 0,
-        q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1),
+        sinks if sinks is not None else unused, paging.query_starts, paging.seq_lens,
+        unused if paths is None else paths, scale, softcap or 0.0, window or 0, q.stride(0), out.stride(0),
+        tables.stride(0), cache.k.stride(0), cache.k.stride(1),
         0 if paths is None else paths.stride(0), num_depths, DIM=dim, WIDTH=width, GROUP=group, PAGE=page,
-        TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
+        TILE=exact_tile or 64, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
         HAS_WINDOW=window is not None, QUERIES=queries, FIELDS=FIELDS, KV_HEADS=kv_heads, HAS_PATHS=paths is not None,
         DEPTHS=triton.next_power_of_2(num_depths), num_warps=4, num_stages=2 if is_short else 3,
         enable_fp_fusion=exact_tile is None, **pdl_options(),

@@ -52,6 +52,15 @@ def score(products, distance, scale, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOP
 
 
 @triton.jit
+def add_sinks(mass, top, sinks, heads, is_query, HAS_SINKS: tl.constexpr):
+    """The final sum of the weights, with those of the heads' sinks: scores of keys whose value is zero."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32)
+        mass += tl.exp2(sink * LOG2_E - top)
+    return mass
+
+
+@triton.jit
 def update_softmax(
     query, key, value, visible, distance, top, mass, total, scale, cap, slope, IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,

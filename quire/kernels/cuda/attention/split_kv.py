@@ -119,7 +119,8 @@ def merge_partials(
     partials, tops, first_index, stride, count, columns, is_query, inside, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge partial results of the same queries, in order. Returns the sums of weights and of weighted values.
+    """Merge partial results of the same queries, in order. Returns the largest scores, the sums of weights and of
+    weighted values.
 
     Partials are `stride` queries apart. AT_ONCE of them are loaded together.
     """
@@ -141,7 +142,7 @@ def merge_partials(
             mass = mass * rescale + partial_mass * factor
             total = total * rescale[:, None] + partial * factor[:, None]
             top = higher
-    return mass, total
+    return top, mass, total
 
 
 @cache

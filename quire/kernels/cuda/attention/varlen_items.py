@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.kernels.cuda.attention.scoring import Scoring
 from quire.kernels.paging import LayerCache
 
 H200_PROGRAMS = 132
@@ -25,11 +24,10 @@ PAGES = (16, 32, 64, 128)  # tokens in a block of the cache
 ITEM_FIELDS = 7  # row, first packed row, first key, end of keys, split, number of splits, first partial
 
 
-def suits(dtype: torch.dtype, cache: LayerCache, scoring: Scoring) -> bool:
-    """Whether `varlen.py` supports these: on Hopper, in half precision, without slopes and soft cap."""
+def suits(dtype: torch.dtype, cache: LayerCache, *, is_plain: bool) -> bool:
+    """Whether `varlen.py` supports these: on Hopper, in half precision, with plain scores (`Scoring.is_plain`)."""
     page, dim = cache.k.shape[2:]
     is_half = dtype in (torch.bfloat16, torch.float16) and cache.k.dtype == dtype
-    is_plain = scoring.slopes is None and scoring.softcap is None
     return is_half and is_plain and dim in STAGES and page in PAGES and is_hopper()
 
 

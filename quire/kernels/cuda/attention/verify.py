@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cuda.attention.scoring import Scoring
-from quire.kernels.cuda.attention.softmax import load_tile, load_transposed, update_softmax, update_transposed
+from quire.kernels.cuda.attention.softmax import (
+    add_sinks,
+    load_tile,
+    load_transposed,
+    update_softmax,
+    update_transposed,
+)
 from quire.kernels.cuda.attention.split_kv import (
     FIELDS,
     PROGRAMS,
@@ -144,12 +150,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts"])
 def _verify(
-    q, keys, values, out, partials, tops, arrived, tables, starts, splits, masks, slopes, scale, cap, window, parts,
-    q_row, out_row, table_row, block_stride, head_stride,
+    q, keys, values, out, partials, tops, arrived, tables, starts, splits, masks, slopes, sinks, scale, cap, window,
+    parts, q_row, out_row, table_row, block_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_TREE: tl.constexpr,
-    LANES: tl.constexpr, ARE_ROWS: tl.constexpr, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, IS_LARGE: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_TREE: tl.constexpr, LANES: tl.constexpr, ARE_ROWS: tl.constexpr, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr,
+    IS_LARGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     units = KV_HEADS * parts
@@ -233,11 +239,12 @@ def _verify(
             inside, LANES, WIDTH,
         )  # fmt: skip
         if is_last:
-            mass, total = merge_partials(
+            top, mass, total = merge_partials(
                 partials, tops, first_partial * LANES + within, units * LANES, num_splits, columns, is_lane, inside,
                 LANES, WIDTH, 2 if ARE_ROWS else 4,
             )  # fmt: skip
     if is_last:
+        mass = add_sinks(mass, top, sinks, heads, is_lane, HAS_SINKS)
         result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         out_ptrs = out + tokens[:, None] * out_row + heads[:, None] * DIM + columns[None, :]
         tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
@@ -303,16 +310,18 @@ def verify_attention(
     units = kv_heads * parts
     num_partials = max(2 * PROGRAMS, max_partials(units) * units)  # the same for most numbers of queries
     partials, tops, arrived = workspace("verify", num_partials, lanes, width, q.device)
-    scale, window, slopes, softcap = scoring
+    scale, window, slopes, softcap, sinks = scoring
     tables, unused = paging.block_tables[cache.group], splits
     assert q.stride(2) == 1
     assert q.stride(1) == dim
     _verify[(splits.shape[0] * units,)](
         q, cache.k, cache.v, out, partials, tops, arrived, tables, paging.query_starts, splits,
-        unused if masks is None else masks, unused if slopes is None else slopes, scale, softcap or 0.0, window or 0,
+        unused if masks is None else masks, unused if slopes is None else slopes,
+        unused if sinks is None else sinks, scale, softcap or 0.0, window or 0,
         parts, q.stride(0), out.stride(0), tables.stride(0), cache.k.stride(0), cache.k.stride(1), DIM=dim, WIDTH=width,
-        GROUP=group, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None, HAS_CAP=softcap is not None,
-        HAS_WINDOW=window is not None, IS_TREE=masks is not None, LANES=lanes, ARE_ROWS=lanes > MAX_COLUMNS,
+        GROUP=group, PAGE=page, TILE=tile, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, IS_TREE=masks is not None, LANES=lanes,
+        ARE_ROWS=lanes > MAX_COLUMNS,
         FIELDS=FIELDS, KV_HEADS=kv_heads, IS_LARGE=cache.k.shape[0] * cache.k.stride(0) >= 2**31, num_warps=warps,
         num_stages=stages, **pdl_options(),
     )  # fmt: skip

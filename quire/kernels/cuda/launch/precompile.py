@@ -22,6 +22,38 @@ MAX_ROWS = 512  # of buffers; kernels do not depend on it
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The sizes of experts."""
+
+    num_experts: int
+    top_k: int
+    size: int
+    shared_size: int
+    activation: str
+    limit: float
+    scoring: str
+    normalize: bool
+    factor: float
+    num_groups: int
+    top_groups: int
+    group_scores: int
+    has_correction: bool
+    bias: bool
+    shared_gate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """The sizes of latent attention."""
+
+    rank: int
+    key_dim: int
+    value_dim: int
+    rotated_dim: int
+    query_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The sizes and types that kernels are compiled for."""
 
@@ -46,6 +78,9 @@ class Model:
     speculates: bool = False  # steps verify drafts
     rotates: bool = True
     has_slopes: bool = False  # ALiBi
+    has_sinks: bool = False
+    mixture: Mixture | None = None
+    latent: Latent | None = None
     gated: bool = True
     layer_norm: bool = False  # in place of RMSNorm
     norm_bias: bool = False
@@ -104,6 +139,9 @@ class KernelCalls:
             yield partial(self.dequantize, CodesOf(**codes))
         for rows in (64, 32, FEW_ROWS, 1, MANY_ROWS):
             yield partial(self.multiply, rows)
+        if self.model.mixture is not None:
+            for rows in (8192, 1024, MANY_ROWS, 64, 32, FEW_ROWS, 2, 1):
+                yield partial(self.mix, rows, self.model.mixture)
         yield self.normalize
         yield self.serve
 
@@ -113,6 +151,9 @@ class KernelCalls:
         from quire.kernels.cuda.attention.dispatch import Work
         from quire.kernels.cuda.attention.prefill import Tiles
 
+        if self.model.latent is not None:
+            self.attend_to_latents(MANY_ROWS, Work(False, True, tiles=Tiles(numbers(1 + 2 * FEW_ROWS))))
+            return
         items, tiles = numbers(1 + FEW_ROWS * varlen_items.ITEM_FIELDS), Tiles(numbers(1 + 2 * FEW_ROWS))
         q, _, _ = self._heads(MANY_ROWS)
         cache, paging = self._cache(FEW_ROWS, MANY_ROWS, Work(False, True, items={window: items}, tiles=tiles))
@@ -123,6 +164,9 @@ class KernelCalls:
         from quire.kernels.cuda.attention.split_kv import FIELDS
 
         model = self.model
+        if model.latent is not None:
+            self.attend_to_latents(rows, Work(True, False, splits={None: numbers(rows, FIELDS)}))
+            return
         q, k, v = self._heads(rows)
         cache, paging = self._cache(rows, rows, Work(True, False, splits={window: numbers(rows, FIELDS)}))
         if not model.rotates:
@@ -131,8 +175,28 @@ class KernelCalls:
             return
         self.ops.fused.rope_attention(
             q, k, v, longs(rows), torch_stub.empty(1, model.rotary_dim), model.interleaved, cache, paging,
-            scale=model.scale, window=window, softcap=model.attention_softcap,
+            scale=model.scale, window=window, softcap=model.attention_softcap, sinks=self._sinks(),
         )  # fmt: skip
+
+    def attend_to_latents(self, rows: int, work: Any) -> None:
+        """With the ops before and behind."""
+        from quire.kernels.paging import LayerCache
+
+        model, latent = self.model, self.model.latent
+        assert latent is not None
+        key, paging = self._cache(FEW_ROWS, rows, work)
+        cache = LayerCache(key.k, key.k.narrow(3, latent.rank), 0, model.block_size)
+        query_dim, dim = latent.key_dim + latent.rotated_dim, latent.rank + latent.rotated_dim
+        q = torch_stub.empty(rows, model.num_heads, query_dim, dtype=self.dtype)
+        kv = torch_stub.empty(rows, 1, dim, dtype=self.dtype)
+        table = torch_stub.empty(1, latent.rotated_dim)
+        q = self.ops.fused.rope_store_latent(
+            q, kv, self._rows(latent.rank), 1e-5, longs(rows), table, model.interleaved, cache, longs(rows)
+        )
+        absorb = StoredWeight(self._rows(model.num_heads * latent.rank, latent.key_dim))
+        values = StoredWeight(self._rows(model.num_heads * latent.value_dim, latent.rank))
+        q = self.ops.head_linear(q, absorb)
+        self.ops.head_linear(self.ops.attention(q, cache, paging, scale=model.scale), values)
 
     def attend_to_drafts(self, window: int | None) -> None:
         from quire.kernels.cuda.attention import varlen_items
@@ -142,15 +206,21 @@ class KernelCalls:
         from quire.kernels.cuda.attention.verify import MANY_TOKENS, MAX_QUERIES, QUERIES, is_fastest
 
         model = self.model
+        if model.latent is not None:
+            for has_trees in (False, True):
+                work = Work(True, False, splits={None: numbers(FEW_ROWS, FIELDS)}, max_queries=QUERIES[-1])
+                work.masks = longs(FEW_ROWS) if has_trees and not model.exact else None
+                self.attend_to_latents(FEW_ROWS, work)
+            return
         group, options = model.num_heads // model.num_kv_heads, self._scoring(window)
-        scoring = Scoring(model.scale, window, options["slopes"], model.attention_softcap)
+        scoring = Scoring(model.scale, window, options["slopes"], model.attention_softcap, options["sinks"])
 
         def attend(tokens: int, queries: int, *, has_trees: bool) -> None:
             work = Work(True, False, splits={window: numbers(FEW_ROWS, FIELDS)}, max_queries=queries)
             work.masks = longs(tokens) if has_trees and not model.exact else None
             (q, _, _), (cache, paging) = self._heads(tokens), self._cache(FEW_ROWS, tokens, work)
             paging.paths = numbers(tokens, MAX_QUERIES) if model.exact else None
-            has_varlen = varlen_items.suits(q.dtype, cache, scoring)  # type: ignore[arg-type]
+            has_varlen = varlen_items.suits(q.dtype, cache, is_plain=scoring.is_plain)  # type: ignore[arg-type]
             if has_trees or not has_varlen or is_fastest(queries, group, tokens):
                 self.ops.attention(q, cache, paging, **options)
 
@@ -213,7 +283,16 @@ class KernelCalls:
     def _scoring(self, window: int | None) -> dict[str, Any]:
         model = self.model
         slopes = torch_stub.empty(model.num_heads, dtype=torch_stub.DTYPES["float32"]) if model.has_slopes else None
-        return {"scale": model.scale, "window": window, "slopes": slopes, "softcap": model.attention_softcap}
+        return {
+            "scale": model.scale,
+            "window": window,
+            "slopes": slopes,
+            "softcap": model.attention_softcap,
+            "sinks": self._sinks(),
+        }
+
+    def _sinks(self) -> Any:
+        return self._rows(self.model.num_heads) if self.model.has_sinks else None
 
     def _cache(self, rows: int, tokens: int, work: Any) -> tuple[Any, Any]:
         """A layer's cache, and the paging of a step."""
@@ -238,9 +317,12 @@ class KernelCalls:
     def multiply(self, rows: int) -> None:
         model, width = self.model, self.model.num_heads * self.model.head_dim
         qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        of_layers = (
-            (qkv_size, model.hidden_size), (model.hidden_size, width), (model.hidden_size, model.intermediate_size)
-        )  # fmt: skip
+        of_layers = [(qkv_size, model.hidden_size), (model.hidden_size, width)]
+        if model.latent is not None:
+            of_layers = latent_projections(model, model.latent)
+        if model.mixture is not None:
+            of_layers.append((model.mixture.num_experts, model.hidden_size))
+        of_layers.append((model.hidden_size, model.intermediate_size))
         for num_out, num_in in (*(of_layers if model.plain else ()), (model.vocab_size, model.hidden_size)):
             self.ops.linear(self._rows(rows, num_in), self._rows(num_out, num_in))
         if not model.plain:
@@ -251,6 +333,32 @@ class KernelCalls:
             return
         gate_up = self._rows(2 * model.intermediate_size, model.hidden_size)
         self.ops.fused.gated_linear(self._rows(rows, model.hidden_size), gate_up, model.activation.partition("_")[0])
+
+    def mix(self, rows: int, mixture: Mixture) -> None:
+        """Experts, for this many tokens."""
+        from quire.kernels.routing import ExpertWeights, Routing
+
+        x, hidden_size = self._rows(rows, self.model.hidden_size), self.model.hidden_size
+        routing = Routing(
+            mixture.num_experts, mixture.top_k, mixture.scoring, mixture.normalize, mixture.factor,  # type: ignore[arg-type]
+            mixture.num_groups, mixture.top_groups, mixture.group_scores,
+        )  # fmt: skip
+        correction = self._rows(mixture.num_experts) if mixture.has_correction else None
+        routes = self.ops.route(self._rows(rows, mixture.num_experts), correction, routing)
+        inner, outer = mixture.num_experts * 2 * mixture.size, mixture.num_experts * hidden_size
+        weights = ExpertWeights(
+            mixture.num_experts, StoredWeight(self._rows(inner, hidden_size)),
+            StoredWeight(self._rows(outer, mixture.size)), mixture.activation,  # type: ignore[arg-type]
+            self._rows(inner) if mixture.bias else None, self._rows(outer) if mixture.bias else None,
+            mixture.limit,
+        )  # fmt: skip
+        shared = gate = None
+        if mixture.shared_size:
+            matrix = self._rows(2 * mixture.shared_size, hidden_size)
+            inner_x = self.ops.fused.gated_linear(x, matrix, "silu")
+            shared = self.ops.linear(inner_x, self._rows(hidden_size, mixture.shared_size))
+            gate = self.ops.linear(x, self._rows(1, hidden_size)) if mixture.shared_gate else None
+        self.ops.experts(x, routes, weights, shared, gate)
 
     def multiply_codes(self, codes: CodesOf, rows: int) -> None:
         from quire.kernels.cuda.gemm.tiled_dispatch import few_row_product
@@ -311,6 +419,25 @@ class KernelCalls:
 
     def _rows(self, *shape: int) -> torch_stub.Tensor:
         return torch_stub.empty(*shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A dense `Weight`."""
+
+    data: torch_stub.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+
+def latent_projections(model: Model, latent: Latent) -> list[tuple[int, int]]:
+    queries, size = model.num_heads * (latent.key_dim + latent.rotated_dim), model.hidden_size
+    output, dim = (size, model.num_heads * latent.value_dim), latent.rank + latent.rotated_dim
+    if not latent.query_rank:
+        return [output, (queries + dim, size)]
+    return [output, (latent.query_rank + dim, size), (queries, latent.query_rank)]
 
 
 def stub_tiles(codes: CodesOf) -> Any:
@@ -395,10 +522,23 @@ def share(tasks: list[Callable[[], None]], index: int, count: int) -> list[Calla
     return [task for nth, task in enumerate(tasks) if order[nth % len(order)] == index]
 
 
+def read_model(given: dict[str, Any]) -> Model:
+    """From JSON."""
+    mixture, latent = given["mixture"], given["latent"]
+    return Model(
+        **given
+        | {
+            "capability": tuple(given["capability"]),
+            "windows": tuple(given["windows"]),
+            "mixture": mixture and Mixture(**mixture),
+            "latent": latent and Latent(**latent),
+        }
+    )
+
+
 def main() -> None:
     index, count = int(sys.argv[1]), int(sys.argv[2])
-    given = json.loads(sys.stdin.buffer.read())
-    model = Model(**given | {"capability": tuple(given["capability"]), "windows": tuple(given["windows"])})
+    model = read_model(json.loads(sys.stdin.buffer.read()))
     torch_stub.install(model.capability)
     from triton.backends.nvidia.driver import CudaLauncher
 
