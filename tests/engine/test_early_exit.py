@@ -347,7 +347,7 @@ def test_what_a_request_asks_for_holds_for_tokens_that_exit(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "out_norm.weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [3e38, -3e38])
 def test_a_head_that_gives_no_numbers_lets_nothing_exit(name: str, value: float, tmp_path: Path) -> None:
     config, target = CONFIGS["llama"], Target(MODELS["llama"], CONFIGS["llama"])
     tensors = exit_tensors(exit_config(target), config)

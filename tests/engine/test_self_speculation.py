@@ -212,7 +212,7 @@ def test_logits_are_those_of_plain_torch(layer: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "out_norm.weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e30])
 def test_a_head_that_gives_no_numbers_does_no_harm(name: str, value: float, tmp_path: Path) -> None:
     config, model = CONFIGS["llama"], MODELS["llama"]
     target = Target(model, config)

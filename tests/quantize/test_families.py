@@ -27,7 +27,7 @@ from quire.weights.loader import opened
 from quire.weights.safetensors import SafetensorsFiles
 from tests.quantize.unpack import dense_of
 from tests.text.vocabularies import byte_level
-from tests.tools import family_cases, tiny_experts
+from tests.tools import expert_models, family_cases, tiny_experts
 from tests.tools.tiny_models import tiny_text_gguf
 
 pytestmark = pytest.mark.cpu
@@ -75,7 +75,7 @@ IN_ONE_TENSOR = ("gpt_oss", "granitemoe")  # all experts of a directory's layer
 
 
 def text_model(name: str, **changes: Any) -> Any:
-    return tiny_experts.transformers_model(name, vocab_size=len(byte_level()["tokenizer.ggml.tokens"]), **changes)
+    return expert_models.transformers_model(name, vocab_size=len(byte_level()["tokenizer.ggml.tokens"]), **changes)
 
 
 def text_gguf(name: str, path: Path) -> Path:
@@ -85,7 +85,7 @@ def text_gguf(name: str, path: Path) -> Path:
 
 
 def text_directory(name: str, directory: Path, **changes: Any) -> Path:
-    tiny_experts.save(text_model(name, **changes), directory)
+    expert_models.save(text_model(name, **changes), directory)
     tokenizer = load_tokenizer(tiny_text_gguf(directory.parent / "tokenizer.gguf")).backend.to_str()
     (directory / "tokenizer.json").write_text(tokenizer)
     return directory
@@ -182,7 +182,7 @@ def test_experts_are_calibrated_with_their_own_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", IN_ONE_TENSOR)
 def test_experts_in_one_tensor_of_a_directory_are_refused_before_work(tmp_path: Path, name: str) -> None:
-    source = tiny_experts.save(tiny_experts.transformers_model(name), tmp_path / "source")
+    source = expert_models.save(expert_models.transformers_model(name), tmp_path / "source")
     with pytest.raises(UnsupportedModel, match=r"stored together with other|in one tensor"):
         quantize(source, Settings(parse_target("int8")), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -17,7 +17,7 @@ from quire.train.heads.eagle import EagleModule
 from quire.train.settings import SCALES, Settings, choose
 from quire.train.target import Target
 from quire.weights.loader import load_model
-from tests.tools import tiny_experts
+from tests.tools import expert_models
 from tests.tools.family_cases import save
 from tests.tools.tiny import LLAMA
 
@@ -36,7 +36,7 @@ def test_an_eagle_head_starts_from_any_layer(tmp_path: Path, name: str) -> None:
 
 
 def test_an_eagle_head_of_a_mixture(tmp_path: Path) -> None:
-    path = tiny_experts.save(tiny_experts.transformers_model("olmoe"), tmp_path)
+    path = expert_models.save(expert_models.transformers_model("olmoe"), tmp_path)
     EagleModule(target_of(path), 2, torch.Generator().manual_seed(0), list(range(20)))
 
 
