@@ -27,9 +27,8 @@ NEEDS_TORCH = {
     "train.dialogues", "train.evaluation", "train.features", "train.files", "train.heads.block", "train.heads.eagle",
     "train.heads.exit", "train.heads.head", "train.heads.medusa", "train.loop", "train.report", "train.run",
     "train.target", "train.vocabulary", "weights.dense_source",
-    "quant.gguf_codes", "quant.tile_packing", "quant.tile_rounding", "quant.tiled", "weights.random_tiles",
-    "weights.tiled_source",
-    "weights.random_tensors",
+    "quant.gguf_codes", "quant.mxfp4_codes", "quant.tile_packing", "quant.tile_rounding", "quant.tiled",
+    "weights.random_tensors", "weights.random_tiles", "weights.tiled_source",
 }  # fmt: skip
 
 USE = """

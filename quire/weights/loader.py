@@ -19,7 +19,6 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.weights.checkpoint import Checkpoint, StoredPart
-from quire.weights.code_part import is_mxfp4_expert
 from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
@@ -219,11 +218,12 @@ def weight_bytes(
         cols, part = stored.cols, stored.part
         if packed and stored.quantized and cols is not None:
             return stored.nbytes
-        if tiled and is_mxfp4_expert(stored):
-            return stored.nbytes
         if tiled and cols is not None:
+            from quire.weights.code_part import is_mxfp4_expert
             from quire.weights.tiles import format_of
 
+            if is_mxfp4_expert(stored):
+                return stored.nbytes
             if format := format_of(part, stored, cols, quantize):
                 return format.nbytes(part.rows, part.width(cols))
         return num_values(part, cols) * ITEM_BYTES[dtype]

@@ -3,7 +3,6 @@ computes only the later layers of what was drafted."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

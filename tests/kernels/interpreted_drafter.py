@@ -175,7 +175,7 @@ def check(directory: Path, *, exact: bool) -> None:
         assert not trees or engine.controller.accepted["oracle"] > 0
         assert engine.scheduler.kv.pool.num_free == 200
     # Requests are preempted while states are kept: their keys must not be stored in blocks that others have by then.
-    engine = build(directory, exact=exact, drafting=Scripted("eagle", DEPTH, pauses=True), captured=True, num_blocks=14)
+    engine = build(directory, exact=exact, drafting=Scripted("eagle", DEPTH, pauses=True), captured=True, num_blocks=11)
     compared = check_drafts(engine, Reference(directory))
     got = run(engine, make_requests())
     assert len(compared) > 2

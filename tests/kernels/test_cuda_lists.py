@@ -165,7 +165,7 @@ def test_captured_steps_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not work.has_others, "varlen computes no trees"
     assert buffers.positions.host[:9].tolist() == [695, 696, 697, 696, 697, 699, 697, 698, 699]
     assert samples.lengths == [696, 697, 698, 697, 698, 700, 698, 699, 700]
-    assert buffers.draft_rows.host[:2].tolist() == [[0, 0, 0, 4, 0], [2, 6, 6, 2, 0]]
+    assert buffers.draft_rows.host[:2].tolist() == [[0, 0, 0, 4, 0, 0], [2, 6, 6, 2, 0, 5]]
     assert buffers.parents.host[[1, 2, 3, 4, 7, 8]].tolist() == [0, 1, 0, 3, 0, 1]
 
 

@@ -26,7 +26,6 @@ SCRIPTS = [
     "interpreted_experts",
     "interpreted_experts_engine mixture exact",
     "interpreted_experts_engine sinks",
-    "interpreted_experts_engine latents",
     "interpreted_experts_engine latents exact",
     "interpreted_training",
 ]

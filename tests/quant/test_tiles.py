@@ -21,6 +21,7 @@ from quire.quant.tile_format import TILE_FORMATS, TileFormat, rounded_tile_forma
 from quire.quant.tile_packing import TileRows, pack, unpack
 from quire.quant.tile_rounding import NAMES, round_rows
 from quire.quant.tiled import Tiled
+from quire.weights.tiles import is_fast
 
 pytestmark = pytest.mark.cpu
 
@@ -115,6 +116,19 @@ def test_codes_are_where_threads_of_a_tensor_core_look(kind: str) -> None:
 @pytest.mark.parametrize("cols", [40, 100])
 def test_odd_columns_stay_dense(cols: int) -> None:
     assert tile_format(CodeFormat("uint", 8, cols, "f16", zero=128), cols) is None
+
+
+def test_codes_whose_products_are_slow_become_dense() -> None:
+    fast = [
+        CodeFormat("uint", 4, 128, "f16", zero=8),
+        CodeFormat("uint", 4, 64, "f16", has_zeros=True),
+        CodeFormat("e4m3", 8, 1 << 20, "f32"),
+    ]
+    slow = [CodeFormat("uint", 4, 32, "f16", zero=8), CodeFormat("table", 4, 64, "f32", table=NF4)]
+    formats = [tile_format(format, 256) for format in fast + slow] + [*TILE_FORMATS.values()]
+    assert [format is not None and is_fast(format) for format in formats] == [True] * 3 + [False] * (
+        2 + len(TILE_FORMATS)
+    )
 
 
 def test_a_table_for_each_row_stays_dense() -> None:
