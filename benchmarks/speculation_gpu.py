@@ -40,6 +40,7 @@ from quire.core.plan import Plan
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.gpu_runner import GpuRunner, GpuStep
+from quire.engine.observer import PlanObserver
 from quire.engine.speculation import FREE_DRAFTS, MAX_DRAFTS, MAX_GPU_TOKENS
 from quire.speculative.controller import Controller
 from quire.speculative.drafting import DEPTHS, Drafting
@@ -170,7 +171,7 @@ def measure(client: InProcess, batch: int, chance: float, drafts: str | None, se
     if engine.controller is not None and drafts == "host":
         engine.controller.proposers[:] = [Guesser(answers)]
     chosen, steps = Counter[int](), list[Plan]()
-    engine.before_run = steps.append
+    engine.observers.append(PlanObserver(steps.append))
     for request in requests:
         client.add(request)
     begin_s, begin_tokens, begin_steps = None, 0, 0
@@ -189,7 +190,7 @@ def measure(client: InProcess, batch: int, chance: float, drafts: str | None, se
         client.abort(request.id)
     while engine.has_work:
         client.step()
-    engine.before_run = None
+    engine.observers.pop()
     total = chosen.total()
     shares = ", ".join(f"{number}: {100 * times / total:.0f}%" for number, times in sorted(chosen.items()))
     return Measured(1e3 * seconds * batch / tokens, tokens / batch / max(1, total), shares)

@@ -73,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "async_llm",
         "engine.backend",
         "engine.client",
+        "engine.observer",
         "engine.prompt_logits",
         "speculative.controller",
         "capacity",

@@ -26,6 +26,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.backend import choose_itl_target
 from quire.engine.client import InProcess
+from quire.engine.observer import PlanObserver
 from quire.errors import InvalidParams
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
@@ -157,7 +158,7 @@ def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, numb
         prompt = [rng.randrange(vocabulary) for _ in range(scenario.prompt_tokens)]
         client.add(Request(f"{number} {index}", prompt, params, max_tokens=max_tokens))
     engine, shapes = client.engine, deque[StepShape]()
-    engine.before_run = lambda plan: shapes.append(shape_of(plan, sizes.windows))
+    engine.observers.append(PlanObserver(lambda plan: shapes.append(shape_of(plan, sizes.windows))))
     try:
         while engine.has_work:
             begin_s = time.perf_counter()
@@ -166,7 +167,7 @@ def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, numb
             if engine.step_s is not None:  # a step has been committed
                 yield MeasuredStep(shapes.popleft(), seconds if sizes.depth == 1 else engine.step_s)
     finally:
-        engine.before_run = None
+        engine.observers.pop()
 
 
 def make_profile(config: EngineConfig, sizes: EngineSizes, results: Sequence[ScenarioResult]) -> CapacityProfile:

@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
+from quire.engine.observer import PlanObserver
 from quire.errors import InvalidParams
 from quire.llm import LLM
 from quire.speculative.controller import Controller
@@ -149,10 +150,11 @@ class Bench:
         while any(not request.num_output for request in requests) and engine.has_work:
             engine.step()
         begin, plans = time.perf_counter(), list[Plan]()
-        engine.before_run = plans.append  # a call of `step` may only wait
+        engine.observers.append(PlanObserver(plans.append))  # a call of `step` may only wait
         while engine.has_work:
             engine.step()
-        seconds, num_steps, engine.before_run = time.perf_counter() - begin, len(plans), None
+        engine.observers.pop()
+        seconds, num_steps = time.perf_counter() - begin, len(plans)
         drafted, accepted = (sum(getattr(each, name) for each in requests) for name in ("num_drafted", "num_accepted"))
         return Answer([each.tokens[each.num_prompt :] for each in requests], seconds, num_steps, drafted, accepted)
 

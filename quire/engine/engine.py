@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step_costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
+from quire.engine.observer import Observer
 from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
@@ -57,6 +58,7 @@ class Launched:
     running: RunningStep
     begins_s: float  # estimated until the step before has ended
     expected_s: float  # duration; minus infinity if unknown
+    launched_s: float
 
     @property
     def ends_s(self) -> float:
@@ -87,17 +89,22 @@ class Engine:
         self._costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
-        self.before_run: Callable[[Plan], None] | None = None  # called with each plan before it is launched
+        self.observers: list[Observer] = []
 
     def add(self, request: Request) -> None:
         check_early_exit(request.params.early_exit, self.has_exit)
+        now_s = time.monotonic()
         with self._reset_if_interrupted():
-            self.scheduler.add(request, time.monotonic())
+            self.scheduler.add(request, now_s)
+        for observer in self.observers:
+            observer.on_add(request, now_s)
 
     def abort(self, request_id: str) -> Update | None:
         with self._reset_if_interrupted():
             update = self.scheduler.abort(request_id, Finish.ABORT)
         self._forget(request_id)
+        for observer in self.observers:
+            observer.on_abort(request_id)
         return update
 
     def _forget(self, request_id: str) -> None:
@@ -116,6 +123,7 @@ class Engine:
         except BaseException:
             self._drop_plans()
             self.scheduler.reset()
+            self._tell_reset([])
             raise
 
     @property
@@ -143,6 +151,7 @@ class Engine:
         except BaseException:
             self.scheduler.reset()
             self._drop_plans()
+            self._tell_reset([])
             raise
         for update in updates:
             if update.finish:
@@ -173,6 +182,8 @@ class Engine:
             self._costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
+        for observer in self.observers:
+            observer.on_commit(plan, sampled, updates, oldest.launched_s)
         if self.controller is not None:
             self.controller.observe(plan, sampled)
         self._sample_next()
@@ -243,8 +254,8 @@ class Engine:
             return False
         if self.controller is not None:
             self.controller.plan_drafting(plan, self.scheduler.reserve_all)
-        if self.before_run is not None:
-            self.before_run(plan)
+        for observer in self.observers:
+            observer.on_plan(plan)
         try:
             running: RunningStep = self.runner.launch(plan, is_behind=bool(self._launched))
         except Exception as error:
@@ -255,13 +266,15 @@ class Engine:
             expected_s = self._costs.predict(plan)
         is_behind = bool(self._launched) and not self._launched[-1].running.is_done()
         begins_s = max(launched_s, self._launched[-1].ends_s) if is_behind else launched_s
-        self._launched.append(Launched(plan, running, begins_s, -math.inf if expected_s is None else expected_s))
+        self._launched.append(Launched(plan, running, begins_s, -math.inf if expected_s is None else expected_s, now_s))
         return True
 
     def _fail(self, plan: Plan, error: Exception) -> list[Update]:
         """End the requests of a plan that failed."""
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
         updates = self.scheduler.fail(plan, describe_failure(error, plan))
+        for observer in self.observers:
+            observer.on_fail(plan, updates)
         self._check_device(error)
         if self._launched:
             self._sample_next()
@@ -274,8 +287,13 @@ class Engine:
         log.error("planning failed with %d requests", len(self.scheduler.requests), exc_info=error)
         updates = self.scheduler.recover(error, f"The engine failed on this request: {error}")
         self._drop_plans()
+        self._tell_reset(updates)
         self._check_device(error)
         return updates
+
+    def _tell_reset(self, updates: list[Update]) -> None:
+        for observer in self.observers:
+            observer.on_reset(updates)
 
     def _drop_plans(self) -> None:
         """Wait for the plans in flight and drop their results."""

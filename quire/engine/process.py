@@ -39,6 +39,7 @@ from quire.engine.messages import (
     decode_for_engine,
     encode,
 )
+from quire.engine.observer import PlanObserver
 from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class EngineLoop:
         self._grammars: GrammarBackend | None = None
         self._scheduled_ids: set[str] = set()
         self._report_s = 0.0
-        engine.before_run = self._announce
+        engine.observers.append(PlanObserver(self._announce))
         if self._reports_prefixes:
             self._reported_tree.report_changes()
 

@@ -12,6 +12,7 @@ from quire.core.drafts import ROOT, Drafts
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.engine.engine import Engine
+from quire.engine.observer import PlanObserver
 from quire.speculative.controller import Controller
 from quire.speculative.draft_tree import trunk_first
 from quire.speculative.guard import checked
@@ -86,7 +87,7 @@ def run(propose: Proposer, requests: Sequence[Request]) -> tuple[list[list[int]]
     controller, plans = Controller([], 64, 97, 12.0, plugins=[propose]), list[Plan]()
     controller._clock = lambda: 1e-2 * len(plans)  # on a busy machine a plug-in would seem slow, and be asked less
     engine = Engine(tiny.scheduler, tiny.runner, None, controller)  # type: ignore[arg-type]
-    engine.before_run = plans.append
+    engine.observers.append(PlanObserver(plans.append))
     for request in requests:
         engine.add(request)
     while engine.has_work:
