@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.routing import Match, Route
+from functools import cache
 
-from quire import __version__
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+
 from quire.errors import QuireError
 from quire.server import health, replicas, tokenize
 from quire.server.anthropic import messages
@@ -20,8 +21,9 @@ from quire.server.middleware import RequestMiddleware
 from quire.server.openai import chat, completions, models
 from quire.server.openai.responses import routes as responses
 from quire.server.openai.responses.store import ResponseStore
-from quire.server.request_model import check_text, explain_validation_error
-from quire.server.streaming import ClientDisconnected
+from quire.server.openapi import Document, describe
+from quire.server.router import Operation
+from quire.server.streaming import ClientDisconnected, JSONResponse
 from quire.server.tgi import routes as tgi
 
 ROUTERS = (
@@ -38,28 +40,37 @@ ROUTERS = (
 
 
 def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestMiddleware:
-    app = FastAPI(title="quire", version=__version__, docs_url=None, redoc_url=None, dependencies=[Depends(check_text)])
-    for router in ROUTERS:
-        app.include_router(router)
-    app.add_exception_handler(QuireError, handle_quire_error)
-    app.add_exception_handler(RequestValidationError, handle_validation_error)
-    app.add_exception_handler(HTTPException, handle_http_exception)
-    app.add_exception_handler(ClientDisconnected, handle_disconnect)
-    app.add_exception_handler(Exception, handle_exception)
+    routes: list[BaseRoute] = [*operations(), Operation("GET", "/openapi.json", show_openapi, None)]
+    handlers = {
+        QuireError: handle_quire_error,
+        HTTPException: handle_http_exception,
+        ClientDisconnected: handle_disconnect,
+        Exception: handle_exception,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
     middleware = RequestMiddleware(app, config, keys, metrics)
     app.state.responses = ResponseStore()
     app.state.middleware = middleware
     return middleware
 
 
+def operations() -> list[Operation]:
+    return [operation for router in ROUTERS for operation in router.routes]
+
+
+async def show_openapi(request: Request) -> Response:
+    """GET /openapi.json: every route with its fields."""
+    return JSONResponse(openapi_document())
+
+
+@cache
+def openapi_document() -> Document:
+    return describe(operations())
+
+
 async def handle_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
     return error_response(error, request.url.path)
-
-
-async def handle_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(explain_validation_error(error.errors(), error.body), request.url.path)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -74,13 +85,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 def allowed_methods(request: Request) -> set[str]:
     """The methods of all routes with the path of a request. Each method has a route of its own."""
-    routes = (route for router in ROUTERS for route in router.routes if isinstance(route, Route))
-    return {
-        method
-        for route in routes
-        if route.matches(request.scope)[0] is not Match.NONE
-        for method in route.methods or ()
-    }
+    return {each.method for each in operations() if each.matches(request.scope)[0] is not Match.NONE}
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.params import SamplingParams
 from quire.errors import NotReady
 from quire.server.middleware import RequestMiddleware
+from quire.server.router import Router
 from quire.server.schemas import Status, response_schemas, text_schema
 from quire.server.service import request_context
 from quire.server.streaming import JSONResponse, with_cancellation
 
-router = APIRouter()
+router = Router()
 
 
-@router.head("/health", include_in_schema=False)
+@router.head("/health")
 @router.get("/health", responses=response_schemas(Status))
 async def health() -> Response:
     """The HTTP process runs."""
     return JSONResponse({"status": "ok"})
 
 
-@router.head("/ready", include_in_schema=False)
+@router.head("/ready")
 @router.get("/ready", responses=response_schemas(Status))
 async def ready(request: Request) -> Response:
     """The server accepts requests and the engine can compute them."""
@@ -48,7 +49,7 @@ async def generate(request: Request) -> Response:
     return JSONResponse({"status": "ok", "token_ids": output_processor.output.outputs[0].token_ids})
 
 
-@router.get("/metrics", response_class=Response, responses=text_schema("text/plain"))
+@router.get("/metrics", responses=text_schema("text/plain"))
 async def metrics(request: Request) -> Response:
     """Metrics in the format of Prometheus."""
     return Response(request_context(request).service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

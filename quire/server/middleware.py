@@ -1,6 +1,6 @@
 """RequestMiddleware: what happens to every HTTP request before its route: request id, API key, body limit, access log.
 
-Plain ASGI, around the FastAPI application. It makes the `RequestContext` that routes read from the scope.
+Plain ASGI, around the application of `app.py`. It makes the `RequestContext` that routes read from the scope.
 """
 
 from __future__ import annotations

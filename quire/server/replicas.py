@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.fleet import Fleet
 from quire.errors import ReceiptNotFound, show
+from quire.server.router import Router
 from quire.server.schemas import ReceiptList, ReplicaList, response_schemas
 from quire.server.service import request_context
 from quire.server.streaming import JSONResponse
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/replicas", responses=response_schemas(ReplicaList))

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.requests import Request
 
 from quire.errors import MAX_SHOWN, InvalidField
 
@@ -76,8 +76,6 @@ def explain_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> 
             name = ".".join([*map(str, location), *filter(None, [error.get("ctx", {}).get("name")])])
             reason = "quire does not know this field, so it would have no effect; leave it out."
             return InvalidField(f"{name}: {reason}", name)
-        case "json_invalid":
-            return InvalidField(f"The body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}.", "body")
         case "missing" if location:
             return InvalidField(f"{name} is missing; it is required.", name)
     if not location and error["type"] != "too_many":
@@ -90,8 +88,6 @@ def explain_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> 
 
 def error_location(error: Mapping[str, Any], body: Any) -> list[str | int]:
     """The path of an error in the body. pydantic's path also names types of a union, which are no keys of the body."""
-    if error["type"] == "json_invalid":
-        return []
     location: list[str | int] = []
     path = [key for index, key in enumerate(error["loc"]) if index or key not in ("body", "query", "path")]
     for index, key in enumerate(path):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from fastapi import Request
+from starlette.requests import Request
 
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams

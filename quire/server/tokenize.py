@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import StrictBool, StrictInt
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidField
@@ -18,13 +18,14 @@ from quire.server.chat import ChatInput
 from quire.server.openai.chat import chat_input
 from quire.server.openai.protocol import ChatCompletionRequest
 from quire.server.request_model import ArrayOf, RequestModel
+from quire.server.router import Router
 from quire.server.schemas import PromptText, TemplatedTokens, TGIError, Tokens, TokenSpan, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import JSONResponse
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tools.definitions import parse_tool_choice, parse_tools
 
-router = APIRouter()
+router = Router()
 
 
 class TemplateRequest(RequestModel):

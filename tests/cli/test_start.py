@@ -15,7 +15,18 @@ from tests.tools.tiny_models import tiny_text_gguf
 
 pytestmark = pytest.mark.cpu
 
-HEAVY = ("torch", "numpy", "tokenizers", "jinja2", "rich", "fastapi", "llguidance", "asyncio", "safetensors")
+HEAVY = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "rich",
+    "starlette",
+    "pydantic",
+    "llguidance",
+    "asyncio",
+    "safetensors",
+)
 SCRIPT = """
 import sys
 from quire.cli.main import main
@@ -40,7 +51,7 @@ def test_commands_without_a_model_load_nothing_heavy(arguments):
 
 # What an answer of a plain model needs nothing of.
 DEFERRED = (
-    "torch", "jinja2", "rich", "fastapi", "pydantic", "llguidance", "asyncio", "safetensors", "huggingface_hub", "tqdm",
+    "torch", "jinja2", "rich", "pydantic", "llguidance", "asyncio", "safetensors", "huggingface_hub", "tqdm",
     "quire.engine.draft_heads", "quire.engine.draft_model", "quire.engine.eagle", "quire.engine.early_exit",
     "quire.engine.self_speculation", "quire.engine.split_steps", "quire.kernels.cpu.split", "quire.quantize",
     "quire.train", "quire.weights.heads", "quire.weights.json_config", "quire.weights.mtp",

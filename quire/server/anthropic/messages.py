@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic_core import from_json
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.outputs import CompletionOutput
@@ -17,6 +17,7 @@ from quire.errors import QuireError
 from quire.server.anthropic.protocol import CountRequest, MessagesRequest, chat_input
 from quire.server.chat import ChatParser
 from quire.server.error_response import anthropic_error
+from quire.server.router import Router
 from quire.server.schemas import AnthropicError, AnthropicMessage, TokenCount, response_schemas
 from quire.server.service import RequestContext, Service, request_context, stream_chat
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event, with_cancellation
@@ -25,7 +26,7 @@ from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEn
 
 Document = dict[str, Any]
 
-router = APIRouter()
+router = Router()
 
 
 @dataclass(frozen=True, slots=True)

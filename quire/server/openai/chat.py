@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.params import SamplingParams
@@ -22,6 +22,7 @@ from quire.server.openai.output import (
     usage,
 )
 from quire.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest
+from quire.server.router import Router
 from quire.server.schemas import ChatCompletion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
@@ -29,7 +30,7 @@ from quire.text.output_processor import OutputProcessor
 from quire.text.tools.definitions import parse_tool_choice, parse_tools
 from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallStart, collect_events
 
-router = APIRouter()
+router = Router()
 
 
 @router.post("/v1/chat/completions", responses=response_schemas(ChatCompletion, stream=True))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.outputs import PositionLogprobs
@@ -22,6 +22,7 @@ from quire.server.openai.output import (
     usage,
 )
 from quire.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
+from quire.server.router import Router
 from quire.server.schemas import Completion, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
@@ -30,7 +31,7 @@ from quire.text.output_processor import OutputProcessor
 
 DEFAULT_MAX_TOKENS = 16
 
-router = APIRouter()
+router = Router()
 
 
 @router.post("/v1/completions", responses=response_schemas(Completion, stream=True))

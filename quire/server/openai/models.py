@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.router import Router
 from quire.server.schemas import ModelCard, ModelList, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import JSONResponse
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/v1/models", responses=response_schemas(ModelList))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
 from quire.core.params import MAX_STOP_STRINGS
 from quire.errors import QuireError
 from quire.server.error_response import tgi_error
+from quire.server.router import Router
 from quire.server.schemas import GeneratedText, ServerInfo, TGIError, TGIInfo, response_schemas, text_schema
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event, with_cancellation
@@ -19,7 +20,7 @@ from quire.server.tgi.output import GenerateWriter, best_of
 from quire.server.tgi.protocol import MAX_BEST_OF, CompatGenerateRequest, GenerateRequest
 from quire.text.output_processor import OutputProcessor
 
-router = APIRouter()
+router = Router()
 
 
 @router.post("/generate", responses=response_schemas(GeneratedText, error=TGIError))
@@ -28,7 +29,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     return await respond_whole(request, body, in_list=False)
 
 
-@router.post("/generate_stream", response_class=Response, responses=text_schema("text/event-stream", error=TGIError))
+@router.post("/generate_stream", responses=text_schema("text/event-stream", error=TGIError))
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Continue a text, with an event for each token."""
     return await respond_stream(request, body)

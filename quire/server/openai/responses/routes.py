@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.params import SamplingParams
@@ -17,6 +18,7 @@ from quire.server.openai.responses.builder import ResponseBuilder
 from quire.server.openai.responses.generation import ResponseGeneration, cancel
 from quire.server.openai.responses.protocol import ResponsesRequest, as_document, as_messages, new_id
 from quire.server.openai.responses.store import ResponseStore, StoredResponse, TenantResponses
+from quire.server.router import Router
 from quire.server.schemas import DeletedResponse, ItemList, ResponseDocument, response_schemas
 from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
@@ -24,7 +26,7 @@ from quire.text.tools.definitions import Tool, parse_tool_choice, parse_tools
 
 Document = dict[str, Any]
 
-router = APIRouter()
+router = Router()
 
 
 @router.post("/v1/responses", responses=response_schemas(ResponseDocument, stream=True))
@@ -126,7 +128,7 @@ def tool_document(tool: Tool) -> Document:
 
 @router.get("/v1/responses/{response_id}", responses=response_schemas(ResponseDocument, stream=True))
 async def fetch_response(
-    request: Request, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
+    request: Request, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Field(ge=0)] = None
 ) -> Response:
     """The current state of a response, or its events after `starting_after`."""
     stored = tenant_responses(request).find(response_id)
@@ -162,7 +164,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def list_input_items(
     request: Request,
     response_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Field(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
