@@ -35,6 +35,7 @@ are raised from here.
         ├── RequestTimeout        408   the client did not send all of its request in time
         ├── TooManyConnections    503
         ├── ReceiptNotFound       404   no replica's receipt of that request is kept
+        ├── RequestNotFound       404   no record of what happened to that request is kept
         ├── ResponseNotFound      404   a stored response that does not exist any more, or never did
         └── Unauthorized          401
 """
@@ -67,6 +68,7 @@ __all__ = [
     "PullError",
     "QuireError",
     "ReceiptNotFound",
+    "RequestNotFound",
     "RequestTimeout",
     "ResponseNotFound",
     "ServerError",
@@ -282,6 +284,12 @@ class TooManyConnections(ServerError):
 
 class ReceiptNotFound(ServerError):
     """No receipt of that request is kept."""
+
+    status = 404
+
+
+class RequestNotFound(ServerError):
+    """No record of what happened to that request is kept."""
 
     status = 404
 

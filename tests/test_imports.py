@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         "",
         "event_loop",
         "engine.fleet",
+        "engine.live_changes",
         "engine.messages",
         "engine.supervisor",
         "text",
@@ -65,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
-    "batch": {"", "server", "engine.messages", "event_loop", "text", "config", "errors"},
+    "batch": {"", "server", "engine.fleet", "engine.messages", "event_loop", "text", "config", "errors"},
     "bench": {
         "event_loop",
         "file_limit",

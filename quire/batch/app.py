@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.fleet import FleetCallbacks
 from quire.engine.messages import StepOutputs
 from quire.errors import EngineError
 from quire.server.app import build_app
@@ -100,7 +101,8 @@ async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1) -> A
         if middleware.service is not None:
             middleware.service.on_step(outputs, replica)
 
-    client = make_client(engine, path, num_replicas, config.stall_timeout, on_step, metrics.on_restart)
+    callbacks = FleetCallbacks(on_step, lambda reason, replica: metrics.on_restart(replica))
+    client = make_client(engine, path, num_replicas, config.stall_timeout, callbacks)
     try:
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, path)
         ready = await client.start()

@@ -19,6 +19,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.refs = [0] * (num_blocks + 1)
         self.num_allocations = [0] * (num_blocks + 1)  # of each block: a new one means new contents
+        self.changed: set[int] | None = None  # blocks whose references have changed; None: nobody follows them
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
@@ -29,6 +30,8 @@ class BlockPool:
         self._unlink(block)
         self.refs[block] = 1
         self.num_allocations[block] += 1
+        if self.changed is not None:
+            self.changed.add(block)
         return block
 
     def touch(self, block: int) -> None:
@@ -36,6 +39,8 @@ class BlockPool:
         if self.refs[block] == 0:
             self._unlink(block)
         self.refs[block] += 1
+        if self.changed is not None:
+            self.changed.add(block)
 
     def release(self, block: int, *, keep: bool) -> None:
         """Drop a reference. A block without any is evicted last if `keep` is set, otherwise first."""
@@ -43,6 +48,8 @@ class BlockPool:
         self.refs[block] -= 1
         if self.refs[block] == 0:
             self._link(block, after=self._previous[0] if keep else 0)
+        if self.changed is not None:
+            self.changed.add(block)
 
     def free_order(self) -> list[int]:
         """The free list in order of eviction. For tests."""

@@ -97,9 +97,13 @@ class KVCache:
         tables = self._matched_tables(request, match)
         self._touch(tables)
         self._set_publish_parent(request, match)
+        end = match.path[-1] if match.path else None
         num_tokens = len(match.path) * self.block_size
         if match.partial is not None and self._copy_partial(match.partial, tables, copies):
             num_tokens += match.num_partial
+            end = match.partial
+        if end is not None:
+            end.num_hits += 1
         self._allocate_fixed(request)
         self._set_tables(request, tables, num_tokens)
         if match.num_partial and self.has_windows:
@@ -124,17 +128,18 @@ class KVCache:
         ]
         self._set_tables(request, tables, request.swapped_out.num_computed)
 
-    def fork(self, request: Request) -> bool:
-        """Share the leader's blocks of the encoder and of the prompt without its last token.
-
-        Returns False if the leader does not hold all of them.
-        """
+    def can_fork(self, request: Request) -> bool:
+        """Whether the leader holds all blocks of the encoder and of the prompt without its last token."""
         leader, num_shared = request.leader, request.num_prompt - 1
         if leader is None or leader.state is not State.RUNNING or leader.num_computed < num_shared:
             return False
-        if self.num_state_groups or leader.salt != request.salt or not self.holds_context(leader, num_shared):
+        return not self.num_state_groups and leader.salt == request.salt and self.holds_context(leader, num_shared)
+
+    def fork(self, request: Request) -> bool:
+        """Share the leader's blocks, if `can_fork`. Returns whether it did."""
+        if request.leader is None or not self.can_fork(request):
             return False
-        self.share_blocks(leader, request, num_shared)
+        self.share_blocks(request.leader, request, request.num_prompt - 1)
         return True
 
     def holds_context(self, request: Request, num_tokens: int) -> bool:
@@ -230,8 +235,11 @@ class KVCache:
 
     def unpublish(self, blocks: set[int]) -> None:
         """Remove blocks with invalid contents from the prefix tree."""
-        for block in blocks & self.tree.owners.keys():
+        unpublished = blocks & self.tree.owners.keys()
+        for block in unpublished:
             self.tree.forget(block, self.step)
+        if self.pool.changed is not None:
+            self.pool.changed |= unpublished  # those without references are free instead of cached
 
     def trim(self, request: Request) -> None:
         """Release the blocks behind the window, to which no later token of the request attends."""

@@ -6,11 +6,20 @@ admission policies too: they admit no request until the running batch has ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 PRIORITY_POSITIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Why a policy admits no request now, and for how long if only time is missing. An empty reason: it admits."""
+
+    reason: str = ""
+    seconds: float | None = None
 
 
 class Batching(Protocol):
@@ -20,6 +29,10 @@ class Batching(Protocol):
 
     def admit(self) -> None:
         """A request has been admitted."""
+        ...
+
+    def explain(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> Hold:
+        """Why the next call of `quota` with these arguments returns 0. It changes nothing."""
         ...
 
 
@@ -32,6 +45,9 @@ class Continuous:
 
     def admit(self) -> None:
         pass
+
+    def explain(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> Hold:
+        return Hold()
 
 
 @dataclass(slots=True)
@@ -58,6 +74,16 @@ class WaitingRatio:
         self._num_steps = 0
         self._num_open -= 1
 
+    def explain(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> Hold:
+        needed = math.ceil(self.waiting_served_ratio * num_running)
+        if self._num_open or num_waiting >= needed or self._num_steps >= self.max_waiting_tokens:
+            return Hold()
+        return Hold(
+            f"batching by ratio: {num_waiting:,} wait and {num_running:,} run; {needed:,} have to wait "
+            f"({self.waiting_served_ratio:g} for each that runs), or {self.max_waiting_tokens - self._num_steps:,} "
+            "steps to pass"
+        )
+
 
 @dataclass(slots=True)
 class Static:
@@ -78,6 +104,11 @@ class Static:
     def admit(self) -> None:
         self._num_open -= 1
 
+    def explain(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> Hold:
+        if not num_running or self._num_open:
+            return Hold()
+        return Hold(f"static batching: {num_running:,} of the batch before still run")
+
 
 class Dynamic:
     """Like Static, but admits a batch only when it is full or its oldest request has waited `max_wait_s`."""
@@ -87,13 +118,26 @@ class Dynamic:
         self._batch = Static(batch_size)
 
     def quota(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> int:
-        is_full = num_waiting >= self._batch.batch_size
-        if num_waiting and not num_running and not is_full and oldest_wait_s() < self.max_wait_s:
+        if self._gathers(num_waiting, num_running) and oldest_wait_s() < self.max_wait_s:
             return 0
         return self._batch.quota(num_waiting, num_running, oldest_wait_s)
 
     def admit(self) -> None:
         self._batch.admit()
+
+    def explain(self, num_waiting: int, num_running: int, oldest_wait_s: Callable[[], float]) -> Hold:
+        if not self._gathers(num_waiting, num_running):
+            return self._batch.explain(num_waiting, num_running, oldest_wait_s)
+        if (left_s := self.max_wait_s - oldest_wait_s()) <= 0:
+            return Hold()
+        return Hold(
+            f"dynamic batching: {num_waiting:,} of {self._batch.batch_size:,} wait, or {left_s:.2f} s have to pass",
+            left_s,
+        )
+
+    def _gathers(self, num_waiting: int, num_running: int) -> bool:
+        """Whether a batch is being gathered, which is not full."""
+        return bool(num_waiting) and not num_running and num_waiting < self._batch.batch_size
 
 
 @dataclass(frozen=True, slots=True)

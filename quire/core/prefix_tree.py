@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -46,7 +46,7 @@ class Miss:
 class Node:
     """One block of tokens. `blocks` holds the cache block of each group, None where it is evicted."""
 
-    __slots__ = ("blocks", "children", "depth", "known_digest", "num_changes", "parent", "pins", "tokens")
+    __slots__ = ("blocks", "children", "depth", "known_digest", "num_changes", "num_hits", "parent", "pins", "tokens")
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = parent
@@ -56,6 +56,7 @@ class Node:
         self.blocks: list[int | None] = [None] * num_groups
         self.children: list[Node] = []  # sorted by tokens
         self.pins = 0  # requests that publish below this node
+        self.num_hits = 0  # requests whose match ended here, or below here in a node that has been pruned
         self.num_changes = 0  # incremented when a child gets a block, and when this node is pruned
 
     @property
@@ -130,6 +131,7 @@ class PrefixTree:
         self._evicted: dict[bytes, int] = {}  # digest -> step, oldest first
         self._max_evicted = max_evicted
         self._num_changes = 0  # blocks published since the start
+        self.num_evicted = 0  # published blocks that were taken for other tokens
         self._changes: dict[bytes, bool] | None = None  # digest -> is published; None: nobody asks for them
 
     def report_changes(self) -> PrefixChanges:
@@ -137,6 +139,9 @@ class PrefixTree:
         changes, self._changes = self._changes or {}, {}
         published = [digest for digest, is_published in changes.items() if is_published]
         return PrefixChanges(published, [digest for digest, is_published in changes.items() if not is_published])
+
+    def roots(self) -> Iterable[tuple[bytes, Node]]:
+        return self._roots.items()
 
     def root(self, salt: bytes) -> Node:
         if salt not in self._roots:
@@ -165,6 +170,7 @@ class PrefixTree:
     def forget(self, block: int, step: int) -> None:
         """Remove a block, whose contents are about to change, and record the eviction."""
         node, group = self.owners.pop(block)
+        self.num_evicted += 1
         node.blocks[group] = None
         digest = node.digest
         if group == 0 and self._changes is not None:
@@ -184,6 +190,7 @@ class PrefixTree:
                 self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
                 return
             del parent.children[bisect_left(parent.children, node.tokens, key=_tokens_of)]
+            parent.num_hits += node.num_hits
             if parent.parent is None:
                 self._first_blocks[node.tokens] -= 1
                 if not self._first_blocks[node.tokens]:

@@ -39,7 +39,8 @@ class Counters:
 
     steps: int = 0  # calls of `schedule`, also those that returned no plan
     computed_tokens: int = 0
-    cached_tokens: int = 0  # tokens found in the prefix tree or shared with a leader
+    admitted_tokens: int = 0  # tokens of requests when they were admitted
+    cached_tokens: int = 0  # of these, tokens found in the prefix tree or shared with a leader
     preemptions: int = 0
     swaps: int = 0  # preemptions that swapped the request's blocks out to the host
     finished: int = 0
@@ -380,6 +381,15 @@ class Scheduler:
                 has_released |= self.kv.give_back(each, end)
         return has_released
 
+    def count_draft_blocks(self) -> int:
+        """Blocks that `_give_back_draft_blocks` would release."""
+        if not self._has_draft_blocks:
+            return 0
+        idle = [each for each in self.running if each.drafts is None and not each.num_drafts_in_flight]
+        ends = [ceil_div(max(r.num_planned, len(r.tokens) + r.num_expected), self.kv.block_size) for r in idle]
+        tables = [table[end:] for request, end in zip(idle, ends, strict=True) for table in request.tables]
+        return sum(block is not None for table in tables for block in table)
+
     def _count_spare_blocks(self) -> int:
         """Free blocks that no running request needs for its tokens and its next one."""
         num_groups = len(self.kv.windows)
@@ -387,6 +397,30 @@ class Scheduler:
         return max(0, self.kv.pool.num_free - sum(needed))
 
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def count_next_tokens(self) -> tuple[int, int]:
+        """Tokens of the next step that waiting requests may use, and those that running requests will use.
+
+        As `_plan_running` divides them, but for drafts, which are made just before the step.
+        """
+        num_waiting = self._count_waiting()
+        prompt_budget = self._prompt_budget(num_waiting)
+        budget, waiting_budget, num_rows, num_tokens = prompt_budget, num_waiting, 0, 0
+        for request in self.running:
+            known = len(request.tokens) + request.num_expected
+            num_left, count = known - request.num_planned, 1
+            is_last = known >= request.max_len or (request.num_expected and request.beam is not None)
+            if request.num_drafts_in_flight or num_left <= 0 or (request.num_in_flight and is_last):
+                continue
+            if num_left > 1 and self._may_exit and request.num_waiting:
+                count = min(num_left, waiting_budget + 1)
+                waiting_budget -= count - 1
+            elif num_left > 1:
+                count = min(num_left, budget + 1)
+                budget -= count - 1
+            num_rows, num_tokens = num_rows + 1, num_tokens + count
+        left = prompt_budget + num_waiting - (num_tokens - num_rows)
+        return min(left, self.max_tokens_per_step - num_tokens), num_tokens
 
     def _count_waiting(self) -> int:
         """Tokens of the step for those that exited early, as far as there is room beside one for each request."""
@@ -521,14 +555,12 @@ class Scheduler:
         A request is admitted only to a step that computes some of its tokens. So its prefix look-up finds every block
         published before it computes.
         """
-        quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self._oldest_wait_s(now_s))
+        quota = self.policy.batching.quota(self._num_waiting, len(self.running), lambda: self.oldest_wait_s(now_s))
         if not quota:
             return
-        num_beams = sum(each.width - len(each.beams) for each in self._beam_groups)  # that may still be forked
-        num_rows = self.max_requests - len(self.running) - num_beams
+        num_rows = self.count_free_rows()
         budget = min(prompt_budget, self.max_tokens_per_step - plan.num_tokens)
-        num_reserved = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
-        num_reserved += sum(self._folded_blocks(group.root) for group in self._beam_groups)
+        num_reserved = self.count_reserved_blocks()
         while quota > 0 and num_rows > 0 and budget > 0 and (request := self._peek_waiting()) is not None:
             if request.num_rows > num_rows:
                 return
@@ -560,8 +592,7 @@ class Scheduler:
         They come from its leader, from the host or from the prefix tree. A fork shares its leader's last block, to
         which the leader writes. It must have a row in this step, because that row copies the block.
         """
-        headroom = 1 if self.running else 0
-        available = self.kv.pool.num_free - num_reserved - headroom - self._folded_blocks(request)
+        available = self.count_available_blocks(request, num_reserved)
         may_fork = not request.num_output and len(self.kv.windows) <= available
         if may_fork and self.kv.fork(request):
             self.swap.drop(request)
@@ -581,6 +612,21 @@ class Scheduler:
             plan.encodes.append(request)
         self._count_hit(request, match)
         return True
+
+    def count_free_rows(self) -> int:
+        """Rows of a step for waiting requests. Running searches keep those of beams that may still be forked."""
+        num_beams = sum(each.width - len(each.beams) for each in self._beam_groups)
+        return self.max_requests - len(self.running) - num_beams
+
+    def count_reserved_blocks(self) -> int:
+        """Blocks that running requests still need for the tokens they have."""
+        needed = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
+        return needed + sum(self._folded_blocks(group.root) for group in self._beam_groups)
+
+    def count_available_blocks(self, request: Request, num_reserved: int) -> int:
+        """Free blocks that a waiting request may use. One stays free while others run."""
+        headroom = 1 if self.running else 0
+        return self.kv.pool.num_free - num_reserved - headroom - self._folded_blocks(request)
 
     def _is_still_blocked(self, request: Request, available: int) -> bool:
         """Whether the first waiting request still does not fit, judged by its last match if that has not grown.
@@ -793,13 +839,25 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
+    def waiting_requests(self, limit: int) -> list[Request]:
+        """The first waiting requests, in order."""
+        live = (entry for entry in self._waiting if not entry[1].finished)
+        return [request for _, request in heapq.nsmallest(limit, live)]
+
+    def unqueued_requests(self) -> list[Request]:
+        """Requests that are neither running nor waiting: held for a leader, or preempted with blocks in flight."""
+        num_running = sum(request.beam is None or request.beam.group.root is request for request in self.running)
+        if len(self.requests) == self._num_waiting + num_running:
+            return []
+        return [request for request in self.requests.values() if request.state in (State.HELD, State.PREEMPTED)]
+
     def _compact_waiting(self) -> None:
         """Remove finished requests from the heap once they are most of it."""
         if len(self._waiting) > 2 * self._num_waiting + 64:
             self._waiting = [entry for entry in self._waiting if not entry[1].finished]
             heapq.heapify(self._waiting)
 
-    def _oldest_wait_s(self, now_s: float) -> float:
+    def oldest_wait_s(self, now_s: float) -> float:
         return now_s - min(request.arrival_s for _, request in self._waiting if not request.finished)
 
     def _preempt(self, request: Request, copies: Pairs | None = None) -> None:
@@ -871,6 +929,7 @@ class Scheduler:
         self.running = [request for request in self.running if request.state is State.RUNNING]
 
     def _count_hit(self, request: Request, match: Match) -> None:
+        self.counters.admitted_tokens += len(request.tokens)
         self.counters.cached_tokens += request.num_computed
         if not request.num_preemptions:
             request.num_cached = request.num_computed

@@ -86,7 +86,7 @@ class Engine:
         self.info = info
         self.step_s: float | None = None  # duration of the step that the last call of `step` committed, if any
         self._launched: deque[Launched] = deque()
-        self._costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
+        self.costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self.observers: list[Observer] = []
@@ -179,7 +179,7 @@ class Engine:
         if self._launched and ends_now:
             self._launched[0].begins_s = time.monotonic()
         if sampled.seconds is not None and not sampled.exited:  # such a step is no measure of others
-            self._costs.learn(plan, sampled.seconds)
+            self.costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
         for observer in self.observers:
@@ -263,7 +263,7 @@ class Engine:
         launched_s, expected_s = time.monotonic(), None
         if self.runner.depth > 1 and not isinstance(running, Failure):
             self._launch_s = moving_average(self._launch_s or None, launched_s - now_s)
-            expected_s = self._costs.predict(plan)
+            expected_s = self.costs.predict(plan)
         is_behind = bool(self._launched) and not self._launched[-1].running.is_done()
         begins_s = max(launched_s, self._launched[-1].ends_s) if is_behind else launched_s
         self._launched.append(Launched(plan, running, begins_s, -math.inf if expected_s is None else expected_s, now_s))

@@ -19,6 +19,7 @@ from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.core.routing import ReplicaState, Router
+from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.memory import CPU_SHARE, GIB, free_bytes
 from quire.engine.messages import Ready, StepOutputs
@@ -38,6 +39,15 @@ class FleetCallbacks:
 
     on_step: Callable[[StepOutputs, int], None] = lambda outputs, replica: None
     on_restart: Callable[[str, int], None] = lambda reason, replica: None
+    on_changes: Callable[[LiveChanges, int], None] = lambda changes, replica: None
+
+    def of_replica(self, replica: int) -> EngineCallbacks:
+        """For the only engine of a server."""
+        return EngineCallbacks(
+            on_step=lambda outputs: self.on_step(outputs, replica),
+            on_restart=lambda reason: self.on_restart(reason, replica),
+            on_changes=lambda changes: self.on_changes(changes, replica),
+        )
 
 
 class Fleet:
@@ -125,6 +135,20 @@ class Fleet:
             for in_flight in [one for one in group if one.request.id == request_id]:
                 group.remove(in_flight)
                 in_flight.mailbox.put([Update(request_id, [], Finish.ABORT)])
+
+    def watch(self, interval_s: float) -> None:
+        for member in self.members:
+            member.watch(interval_s)
+
+    def unwatch(self) -> None:
+        for member in self.members:
+            member.unwatch()
+
+    async def describe_cache(self, salt: bytes | None, max_nodes: int, replica: int = 0) -> CacheDescription:
+        return await self.members[replica].describe_cache(salt, max_nodes)
+
+    def is_ready(self, replica: int) -> bool:
+        return self.members[replica].health()
 
     def health(self) -> bool:
         """Whether a replica is ready."""
@@ -224,6 +248,7 @@ class Fleet:
             partial(self._on_restart, index),
             self._on_end,
             partial(self._hand_over, index),
+            lambda changes: self._callbacks.on_changes(changes, index),
         )
 
     def _on_step(self, index: int, outputs: StepOutputs) -> None:

@@ -16,6 +16,7 @@ from quire.core.constraint import Constraint, StopMatcher
 from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Request
+from quire.engine.live_changes import CacheDescription, LiveChanges
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
@@ -110,6 +111,24 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
     """Answered with a StepOutputs after the current step."""
 
 
+class Watch(msgspec.Struct, tag=True, frozen=True):
+    """Begin to send `LiveChanges`, or begin anew with a snapshot."""
+
+    interval_s: float
+
+
+class Unwatch(msgspec.Struct, tag=True, frozen=True):
+    """Send no more `LiveChanges`."""
+
+
+class DescribeCache(msgspec.Struct, tag=True, frozen=True):
+    """Answered with a `CacheDescription` of the same number. `salt` is that of the prefixes to show; None: of all."""
+
+    number: int
+    salt: bytes | None
+    max_nodes: int
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded."""
 
@@ -170,8 +189,8 @@ class StepOutputs(msgspec.Struct, tag=True):
     prefixes_lost: bool = False  # the tree was emptied before these changes
 
 
-ToEngine = Start | Submit | Abort | Ping
-ToServer = Ready | LoadFailed | AddingRequests | FirstScheduled | Refused | StepOutputs
+ToEngine = Start | Submit | Abort | Ping | Watch | Unwatch | DescribeCache
+ToServer = Ready | LoadFailed | AddingRequests | FirstScheduled | Refused | StepOutputs | LiveChanges | CacheDescription
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from quire.config import one_blas_thread
 from quire.core.constraint import Constraint, StopMatcher
 from quire.core.plan import Plan, Update
+from quire.engine.cache_description import describe_cache
 from quire.engine.client import no_garbage_collection, start_engine
 from quire.engine.messages import (
     Abort,
     AddingRequests,
+    DescribeCache,
     EngineRequest,
     FirstScheduled,
     FrameDecoder,
@@ -36,10 +38,13 @@ from quire.engine.messages import (
     Submit,
     ToEngine,
     ToServer,
+    Unwatch,
+    Watch,
     decode_for_engine,
     encode,
 )
 from quire.engine.observer import PlanObserver
+from quire.engine.view import EngineView
 from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
@@ -62,9 +67,9 @@ class Connection:
         self._frames = FrameDecoder()
         self.closed = False
 
-    def receive(self, *, wait: bool) -> Iterator[ToEngine]:
-        """The messages that have arrived. With `wait`, blocks until there is one."""
-        while not self.closed and select.select([self._socket], [], [], None if wait else 0)[0]:
+    def receive(self, *, wait: bool, timeout_s: float | None = None) -> Iterator[ToEngine]:
+        """The messages that have arrived. With `wait`, blocks until there is one, or for `timeout_s`."""
+        while not self.closed and select.select([self._socket], [], [], timeout_s if wait else 0)[0]:
             try:
                 data = self._socket.recv(RECEIVE_BYTES)
             except ConnectionError:
@@ -94,6 +99,7 @@ class EngineLoop:
         self._grammars: GrammarBackend | None = None
         self._scheduled_ids: set[str] = set()
         self._report_s = 0.0
+        self._view: EngineView | None = None  # while somebody watches
         engine.observers.append(PlanObserver(self._announce))
         if self._reports_prefixes:
             self._reported_tree.report_changes()
@@ -102,10 +108,14 @@ class EngineLoop:
         engine, connection = self._engine, self._connection
         can_prepare = True
         while not connection.closed:
-            for message in connection.receive(wait=not engine.has_work and not can_prepare):
+            due_in_s = self._view.due_in_s() if self._view is not None else None
+            for message in connection.receive(wait=not engine.has_work and not can_prepare, timeout_s=due_in_s):
                 self._handle(message)
             if engine.has_work and not connection.closed:
                 self._step()
+            if self._view is not None and self._view.due_in_s() == 0:
+                self._report([])  # so that the metrics are those of the same moment
+                self._connection.send(self._view.take_changes())
             can_prepare = engine.has_work or engine.idle()
 
     def _step(self) -> None:
@@ -124,8 +134,20 @@ class EngineLoop:
                     self._report([update])
             case Ping():
                 self._report([])
+            case Watch(interval_s):
+                self._unwatch()
+                self._view = EngineView(self._engine, interval_s)
+            case Unwatch():
+                self._unwatch()
+            case DescribeCache(number, salt, max_nodes):
+                self._connection.send(describe_cache(self._engine.scheduler, number, salt, max_nodes))
             case Start():
                 raise AssertionError("a second Start")
+
+    def _unwatch(self) -> None:
+        if self._view is not None:
+            self._view.detach()
+            self._view = None
 
     def _submit(self, requests: list[EngineRequest]) -> None:
         """`AddingRequests` is sent first: if the process dies here, the supervisor has the ids of the requests."""

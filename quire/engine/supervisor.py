@@ -33,10 +33,12 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.core.plan import Detail, Update
 from quire.core.request import Finish, Request
+from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
     Abort,
     AddingRequests,
+    DescribeCache,
     EngineRequest,
     FirstScheduled,
     FrameDecoder,
@@ -49,10 +51,12 @@ from quire.engine.messages import (
     Submit,
     ToEngine,
     ToServer,
+    Unwatch,
+    Watch,
     decode_for_server,
     encode,
 )
-from quire.errors import EngineClosed, EngineError, QuireError
+from quire.errors import EngineClosed, EngineError, NotReady, QuireError
 
 ENGINE = ("-m", "quire.engine.process")
 READ_BYTES = 1 << 20
@@ -73,7 +77,7 @@ class InFlightRequest:
 
     request: Request
     mailbox: Mailbox
-    wire_id: str = ""  # unique: a caller may reuse a request id while updates of the first one are still on their way
+    wire_id: str = ""  # a number and the id; a caller may reuse an id while updates of the first are on their way
     output: list[int] = field(default_factory=list)
     num_scored: int = 0
     crash_count: float = 0.0
@@ -94,6 +98,7 @@ class EngineCallbacks:
     on_restart: Callable[[str], None] = lambda reason: None  # before each restart, with the reason
     on_end: Callable[[QuireError], None] = lambda error: None  # there will be no other engine
     hand_over: Callable[[list[list[InFlightRequest]]], None] = lambda groups: None
+    on_changes: Callable[[LiveChanges], None] = lambda changes: None  # while it is watched
 
 
 class Supervised:
@@ -123,6 +128,8 @@ class Supervised:
         self._last_message_s = 0.0
         self._killed_by_us = False  # the current process did not answer or did not exit
         self._adding: list[str] = []  # wire ids of the requests that the engine is adding
+        self._watch_message: Watch | None = None
+        self._descriptions: dict[int, asyncio.Future[CacheDescription]] = {}  # that the engine has been asked for
         self._closing = False
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -156,7 +163,7 @@ class Supervised:
         if self.gone or self._closing:
             raise EngineClosed("The engine has been shut down.")
         for in_flight in group:
-            in_flight.wire_id = str(next(self._numbers))
+            in_flight.wire_id = f"{next(self._numbers)}:{in_flight.request.id}"
             in_flight.sent = in_flight.scheduled = False
             self._in_flight[in_flight.wire_id] = self._by_request_id[in_flight.request.id] = in_flight
         self._send_requests(group)
@@ -171,6 +178,33 @@ class Supervised:
         if in_flight := self._by_request_id.get(request_id):
             self._end(in_flight, Finish.ABORT, "")
             self._send(Abort(in_flight.wire_id))
+
+    def watch(self, interval_s: float) -> None:
+        """Have the engine, and those after it, report what changes in them."""
+        self._watch_message = Watch(interval_s)
+        self._send(self._watch_message)
+
+    def unwatch(self) -> None:
+        self._watch_message = None
+        self._send(Unwatch())
+
+    async def describe_cache(self, salt: bytes | None, max_nodes: int, replica: int = 0) -> CacheDescription:
+        """The engine's prefix tree. Raises NotReady while there is no engine."""
+        assert replica == 0, "a Fleet has several"
+        if self._writer is None:
+            raise NotReady("The engine is being started; try again in a moment.")
+        number = next(self._numbers)
+        described: asyncio.Future[CacheDescription] = asyncio.get_running_loop().create_future()
+        self._descriptions[number] = described
+        self._send(DescribeCache(number, salt, max_nodes))
+        try:
+            return await described
+        finally:
+            del self._descriptions[number]
+
+    def is_ready(self, replica: int) -> bool:
+        assert replica == 0, "a Fleet has several"
+        return self.health()
 
     def health(self) -> bool:
         """Whether an engine is ready."""
@@ -220,6 +254,7 @@ class Supervised:
                 became_ready = await self._listen(reader)
             finally:
                 self._writer = None
+                self._fail_descriptions()
             reason = await self._reap(EXIT_S)
             if not self._ready.done():
                 self._give_up(f"ended while it loaded the model: {reason}")
@@ -337,6 +372,11 @@ class Supervised:
                         in_flight.scheduled = True
             case Refused(ids, error, text):
                 self._refuse(ids, make_error(error, text))
+            case LiveChanges():
+                self._callbacks.on_changes(message)
+            case CacheDescription(number):
+                if (described := self._descriptions.get(number)) is not None and not described.done():
+                    described.set_result(message)
             case Ready():
                 self._on_ready(message)
             case LoadFailed(error, text):
@@ -349,6 +389,8 @@ class Supervised:
         self._writer = self._channel
         if not self._ready.done():
             self._ready.set_result(ready)
+        if self._watch_message is not None:
+            self._send(self._watch_message)
         for group in self._groups():
             self._send_requests(group)
         self._send_next_quarantined()
@@ -402,6 +444,11 @@ class Supervised:
         self._quarantined, self._probed = [], None
         for in_flight in all_in_flight:
             in_flight.mailbox.fail(error)
+
+    def _fail_descriptions(self) -> None:
+        for described in self._descriptions.values():
+            if not described.done():
+                described.set_exception(NotReady("The engine has ended and is started again; try again in a moment."))
 
     # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

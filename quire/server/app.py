@@ -15,6 +15,7 @@ from quire.server import health, replicas, tokenize
 from quire.server.anthropic import messages
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
+from quire.server.console import routes as console
 from quire.server.error_response import error_response
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
@@ -40,7 +41,7 @@ ROUTERS = (
 
 
 def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestMiddleware:
-    routes: list[BaseRoute] = [*operations(), Operation("GET", "/openapi.json", show_openapi, None)]
+    routes: list[BaseRoute] = [*operations(config.console), Operation("GET", "/openapi.json", show_openapi, None)]
     handlers = {
         QuireError: handle_quire_error,
         HTTPException: handle_http_exception,
@@ -51,21 +52,23 @@ def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestM
     middleware = RequestMiddleware(app, config, keys, metrics)
     app.state.responses = ResponseStore()
     app.state.middleware = middleware
+    app.state.has_console = config.console
     return middleware
 
 
-def operations() -> list[Operation]:
-    return [operation for router in ROUTERS for operation in router.routes]
+def operations(has_console: bool = True) -> list[Operation]:
+    routers = (*ROUTERS, console.router) if has_console else ROUTERS
+    return [operation for router in routers for operation in router.routes]
 
 
 async def show_openapi(request: Request) -> Response:
     """GET /openapi.json: every route with its fields."""
-    return JSONResponse(openapi_document())
+    return JSONResponse(openapi_document(request.app.state.has_console))
 
 
 @cache
-def openapi_document() -> Document:
-    return describe(operations())
+def openapi_document(has_console: bool) -> Document:
+    return describe(operations(has_console))
 
 
 async def handle_quire_error(request: Request, error: Exception) -> Response:

@@ -40,6 +40,7 @@ class ServerConfig:
     )
     max_prompts: int = option(128, "Prompts in one request.")
     allow_request_templates: bool = option(False, "Accept requests with their own chat template.")
+    console: bool = option(True, "Show what the engines do, at /console and to `quire top`.")
     log_requests: bool = option(True, "Write a line for every request, as JSON, on standard error.")
     cors_origins: str | None = option(
         None, "Origins of web pages that may send requests, with commas; none if not set.", "ORIGIN,..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,8 +10,9 @@ from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Request
 from quire.engine.fleet import Fleet, FleetCallbacks
-from quire.engine.messages import Ready, StepOutputs
-from quire.engine.supervisor import EngineCallbacks, Supervised
+from quire.engine.live_changes import CacheDescription
+from quire.engine.messages import Ready
+from quire.engine.supervisor import Supervised
 
 
 class EngineClient(Protocol):
@@ -23,6 +24,14 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
+    def watch(self, interval_s: float) -> None: ...
+
+    def unwatch(self) -> None: ...
+
+    async def describe_cache(self, salt: bytes | None, max_nodes: int, replica: int = 0) -> CacheDescription: ...
+
+    def is_ready(self, replica: int) -> bool: ...
+
     def health(self) -> bool: ...
 
     @property
@@ -32,16 +41,9 @@ class EngineClient(Protocol):
 
 
 def make_client(
-    engine: EngineConfig,
-    path: Path,
-    num_replicas: int,
-    stall_s: float,
-    on_step: Callable[[StepOutputs, int], None],
-    on_restart: Callable[[int], None],
+    engine: EngineConfig, path: Path, num_replicas: int, stall_s: float, callbacks: FleetCallbacks
 ) -> EngineClient:
-    """A client that is not started. The callbacks get the number of the replica."""
+    """A client that is not started."""
     if num_replicas > 1:
-        fleet = FleetCallbacks(on_step, lambda reason, replica: on_restart(replica))
-        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=fleet)
-    one = EngineCallbacks(on_step=lambda outputs: on_step(outputs, 0), on_restart=lambda reason: on_restart(0))
-    return Supervised(engine, path, stall_s=stall_s, callbacks=one)
+        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks)
+    return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0))

@@ -15,6 +15,8 @@ import uvicorn
 
 from quire import event_loop
 from quire.config import EngineConfig
+from quire.engine.fleet import FleetCallbacks
+from quire.engine.live_changes import LiveChanges
 from quire.engine.messages import StepOutputs
 from quire.errors import EngineError, InvalidParams
 from quire.file_limit import raise_file_limit
@@ -67,7 +69,7 @@ class Server:
             serving = asyncio.create_task(http.serve([listening]))
             client = make_client(
                 self.engine, self.path, self.config.replicas, self.config.stall_timeout,
-                self._on_step, self.metrics.on_restart,
+                FleetCallbacks(self._on_step, self._on_restart, self._on_changes),
             )  # fmt: skip
             try:
                 service = await self._load(client)
@@ -128,6 +130,15 @@ class Server:
     def _on_step(self, outputs: StepOutputs, replica: int) -> None:
         if self.middleware.service is not None:
             self.middleware.service.on_step(outputs, replica)
+
+    def _on_restart(self, reason: str, replica: int) -> None:
+        self.metrics.on_restart(replica)
+        if self.middleware.service is not None:
+            self.middleware.service.live.on_restart(reason, replica)
+
+    def _on_changes(self, changes: LiveChanges, replica: int) -> None:
+        if self.middleware.service is not None:
+            self.middleware.service.live.on_changes(changes, replica)
 
     def _uvicorn_config(self) -> UvicornConfig:
         max_open = max_connections(raise_file_limit())

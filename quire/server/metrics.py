@@ -18,6 +18,14 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
+# What `totals` has, by its name in /metrics.
+TOTALS = (
+    "requests_running", "requests_waiting", "kv_cache_use_ratio", "preemptions_total", "swaps_total",
+    "prompt_tokens_total", "cached_prompt_tokens_total", "output_tokens_total", "draft_tokens_total",
+    "accepted_draft_tokens_total", "early_exit_tokens_total", "speculation_gain_seconds", "engine_restarts_total",
+)  # fmt: skip
+
+
 class Histogram:
     """A histogram that is cheaper than prometheus_client's: it observes every token."""
 
@@ -76,6 +84,7 @@ class Metrics:
         self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
         self.num_blocks = self.num_replicas = 1
+        self._totalled = registry.restricted_registry([f"quire_{name}" for name in TOTALS])
         self._last: dict[int, StepOutputs] = {}  # of each replica since its last start
 
     def on_step(self, outputs: StepOutputs, replica: int = 0) -> None:
@@ -98,6 +107,15 @@ class Metrics:
     def on_restart(self, replica: int = 0) -> None:
         self.restarts.inc()
         self._last.pop(replica, None)
+
+    def totals(self) -> dict[str, float]:
+        """The figures of TOTALS, each summed over its labels."""
+        found = dict.fromkeys(TOTALS, 0.0)
+        for family in self._totalled.collect():
+            for sample in family.samples:
+                if (name := sample.name.removeprefix("quire_")) in found:
+                    found[name] += sample.value
+        return found
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

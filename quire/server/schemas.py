@@ -65,6 +65,50 @@ class ReceiptList(Schema):
     receipts: list[str]
 
 
+class Life(Schema):
+    id: str
+    replica: int
+    number: int
+    state: str
+    finish: str | None
+    arrived_s: float
+    ended_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    miss: str | None
+    events: list[dict[str, Any]]
+
+
+class LifeList(Schema):
+    requests: list[Life]
+
+
+class CacheNode(Schema):
+    node: int
+    parent: int | None
+    blocks: int
+    tokens: int
+    text: str
+    hits: int
+    requests: list[int]
+
+
+class CacheTree(Schema):
+    replica: int
+    block_size: int
+    num_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_blocks: int
+    tenants: list[dict[str, Any]]
+    nodes: list[CacheNode]
+    num_hidden: int
+
+
 class ServerInfo(Schema):
     server: str
     version: str

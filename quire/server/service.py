@@ -24,6 +24,7 @@ from quire.server.admission import Admission
 from quire.server.auth import Tenant
 from quire.server.chat import ChatParser, ChatPrompt, ChatTemplates, Result, run_in
 from quire.server.config import ServerConfig
+from quire.server.console.live import LiveView
 from quire.server.engines import EngineClient
 from quire.server.metrics import Metrics, RequestTimer
 from quire.text.detokenizer import PromptText, TextEnd, locate_prompt
@@ -92,6 +93,7 @@ class Service:
         self._threads = ThreadPoolExecutor(2, "quire-text")
         self._grammar_checker: GrammarChecker | None = None  # started with the first grammar
         self._computed_tokens: dict[int, int] = {}  # of each replica
+        self.live = LiveView(client, metrics, config.replicas)
 
     # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,15 +144,15 @@ class Service:
         return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._run_text_work(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await self.run_text_work(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def locate_prompt(self, output_processor: OutputProcessor) -> PromptText:
         """The text of a prompt, and the offsets of its tokens."""
         text, token_ids = output_processor.output.prompt, output_processor.output.prompt_token_ids
         size = len(token_ids) if text is None else len(text)
-        return await self._run_text_work(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
+        return await self.run_text_work(size, lambda: locate_prompt(self.tokenizer, text, token_ids))
 
-    async def _run_text_work(self, size: int, work: Callable[[], Result]) -> Result:
+    async def run_text_work(self, size: int, work: Callable[[], Result]) -> Result:
         """Run work on a text: a short text at once, a long text in a thread, so that it does not block streams."""
         return work() if size < LONG_CHARS else await run_in(self._threads, work)
 
@@ -210,6 +212,7 @@ class Service:
 
     async def close(self) -> None:
         """Stop threads and the grammar worker. The client ends the requests."""
+        self.live.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.templates.close()
         if self._grammar_checker is not None:

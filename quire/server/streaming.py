@@ -17,6 +17,7 @@ Result = TypeVar("Result")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+JSON_LINES = "application/x-ndjson"
 
 
 def sse_event(document: Any, name: str | None = None) -> bytes:
@@ -41,11 +42,17 @@ class ClientDisconnected(Exception):
 class EventStreamResponse(Response):
     """Sends events as they are generated. When the client disconnects, the iterator is closed."""
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        headers: Mapping[str, str] | None = None,
+        *,
+        media_type: str = "text/event-stream",
+    ) -> None:
         self.events = events
         self.status_code = 200
         self.background = None
-        self.media_type = "text/event-stream"
+        self.media_type = media_type
         self.body = b""
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
