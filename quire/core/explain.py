@@ -52,6 +52,7 @@ class Wait:
     """Why one request waits. `resources` has all that keeps it from the next step, what is its own first."""
 
     position: int | None = None  # in line, from 1; None if it is not in line
+    num_admitted: int = 0  # requests before it in line that the next step admits, and which leave no room for it
     num_overtaking: int = 0  # requests before it in line that arrived later
     resources: list[Resource] = field(default_factory=list)
     num_rows: int = 1  # that it needs
@@ -71,15 +72,15 @@ class Explainer:
         """What the next step has, if it is made at `now_s`."""
         scheduler, policy = self._scheduler, self._scheduler.policy.batching
         num_running, num_waiting = len(scheduler.running), scheduler.num_waiting
-        budget, num_used = scheduler.count_next_tokens()
+        preview = scheduler.preview()
         return Room(
             num_running=num_running,
             max_requests=scheduler.max_requests,
             num_rows=scheduler.count_free_rows(),
-            num_tokens=max(0, budget),
-            num_running_tokens=num_used,
+            num_tokens=preview.num_tokens,
+            num_running_tokens=preview.num_running_tokens,
             num_free_blocks=scheduler.kv.pool.num_free,
-            num_reserved_blocks=scheduler.count_reserved_blocks(),
+            num_reserved_blocks=preview.num_reserved_blocks,
             num_admissible=deepcopy(policy).quota(num_waiting, num_running, lambda: scheduler.oldest_wait_s(now_s)),
             hold=policy.explain(num_waiting, num_running, lambda: scheduler.oldest_wait_s(now_s)),
         )
@@ -99,7 +100,7 @@ class Explainer:
         left, is_stopped = replace(room), False
         for index, request in enumerate(line):
             number = request.sort_key[1]
-            wait = Wait(index + 1, index - bisect(numbers, number), [], request.num_rows)
+            wait = Wait(index + 1, num_overtaking=index - bisect(numbers, number), num_rows=request.num_rows)
             insort(numbers, number)
             if index < MAX_LOOKUPS:
                 self._count_blocks(request, wait, left, known.get(request))
@@ -107,6 +108,7 @@ class Explainer:
             if is_stopped:
                 wait.resources.append(Resource.ORDER)
             elif wait.resources:
+                wait.num_admitted = index
                 left, is_stopped = room, True
             else:
                 wait.resources.append(Resource.STEP)
@@ -138,7 +140,7 @@ class Explainer:
         num_found = request.swapped_out.num_computed if request.swapped_out is not None else 0
         if not request.num_output and kv.can_fork(request):
             num_found = request.num_prompt - 1
-        elif left.num_tokens < len(request.tokens) or request in self._matches:
+        else:
             match = self._matches[request] = self._look_up(request, self._matches.get(request))
             num_found = max(num_found, len(match.path) * kv.block_size + match.num_partial)
         left.num_rows -= request.num_rows
@@ -169,6 +171,8 @@ def explain_unqueued(request: Request) -> Wait:
 def describe_wait(wait: Wait, room: Room) -> str:
     """The sentence, with numbers. It names no other request."""
     reasons = [describe_resource(resource, wait, room) for resource in wait.resources]
+    if wait.num_admitted:
+        reasons.append(f"the next step admits {wait.num_admitted:,} before it")
     text = "; ".join(reasons)
     return f"{ordinal(wait.position)} in line: {text}." if wait.position else f"{text[0].upper()}{text[1:]}."
 
@@ -179,16 +183,15 @@ def describe_resource(resource: Resource, wait: Wait, room: Room) -> str:
             needs = f", and it needs {wait.num_rows} rows for its beams" if wait.num_rows > 1 else ""
             return f"{room.num_running:,} of {room.max_requests:,} requests run{needs}"
         case Resource.BLOCKS:
-            promised = room.num_reserved_blocks
-            extra = f", {promised:,} are promised to running requests" if promised else ""
+            reserved = f" ({room.num_reserved_blocks:,} for running requests)" if room.num_reserved_blocks else ""
             return (
-                f"it needs {wait.num_blocks:,} blocks of the cache, {room.num_free_blocks:,} are free{extra}, "
-                f"{max(0, wait.num_available_blocks):,} may be used by it"
+                f"it needs {wait.num_blocks:,} blocks of the cache, {room.num_free_blocks:,} are free{reserved}, "
+                f"and it may use {max(0, wait.num_available_blocks):,}"
             )
         case Resource.TOKENS:
-            return f"running requests take all {room.num_running_tokens:,} tokens that the next step computes"
+            return f"the next step has no tokens left for it, {room.num_running_tokens:,} are for running requests"
         case Resource.BATCHING:
-            return room.hold.reason or "the batch before it takes the last places"
+            return room.hold.reason or "the batching policy has no place left for it"
         case Resource.LEADER:
             return f"it shares a prompt, of which another answer has {wait.num_leader_tokens:,} tokens left to compute"
         case Resource.PLAN:

@@ -172,9 +172,8 @@ class KVCache:
         """Make positions up to `end` writable. Returns False and changes nothing if too few blocks are free."""
         index = request.num_planned // self.block_size
         num_blocks = ceil_div(end, self.block_size)
-        shared = [table for table in request.tables if index < len(table) and not self._writable(table[index])]
-        needed = len(shared) + sum(max(0, num_blocks - len(table)) for table in request.tables)
-        if needed > self.pool.num_free:
+        shared = self._shared_tables(request, index)
+        if len(shared) + num_new_blocks(request, num_blocks) > self.pool.num_free:
             return False
         for table in shared:
             source, target = table[index], self._allocate()
@@ -186,6 +185,13 @@ class KVCache:
             table.extend(self._allocate() for _ in range(num_blocks - len(table)))
         request.capacity = num_blocks * self.block_size
         return True
+
+    def num_blocks_to_grow(self, request: Request, end: int) -> int:
+        """Free blocks that `grow` uses."""
+        if end <= request.capacity:
+            return 0
+        num_shared = len(self._shared_tables(request, request.num_planned // self.block_size))
+        return num_shared + num_new_blocks(request, ceil_div(end, self.block_size))
 
     def give_back(self, request: Request, end: int) -> bool:
         """Release the blocks behind position `end`, which were allocated for drafts. Returns whether any were."""
@@ -334,6 +340,10 @@ class KVCache:
     def _release(self, block: int) -> None:
         self.pool.release(block, keep=block in self.tree.owners)
 
+    def _shared_tables(self, request: Request, index: int) -> list[list[int | None]]:
+        """The block tables whose entry at `index` has to be copied before it is written."""
+        return [table for table in request.tables if index < len(table) and not self._writable(table[index])]
+
     def _writable(self, block: int | None) -> bool:
         return block is not None and self.pool.refs[block] == 1 and block not in self.tree.owners
 
@@ -348,6 +358,11 @@ class KVCache:
         if before is not None:
             before.pins -= 1
             self.tree.prune(before)
+
+
+def num_new_blocks(request: Request, num_blocks: int) -> int:
+    """Blocks that its tables lack if each is to have `num_blocks`."""
+    return sum(max(0, num_blocks - len(table)) for table in request.tables)
 
 
 def peak_blocks(length: int, max_count: int, block_size: int, windows: Sequence[int | None]) -> int:

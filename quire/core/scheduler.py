@@ -48,6 +48,15 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class Preview:
+    """The next step before it is planned."""
+
+    num_tokens: int  # that waiting requests may use
+    num_running_tokens: int
+    num_reserved_blocks: int  # free ones that running requests need for their tokens and for the next
+
+
+@dataclass(frozen=True, slots=True)
 class Blocked:
     """The waiting request that did not fit at the last attempt, and its prefix match then."""
 
@@ -398,19 +407,18 @@ class Scheduler:
 
     # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def count_next_tokens(self) -> tuple[int, int]:
-        """Tokens of the next step that waiting requests may use, and those that running requests will use.
-
-        As `_plan_running` divides them, but for drafts, which are made just before the step.
-        """
+    def preview(self) -> Preview:
+        """What the next step has for waiting requests, as `_plan_running` divides it. Drafts are not known before."""
         num_waiting = self._count_waiting()
         prompt_budget = self._prompt_budget(num_waiting)
-        budget, waiting_budget, num_rows, num_tokens = prompt_budget, num_waiting, 0, 0
+        budget, waiting_budget, num_rows, num_tokens, num_blocks = prompt_budget, num_waiting, 0, 0, 0
         for request in self.running:
             known = len(request.tokens) + request.num_expected
             num_left, count = known - request.num_planned, 1
+            num_missing = self.kv.num_missing_blocks(request, self.max_tokens_per_step)
             is_last = known >= request.max_len or (request.num_expected and request.beam is not None)
             if request.num_drafts_in_flight or num_left <= 0 or (request.num_in_flight and is_last):
+                num_blocks += num_missing
                 continue
             if num_left > 1 and self._may_exit and request.num_waiting:
                 count = min(num_left, waiting_budget + 1)
@@ -419,8 +427,13 @@ class Scheduler:
                 count = min(num_left, budget + 1)
                 budget -= count - 1
             num_rows, num_tokens = num_rows + 1, num_tokens + count
+            end = request.num_planned + count
+            growth = self.kv.num_blocks_to_grow(request, end)
+            has_all = ceil_div(end, self.kv.block_size) * self.kv.block_size >= len(request.tokens)
+            num_blocks += growth if has_all else max(num_missing, growth)
         left = prompt_budget + num_waiting - (num_tokens - num_rows)
-        return min(left, self.max_tokens_per_step - num_tokens), num_tokens
+        num_blocks += sum(self._folded_blocks(group.root) for group in self._beam_groups)
+        return Preview(max(0, min(left, self.max_tokens_per_step - num_tokens)), num_tokens, num_blocks)
 
     def _count_waiting(self) -> int:
         """Tokens of the step for those that exited early, as far as there is room beside one for each request."""
@@ -560,7 +573,8 @@ class Scheduler:
             return
         num_rows = self.count_free_rows()
         budget = min(prompt_budget, self.max_tokens_per_step - plan.num_tokens)
-        num_reserved = self.count_reserved_blocks()
+        num_reserved = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
+        num_reserved += sum(self._folded_blocks(group.root) for group in self._beam_groups)
         while quota > 0 and num_rows > 0 and budget > 0 and (request := self._peek_waiting()) is not None:
             if request.num_rows > num_rows:
                 return
@@ -617,11 +631,6 @@ class Scheduler:
         """Rows of a step for waiting requests. Running searches keep those of beams that may still be forked."""
         num_beams = sum(each.width - len(each.beams) for each in self._beam_groups)
         return self.max_requests - len(self.running) - num_beams
-
-    def count_reserved_blocks(self) -> int:
-        """Blocks that running requests still need for the tokens they have."""
-        needed = sum(self.kv.num_missing_blocks(request, self.max_tokens_per_step) for request in self.running)
-        return needed + sum(self._folded_blocks(group.root) for group in self._beam_groups)
 
     def count_available_blocks(self, request: Request, num_reserved: int) -> int:
         """Free blocks that a waiting request may use. One stays free while others run."""

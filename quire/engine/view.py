@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from quire.core.explain import Explainer, Wait
@@ -52,6 +53,7 @@ class Tracked:
 class PlannedStep:
     """What is known of a step before it runs."""
 
+    plan: Plan
     predicted_s: float | None
     num_admitted: int
     num_preempted: int
@@ -118,7 +120,7 @@ class EngineView(Observer):
             if tracked is not None and tracked.queued_s is not None:
                 num_admitted += 1
                 self._note_admission(tracked, now_s)
-        self._planned[plan.step] = PlannedStep(self._engine.costs.predict(plan), num_admitted, num_preempted)
+        self._planned[plan.step] = PlannedStep(plan, self._engine.costs.predict(plan), num_admitted, num_preempted)
 
     def on_commit(self, plan: Plan, sampled: Sampled, updates: Sequence[Update], launched_s: float) -> None:
         end_s = time.monotonic()
@@ -178,7 +180,7 @@ class EngineView(Observer):
 
     def _add_step(self, plan: Plan, start_s: float, seconds: float | None, *, failed: bool) -> None:
         self._has_changed = True
-        planned = self._planned.pop(plan.step, None) or PlannedStep(None, 0, 0)
+        planned = self._planned.pop(plan.step, None) or PlannedStep(plan, None, 0, 0)
         prompts = [count for row, count in enumerate(plan.counts) if count > 1 and row not in plan.drafts]
         num_drafts = sum(map(len, plan.drafts.values()))
         self._steps.append(
@@ -307,9 +309,10 @@ class EngineView(Observer):
         return make_runs(blocks, states, owners)
 
     def _find_owners(self, used: set[int]) -> None:
-        """Blocks that only a plan in flight holds keep their last owner."""
+        """Requests that have ended hold theirs until the plan in flight is committed."""
         scheduler, owners = self._scheduler, self._owners
-        for request in (*scheduler.running, *scheduler.unqueued_requests()):
+        in_flight = (request for planned in self._planned.values() for request in planned.plan.requests)
+        for request in chain(scheduler.running, scheduler.unqueued_requests(), in_flight):
             if not used:
                 return
             number = request.sort_key[1] + 1
