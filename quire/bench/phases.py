@@ -191,6 +191,16 @@ def profile_path(config: EngineConfig) -> Path:
     return cache_dir() / "capacity" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', config.model)}-{digest}.json"
 
 
+def describe(profile: CapacityProfile, results: Sequence[ScenarioResult], config: EngineConfig) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    return {
+        "machine": machine(config),
+        "model": profile.model,
+        "rows": rows(results, profile.cost),
+        "error": {"median": profile.median_error, "p95": profile.p95_error},
+    }
+
+
 def rows(results: Sequence[ScenarioResult], cost: StepCost) -> list[dict[str, Any]]:
     """A row for each scenario, with what the fitted cost predicts."""
     made = []

@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "Chat with a model; /help lists the commands.",
     "batch": "Answer the rows of a file. An interrupted job resumes.",
     "bench": "Measure speed.",
+    "report": "Show results of quire bench as one page with charts.",
     "compare": "Compare the next-token distributions of two models, or of one with different options.",
     "quantize": "Make a smaller model of a model, and say what that costs.",
     "simulate": "Simulate a load on a measured engine.",
