@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from quire.bench.offline import machine
 from quire.capacity.profile import CapacityProfile, EngineSizes
-from quire.capacity.step_cost import MeasuredStep, StepCost, StepShape, errors, fit, shape_of
+from quire.capacity.step_cost import Cost, MeasuredStep, StepShape, errors, fit, fit_host, shape_of
 from quire.config import EngineConfig, cache_dir
 from quire.core.params import SamplingParams
 from quire.core.request import Request
@@ -127,8 +127,10 @@ def measure(client: InProcess, scenario: Scenario, sizes: EngineSizes, repeats: 
     runs = [list(run_scenario(client, scenario, sizes, number)) for number in range(repeats)]
     shapes = [step.shape for step in runs[0]]
     assert all([step.shape for step in each] == shapes for each in runs), "runs of a scenario differ in their steps"
-    times = zip(*([step.seconds for step in each] for each in runs), strict=True)
-    steps = [MeasuredStep(shape, statistics.median(each)) for shape, each in zip(shapes, times, strict=True)]
+    steps = [
+        MeasuredStep(shape, *(statistics.median(column) for column in zip(*(step[1:] for step in each), strict=True)))
+        for shape, each in zip(shapes, zip(*runs, strict=True), strict=True)
+    ]
     return summarize(scenario, steps)
 
 
@@ -145,7 +147,8 @@ def thin(steps: Sequence[MeasuredStep], decode: Sequence[MeasuredStep]) -> list[
 
 def median_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     middle = steps[len(steps) // 2].shape
-    return MeasuredStep(middle, statistics.median(step.seconds for step in steps))
+    seconds, host_s = (statistics.median(column) for column in zip(*(step[1:] for step in steps), strict=True))
+    return MeasuredStep(middle, seconds, host_s)
 
 
 def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, number: int) -> Iterator[MeasuredStep]:
@@ -165,7 +168,9 @@ def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, numb
             engine.step()
             seconds = time.perf_counter() - begin_s
             if engine.step_s is not None:  # a step has been committed
-                yield MeasuredStep(shapes.popleft(), seconds if sizes.depth == 1 else engine.step_s)
+                is_host_hidden = sizes.depth > 1
+                host_s = 0.0 if is_host_hidden else seconds - engine.step_s
+                yield MeasuredStep(shapes.popleft(), engine.step_s if is_host_hidden else seconds, host_s)
     finally:
         engine.observers.pop()
 
@@ -176,7 +181,9 @@ def make_profile(config: EngineConfig, sizes: EngineSizes, results: Sequence[Sce
     found = errors(fit(kept, sizes.windows), held_out)
     cost = fit([*kept, *held_out], sizes.windows)
     median, p95 = (float(found[int(share * (len(found) - 1))]) for share in (0.5, 0.95))
-    return CapacityProfile(config.model, describe_machine(config), sizes, cost, median, p95)
+    host_step_s, host_row_s = fit_host([*kept, *held_out])
+    machine_name, now = describe_machine(config), time.time()
+    return CapacityProfile(config.model, machine_name, sizes, cost, median, p95, host_step_s, host_row_s, now)
 
 
 def describe_machine(config: EngineConfig) -> str:
@@ -201,7 +208,7 @@ def describe(profile: CapacityProfile, results: Sequence[ScenarioResult], config
     }
 
 
-def rows(results: Sequence[ScenarioResult], cost: StepCost) -> list[dict[str, Any]]:
+def rows(results: Sequence[ScenarioResult], cost: Cost) -> list[dict[str, Any]]:
     """A row for each scenario, with what the fitted cost predicts."""
     made = []
     for result in results:
