@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.backend",
         "engine.batching",
         "engine.client",
+        "engine.limits",
         "engine.memory",
         "engine.observer",
         "engine.prompt_logits",

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.bench.report import kinds
 from quire.bench.report.page import Report, Section
+from quire.bench.report.phases import phases
 from quire.bench.report.result import Result, not_a_result, unique_names
 
 BUILDERS: dict[str, Callable[[Sequence[Result]], Iterable[Section]]] = {
@@ -15,6 +16,7 @@ BUILDERS: dict[str, Callable[[Sequence[Result]], Iterable[Section]]] = {
     "batching": kinds.batching,
     "prefix": kinds.prefix,
     "speculation": kinds.speculation,
+    "phases": phases,
 }
 WITHOUT_JSON = ("requests", "runs")  # entries that are long, and not shown as JSON
 

@@ -40,12 +40,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     files = resolve(config.model)
     with bar("measuring", unit="scenarios") as report:
-        profile, results = phases.run(config, files.path, repeats=arguments.repeats, report=report)
+        profile, document = phases.run(config, files.path, repeats=arguments.repeats, report=report)
     if arguments.save:
         target = arguments.profile or phases.profile_path(config)
         profile.save(target)
         say(f"Saved to {target}")
-    finish("phases", phases.describe(profile, results, config), arguments, show)
+    finish("phases", document, arguments, show)
 
 
 def show(document: dict[str, Any]) -> None:
@@ -55,6 +55,8 @@ def show(document: dict[str, Any]) -> None:
     for row in document["rows"]:
         values = (row[name] for name in COLUMNS)
         print("  ".join(f"{'-' if v is None else f'{v:,.2f}' if isinstance(v, float) else v:>20}" for v in values))
+    limits = document["limits"]
+    print(f"Memory is read at {limits['read_gb_per_s']:,.1f} GB/s, products do {limits['gflop_per_s']:,.0f} GFLOP/s.")
     print(
         f"Of steps that were not fitted the predicted time is {100 * error['median']:.1f}% off in the median, and "
         f"{100 * error['p95']:.1f}% at the 95th percentile."
