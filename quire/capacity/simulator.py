@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.capacity.profile import CapacityProfile
-from quire.capacity.step_cost import StepCost, shape_of
+from quire.capacity.step_cost import Cost, shape_of
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
 from quire.core.policy import Policy
@@ -54,7 +54,7 @@ class SimulatedRequest:
 class Simulation:
     """One engine on a virtual clock."""
 
-    def __init__(self, profile: CapacityProfile, policy: Policy | None = None, cost: StepCost | None = None) -> None:
+    def __init__(self, profile: CapacityProfile, policy: Policy | None = None, cost: Cost | None = None) -> None:
         self.scheduler = profile.sizes.scheduler(policy)
         self.now_s = 0.0
         self.num_steps = 0
