@@ -105,7 +105,7 @@ def show_figure(figure: Figure) -> str:
     style = ' class="wide"' if figure.wide else ""
     return (
         f"<figure{style}><figcaption><h3>{escape(figure.title)}</h3>{note}</figcaption>"
-        f'<div class="scroll">{figure.svg}</div></figure>'
+        f'<div class="scroll" tabindex="0">{figure.svg}</div></figure>'
     )
 
 
@@ -116,9 +116,8 @@ def show_table(table: Table) -> str:
         for first, *rest in table.rows
     )
     caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    return (
-        f'<div class="scroll"><table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
-    )
+    body = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{caption}{body}</table></div>'
 
 
 def show_json(name: str, document: Any) -> str:
