@@ -50,8 +50,8 @@ class DataSheet:
         return Rates(*rates, row_s=H200_ROW_S, layer_s=LAYER_S)
 
 
-# tokens do 665 to 690 of 989 TFLOP/s, and attention over 8,192 and 16,000 does about 550. A row takes 7 us more.
-# tokens do 665 to 690 of 989 TFLOP/s, and attention over 8,192 and 16,000 does about 550. A row takes 7 us more.
+# Llama-3-8B's shapes in bfloat16 on one H200 (BENCHMARKS.md): batch 1 reads 3.9 TB/s of 4.8, products of 2,048 to
+# 16,000 tokens do 665 to 690 of 989 TFLOP/s, and attention over 8,192 and 16,000 does about 550. A row takes 7 us more.
 # A layer is a chain of eight kernels, of at least 2.5 us each: that is assumed, and matters for small models only.
 READ_SHARE, PRODUCT_SHARE, ATTENTION_SHARE, H200_ROW_S, LAYER_S = 0.81, 0.68, 0.56, 7e-6, 20e-6
 

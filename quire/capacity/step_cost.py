@@ -21,6 +21,7 @@ from quire.core.plan import Plan
 Floats = NDArray[np.float64]
 
 KNOTS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+FIRST_KEYS = 2 + 2 * len(KNOTS)  # the index of the first feature of keys; those before it are of rows and tokens
 NUM_RESAMPLED = 20
 MIN_STEP_S = 1e-6
 
@@ -36,6 +37,8 @@ class StepShape(NamedTuple):
 
 def shape_of(plan: Plan, windows: Sequence[int | None]) -> StepShape:
     """`windows` are those of the cache groups."""
+    if plan.num_tokens == len(plan) and windows == (None,):  # the most frequent step, and the one with most rows
+        return StepShape(len(plan), sum(plan.yields), (float(sum(plan.starts) + len(plan)),), (0.0,))
     keys, pairs = [0.0] * len(windows), [0.0] * len(windows)
     for start, count in zip(plan.starts, plan.counts, strict=True):
         for group, window in enumerate(windows):
@@ -100,10 +103,23 @@ class StepCost:
     windows: tuple[int | None, ...]
     coefficients: tuple[float, ...]
     resampled: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    _by_tokens: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, shape: StepShape) -> float:
-        total = sum(a * b for a, b in zip(self.coefficients, features(shape), strict=True) if a)
+        """Called for every step of a simulation: what depends on the tokens alone is kept."""
+        total = self._by_tokens.get(shape.tokens)
+        if total is None:
+            total = self._by_tokens[shape.tokens] = self._seconds_of_tokens(shape.tokens)
+        total += self.coefficients[1] * shape.sampled
+        for coefficient, amount in zip(self.coefficients[FIRST_KEYS:], shape.keys + shape.pairs, strict=True):
+            total += coefficient * amount
         return max(MIN_STEP_S, total)
+
+    def _seconds_of_tokens(self, tokens: int) -> float:
+        """The step itself and its tokens in pieces."""
+        none = (0.0,) * len(self.windows)
+        pieces = features(StepShape(tokens, 0, none, none))[:FIRST_KEYS]
+        return sum(a * b for a, b in zip(self.coefficients[:FIRST_KEYS], pieces, strict=True))
 
     def range(self, shape: StepShape) -> tuple[float, float]:
         """The 5th and the 95th percentile of the fits to resampled steps."""
@@ -136,13 +152,19 @@ class StepCost:
         return cls(windows, values[0], tuple(values[1:]))
 
 
-def fit(steps: Sequence[MeasuredStep], windows: Sequence[int | None], seed: int = 0) -> StepCost:
+def fit(
+    steps: Sequence[MeasuredStep],
+    windows: Sequence[int | None],
+    seed: int = 0,
+    *,
+    num_resampled: int = NUM_RESAMPLED,
+) -> StepCost:
     """The cost that fits the measured steps best."""
     assert steps
     matrix = np.array([features(step.shape) for step in steps])
     seconds = np.array([step.seconds for step in steps])
     rng = np.random.default_rng(seed)
-    samples = [rng.integers(0, len(steps), len(steps)) for _ in range(NUM_RESAMPLED)]
+    samples = [rng.integers(0, len(steps), len(steps)) for _ in range(num_resampled)]
     resampled = [tuple(relative_fit(matrix[rows], seconds[rows])) for rows in samples]
     return StepCost(tuple(windows), tuple(relative_fit(matrix, seconds)), tuple(resampled))
 
