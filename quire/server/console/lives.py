@@ -46,6 +46,9 @@ class Lives:
     def __init__(self) -> None:
         self._lives: OrderedDict[str, Life] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._lives)
+
     def add(self, changes: LiveChanges, replica: int) -> None:
         for row in changes.requests:
             self._life(row, replica).add(changes.events.get(row.number, ()))
