@@ -42,6 +42,7 @@ class SimulatedRequest:
     prompt_tokens: int
     output_tokens: int
     times: list[float] = field(default_factory=list)  # of its tokens
+    started_s: float | None = None  # the begin of its first step
     cached_tokens: int = 0
     num_preemptions: int = 0
     refused: str | None = None
@@ -65,6 +66,7 @@ class Simulation:
         self._costs = StepCosts(self.scheduler.swap.costs, self.scheduler.pace, self.scheduler.max_tokens_per_step)
         self._requests: dict[str, SimulatedRequest] = {}
         self._engine_requests: dict[str, Request] = {}
+        self._not_started: set[str] = set()
 
     def run(self, arrivals: Iterable[Arrival]) -> list[SimulatedRequest]:
         """Simulate until every request has ended. `arrivals` are in the order of their times."""
@@ -109,6 +111,7 @@ class Simulation:
             simulated.refused = str(error)
             return simulated
         self._engine_requests[name] = request
+        self._not_started.add(name)
         return None
 
     def _schedule(self, in_flight: deque[tuple[float, Plan]]) -> Plan | None:
@@ -121,9 +124,17 @@ class Simulation:
         seconds = self._cost.seconds(shape_of(plan, self._cost.windows))
         begin_s = max(self.now_s, in_flight[-1][0]) if in_flight else self.now_s
         in_flight.append((begin_s + seconds, plan))
+        self._note_starts(plan, begin_s)
         self._costs.learn(plan, seconds)
         self.num_steps += 1
         self.busy_s += seconds
+
+    def _note_starts(self, plan: Plan, begin_s: float) -> None:
+        for name in (
+            self._not_started.intersection(request.id for request in plan.requests) if self._not_started else ()
+        ):
+            self._not_started.discard(name)
+            self._requests[name].started_s = begin_s
 
     def _commit(self, plan: Plan) -> list[SimulatedRequest]:
         """Give each row its token. Returns the requests that ended."""
