@@ -130,9 +130,9 @@ class Simulation:
         self.busy_s += seconds
 
     def _note_starts(self, plan: Plan, begin_s: float) -> None:
-        for name in (
-            self._not_started.intersection(request.id for request in plan.requests) if self._not_started else ()
-        ):
+        if not self._not_started:
+            return
+        for name in self._not_started.intersection(request.id for request in plan.requests):
             self._not_started.discard(name)
             self._requests[name].started_s = begin_s
 

@@ -24,9 +24,7 @@ from quire.server.metrics import Metrics
 from quire.server.service import RequestContext, Service
 from quire.server.streaming import ClientDisconnected
 
-PUBLIC_PATHS = frozenset(
-    {"/health", "/ready"}
-)  # these and the console's files need neither a key nor a model, and are not logged
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger("quire.requests")
@@ -88,6 +86,7 @@ class RequestMiddleware:
 
 
 def is_public(path: str) -> bool:
+    """Whether a path needs neither a key nor a model, and is not logged."""
     return path in PUBLIC_PATHS or is_page_file(path)
 
 

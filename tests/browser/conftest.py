@@ -12,9 +12,14 @@ import pytest
 from tests.browser.fake_engine import FakeServer, serving
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +60,8 @@ class Visit:
         return self.page
 
     def is_hacked(self) -> bool:
-        found: bool = self.page.evaluate(
-            "'hacked' in window || document.querySelectorAll('main img, main script').length > 0"
-        )
-        return found
+        script = "'hacked' in window || document.querySelectorAll('main img, main script').length > 0"
+        return bool(self.page.evaluate(script))
 
 
 @pytest.fixture

@@ -10,14 +10,16 @@ import json
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from quire.capacity.batching import RandomLoad, compare_batching
 from quire.capacity.profile import CapacityProfile, EngineSizes
@@ -27,6 +29,18 @@ from quire.server.console import page
 from quire.server.console.planning import describe
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
+LIFE = (
+    ("queued", 0.0, 1.2),
+    ("prompt", 1.2, 1.3),
+    ("prompt", 1.3, 1.42),
+    ("decode", 1.42, 2.4),
+    ("preempted", 2.4, 2.4),
+    ("queued", 2.4, 2.9),
+    ("prompt", 2.9, 3.0),
+    ("decode", 3.0, 4.4),
+)
+LOAD = ("rate", "num_requests", "prompt_tokens", "output_tokens", "spread", "seed")
+MISS = "512 of 655 prompt tokens were cached. From token 512 on, this prompt differs from what is cached."
 SIZES = EngineSizes(4096, 16, 512, 32, 4096, (None,))
 
 
@@ -56,16 +70,34 @@ class FakeRequest:
         wait = None
         if not self.running:
             sentence = f"It is number {position} in line and needs {self.prompt // 16} blocks; 12 are free. {HOSTILE}"
-            wait = {"position": position, "resource": "blocks", "resources": ["blocks"], "sentence": sentence,
-                    "estimate_s": 0.3 * position}  # fmt: skip
+            wait = {
+                "position": position,
+                "resource": "blocks",
+                "resources": ["blocks"],
+                "sentence": sentence,
+                "estimate_s": 0.3 * position,
+            }
         is_own = self.number % 5 != 0
         return {
-            "number": self.number, "id": f"{HOSTILE}-{self.number}" if is_own else None, "tenant": HOSTILE if is_own else None,
-            "own": is_own, "state": "running" if self.running else "waiting", "arrived_s": self.arrived_s,
-            "prompt_tokens": self.prompt, "cached_tokens": min(32, self.computed), "computed_tokens": self.computed,
-            "output_tokens": self.output, "max_tokens": self.max_tokens, "blocks": len(self.blocks), "swapped_blocks": 0,
-            "preemptions": 0, "drafted_tokens": 0, "accepted_tokens": 0, "beams": 1, "wait": wait,
-        }  # fmt: skip
+            "number": self.number,
+            "id": f"{HOSTILE}-{self.number}" if is_own else None,
+            "tenant": HOSTILE if is_own else None,
+            "own": is_own,
+            "state": "running" if self.running else "waiting",
+            "arrived_s": self.arrived_s,
+            "prompt_tokens": self.prompt,
+            "cached_tokens": min(32, self.computed),
+            "computed_tokens": self.computed,
+            "output_tokens": self.output,
+            "max_tokens": self.max_tokens,
+            "blocks": len(self.blocks),
+            "swapped_blocks": 0,
+            "preemptions": 0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
+            "beams": 1,
+            "wait": wait,
+        }
 
 
 class FakeEngine:
@@ -115,11 +147,22 @@ class FakeEngine:
         self.step += 1
         seconds = 0.012 + 2e-4 * (prompt_tokens + decode_rows)
         self.now_s += seconds
-        self.steps.append({
-            "step": self.step, "start_s": self.now_s - seconds, "seconds": seconds, "predicted_s": seconds * self.rng.uniform(0.9, 1.1),
-            "failed": False, "prompt_rows": prompt_rows, "prompt_tokens": prompt_tokens, "decode_rows": decode_rows,
-            "draft_rows": 0, "draft_tokens": 0, "admitted": 0, "preempted": 0,
-        })  # fmt: skip
+        self.steps.append(
+            {
+                "step": self.step,
+                "start_s": self.now_s - seconds,
+                "seconds": seconds,
+                "predicted_s": seconds * 1.05,
+                "failed": False,
+                "prompt_rows": prompt_rows,
+                "prompt_tokens": prompt_tokens,
+                "decode_rows": decode_rows,
+                "draft_rows": 0,
+                "draft_tokens": 0,
+                "admitted": 0,
+                "preempted": 0,
+            }
+        )
 
     def _grow(self, request: FakeRequest) -> None:
         while len(request.blocks) * 16 < request.computed:
@@ -146,16 +189,35 @@ class FakeEngine:
             request.row(place) for place, request in enumerate(waiting, 1)
         ]
         line = {
-            "type": kind, "replica": 0, "sequence": self.sequence, "time_s": self.now_s,
-            "engine": {"num_blocks": self.num_blocks, "block_size": 16, "max_requests": 16, "max_tokens_per_step": 512,
-                       "batching": "continuous", "device": "cpu"},
+            "type": kind,
+            "replica": 0,
+            "sequence": self.sequence,
+            "time_s": self.now_s,
+            "engine": {
+                "num_blocks": self.num_blocks,
+                "block_size": 16,
+                "max_requests": 16,
+                "max_tokens_per_step": 512,
+                "batching": "continuous",
+                "device": "cpu",
+            },
             "blocks": [value for block in blocks for value in (block + 1, 1, self.states[block], self.owners[block])],
-            "requests": rows, "ended": [{"number": number, "finish": "stop"} for number in self.ended],
-            "num_running": len(running), "num_waiting": len(waiting), "num_free_blocks": len(self.free) + len(self.cached),
-            "num_cached_blocks": len(self.cached), "steps": self.steps[-256:],
-            "totals": {"requests_running": len(running), "requests_waiting": len(waiting), "preemptions_total": 3,
-                       "output_tokens_total": self.output_tokens, "prompt_tokens_total": 1000, "cached_prompt_tokens_total": 310},
-        }  # fmt: skip
+            "requests": rows,
+            "ended": [{"number": number, "finish": "stop"} for number in self.ended],
+            "num_running": len(running),
+            "num_waiting": len(waiting),
+            "num_free_blocks": len(self.free) + len(self.cached),
+            "num_cached_blocks": len(self.cached),
+            "steps": self.steps[-256:],
+            "totals": {
+                "requests_running": len(running),
+                "requests_waiting": len(waiting),
+                "preemptions_total": 3,
+                "output_tokens_total": self.output_tokens,
+                "prompt_tokens_total": 1000,
+                "cached_prompt_tokens_total": 310,
+            },
+        }
         if kind == "delta":
             del line["engine"]
         self.sequence += 1
@@ -174,38 +236,52 @@ class FakeServer:
     bodies: list[Any] = field(default_factory=list)
     url: str = ""
 
-    def app(self) -> FastAPI:
-        app = FastAPI()
-        app.state.console_files = page.load_files()
-        app.include_router(page.router)
-        routes = {"/console/live": self.live, "/console/engine": self.engine, "/console/requests/{name:path}": self.life,
-                  "/console/cache": self.cache, "/console/plan": self.plan}  # fmt: skip
-        for path, route in routes.items():
-            app.add_api_route(path, route)
-        for path, route in {
+    def app(self) -> Starlette:
+        reads = {
+            "/console/live": self.live,
+            "/console/engine": self.engine,
+            "/console/requests/{name:path}": self.life,
+            "/console/cache": self.cache,
+            "/console/plan": self.plan,
+        }
+        writes = {
             "/console/batching": self.batching,
             "/console/batching/run": self.run,
             "/v1/chat/completions": self.chat,
-        }.items():
-            app.add_api_route(path, route, methods=["POST"])
+        }
+        routes = [Route(path, self.checked(answer)) for path, answer in reads.items()]
+        routes += [Route(path, self.checked(answer), methods=["POST"]) for path, answer in writes.items()]
+        app = Starlette(routes=[*routes, *page.router.routes])
+        app.state.console_files = page.load_files()
         return app
 
-    def refuses(self, request: Request) -> JSONResponse | None:
-        if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
-            return None
-        return JSONResponse({"error": {"message": "The API key is missing or wrong."}}, 401)
+    def checked(self, answer: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that needs the key."""
+
+        async def respond(request: Request) -> Response:
+            if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+                return JSONResponse({"error": {"message": "The API key is missing or wrong."}}, 401)
+            answered = await answer(request)
+            return answered if isinstance(answered, Response) else JSONResponse(answered)
+
+        return respond
 
     async def engine(self, request: Request) -> Any:
-        return self.refuses(request) or {
-            "model": HOSTILE, "summary": "", "max_len": 4096, "max_requests": 32, "batching": "continuous", "order": "fcfs",
-            "sampling": {"temperature": 0.2, "top_p": 0.9}, "has_exit": False, "has_profile": True,
-        }  # fmt: skip
+        return {
+            "model": HOSTILE,
+            "summary": "",
+            "max_len": 4096,
+            "max_requests": 32,
+            "batching": "continuous",
+            "order": "fcfs",
+            "sampling": {"temperature": 0.2, "top_p": 0.9},
+            "has_exit": False,
+            "has_profile": True,
+        }
 
     async def live(self, request: Request) -> Any:
         self.num_streams += 1
-        return self.refuses(request) or StreamingResponse(
-            self.lines(self.num_streams), media_type="application/x-ndjson"
-        )
+        return StreamingResponse(self.lines(self.num_streams), media_type="application/x-ndjson")
 
     async def lines(self, number: int) -> AsyncIterator[bytes]:
         engine = FakeEngine(self.num_blocks)
@@ -217,90 +293,107 @@ class FakeServer:
             engine.advance(4)
             yield encode(engine.line("delta"))
 
-    async def life(self, request: Request, name: str) -> Any:
-        if refused := self.refuses(request):
-            return refused
+    async def life(self, request: Request) -> Any:
+        name = request.path_params["name"]
         if name == "nobody":
             return JSONResponse({"error": {"message": f"There is no request {HOSTILE}."}}, 404)
-        kinds = (("queued", 0.0, 1.2), ("prompt", 1.2, 1.3), ("prompt", 1.3, 1.42), ("decode", 1.42, 2.4), ("preempted", 2.4, 2.4),
-                 ("queued", 2.4, 2.9), ("prompt", 2.9, 3.0), ("decode", 3.0, 4.4))  # fmt: skip
-        events = [
-            {"kind": kind, "start_s": 100 + start, "end_s": 100 + end, "step": 5, "steps": 3, "tokens": 40}
-            for kind, start, end in kinds
-        ]
-        return {"requests": [{
-            "id": name, "replica": 0, "number": 3, "own": True, "state": "ended", "finish": "stop", "arrived_s": 100.0, "ended_s": 104.4,
-            "prompt_tokens": 655, "cached_tokens": 512, "output_tokens": 44, "max_tokens": 60, "events": events, "num_dropped_events": 0,
-            "miss": f"512 of 655 prompt tokens were cached. From token 512 on, this prompt differs from what is cached. {HOSTILE}",
-        }]}  # fmt: skip
+        common = {"step": 5, "steps": 3, "tokens": 40}
+        events = [{"kind": kind, "start_s": 100 + start, "end_s": 100 + end, **common} for kind, start, end in LIFE]
+        life = {
+            "id": name,
+            "replica": 0,
+            "number": 3,
+            "own": True,
+            "state": "ended",
+            "finish": "stop",
+            "arrived_s": 100.0,
+            "ended_s": 104.4,
+            "prompt_tokens": 655,
+            "cached_tokens": 512,
+            "output_tokens": 44,
+            "max_tokens": 60,
+            "events": events,
+            "num_dropped_events": 0,
+            "miss": f"{MISS} {HOSTILE}",
+        }
+        return {"requests": [life]}
 
     async def cache(self, request: Request) -> Any:
-        if refused := self.refuses(request):
-            return refused
         rng, nodes = random.Random(1), [tree_node(0, None, 24, 3)]
         for number in range(1, 40):
             nodes.append(tree_node(number, rng.randrange(number), rng.randint(1, 20), number % 4))
-        return {"replica": 0, "block_size": 16, "num_blocks": 4096, "num_cached_blocks": 600, "num_free_blocks": 3000, "prompt_tokens": 9000,
-                "cached_tokens": 6100, "evicted_blocks": 17, "tenants": [{"own": True, "tenant": "", "blocks": 600, "hits": 40}],
-                "nodes": nodes, "num_hidden": 2}  # fmt: skip
+        return {
+            "replica": 0,
+            "block_size": 16,
+            "num_blocks": 4096,
+            "num_cached_blocks": 600,
+            "num_free_blocks": 3000,
+            "prompt_tokens": 9000,
+            "cached_tokens": 6100,
+            "evicted_blocks": 17,
+            "tenants": [{"own": True, "tenant": "", "blocks": 600, "hits": 40}],
+            "nodes": nodes,
+            "num_hidden": 2,
+        }
 
-    async def plan(self, request: Request, context_tokens: int) -> Any:
+    async def plan(self, request: Request) -> Any:
         about = {"machine": PROFILE.machine, "model": HOSTILE, "step_error": {"median": 0.03, "p95": 0.08}}
-        return self.refuses(request) or {**about, **predict_steps(PROFILE, context_tokens)}
+        return {**about, **predict_steps(PROFILE, int(request.query_params["context_tokens"]))}
 
     async def batching(self, request: Request) -> Any:
         body = await request.json()
-        load = RandomLoad(
-            *(body[name] for name in ("rate", "num_requests", "prompt_tokens", "output_tokens", "spread", "seed"))
-        )
-        requests = load.requests()
+        requests = RandomLoad(*(body[name] for name in LOAD)).requests()
         results = compare_batching(PROFILE, requests, body["batch_size"], body["batch_wait_s"])
-        return self.refuses(request) or {
+        return {
             "requests": [[each.at_s, each.prompt_tokens, each.output_tokens] for each in requests],
             "policies": {name: describe(result) for name, result in results.items()},
-            "step_error": {"median": 0.03, "p95": 0.08}, "machine": PROFILE.machine, "seconds": 0.1,
-        }  # fmt: skip
+            "step_error": {"median": 0.03, "p95": 0.08},
+            "machine": PROFILE.machine,
+            "seconds": 0.1,
+        }
 
     async def run(self, request: Request) -> Any:
         body = await request.json()
         events = [
-            {"number": number, "kind": kind, "at_s": 0.1 * number + at}
+            {"number": number, "kind": kind, "at_s": 0.1 * number + at_s}
             for number in range(body["num_requests"])
-            for kind, at in (("first", 0.3), ("end", 1.0))
+            for kind, at_s in (("first", 0.3), ("end", 1.0))
         ]
-        return StreamingResponse((f"data: {json.dumps(event)}\n\n" for event in events), media_type="text/event-stream")
+        return StreamingResponse(map(event, events), media_type="text/event-stream")
 
     async def chat(self, request: Request) -> Any:
         self.bodies.append(await request.json())
-        return self.refuses(request) or StreamingResponse(
-            self.answer(), media_type="text/event-stream", headers={"x-request-id": "abc"}
-        )
+        headers = {"x-request-id": "abc"}
+        return StreamingResponse(self.answer(), media_type="text/event-stream", headers=headers)
 
     async def answer(self) -> AsyncIterator[str]:
         for index, token in enumerate((HOSTILE, " is", " quoted", ":\n```\n", "<b>code</b>", "\n```\n", "Done.")):
             top = [{"token": token, "logprob": -0.1 - index}, {"token": HOSTILE, "logprob": -3.0}]
-            logprobs = {
-                "content": [
-                    {"token": token, "logprob": -0.1 - index, "bytes": list(token.encode()), "top_logprobs": top}
-                ]
-            }
-            choice = {
-                "index": 0,
-                "delta": {"content": token},
-                "logprobs": logprobs,
-                "token_ids": [index],
-                "finish_reason": None,
-            }
-            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            content = [{**top[0], "bytes": list(token.encode()), "top_logprobs": top}]
+            choice = {"index": 0, "delta": {"content": token}, "logprobs": {"content": content}, "token_ids": [index]}
+            yield event({"choices": [choice]})
             await asyncio.sleep(0.02)
-        yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': 9, 'prompt_tokens_details': {'cached_tokens': 4}}})}\n\n"
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+        yield event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
+
+
+def event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document)}\n\n"
 
 
 def tree_node(number: int, parent: int | None, blocks: int, num_holders: int) -> dict[str, Any]:
     text = f"{HOSTILE} You are node {number}"
-    return {"node": number, "parent": parent, "blocks": blocks, "tokens": 16 * blocks, "text": text, "hits": number,
-            "requests": [number] if num_holders == 1 else [], "in_use": num_holders == 1}  # fmt: skip
+    return {
+        "node": number,
+        "parent": parent,
+        "blocks": blocks,
+        "tokens": 16 * blocks,
+        "text": text,
+        "hits": number,
+        "requests": [number] if num_holders == 1 else [],
+        "in_use": num_holders == 1,
+    }
 
 
 def encode(line: dict[str, Any]) -> bytes:

@@ -55,9 +55,17 @@ def test_a_load_has_the_same_requests_again_and_its_mean_length():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("rate", 0.0), ("rate", float("inf")), ("num_requests", 0), ("num_requests", 65), ("prompt_tokens", 0), ("output_tokens", 513),
-     ("spread", -0.1), ("spread", 2.1)],
-)  # fmt: skip
+    [
+        ("rate", 0.0),
+        ("rate", float("inf")),
+        ("num_requests", 0),
+        ("num_requests", 65),
+        ("prompt_tokens", 0),
+        ("output_tokens", 513),
+        ("spread", -0.1),
+        ("spread", 2.1),
+    ],
+)
 def test_a_load_without_bounds_is_refused(field, value):
     with pytest.raises(InvalidParams, match=field):
         replace(RandomLoad(1.0, 4, 10, 10), **{field: value})

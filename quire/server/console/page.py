@@ -10,9 +10,11 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
+
+from quire.server.router import Router
 
 FOLDER = Path(__file__).parent / "static"
 PAGE_PATH = "/console"
@@ -33,7 +35,7 @@ HEADERS = {
     "cache-control": "no-cache",  # a browser asks again, and gets a 304 while the file is the same
 }
 
-router = APIRouter()
+router = Router()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,14 @@ def is_page_file(path: str) -> bool:
     return path == PAGE_PATH or path.startswith(FILES_PATH)
 
 
-@router.head(PAGE_PATH, include_in_schema=False)
-@router.get(PAGE_PATH, include_in_schema=False)
+@router.head(PAGE_PATH)
+@router.get(PAGE_PATH)
 async def read_page(request: Request) -> Response:
     return respond(request, "index.html")
 
 
-@router.head(FILES_PATH + "{name}", include_in_schema=False)
-@router.get(FILES_PATH + "{name}", include_in_schema=False)
+@router.head(FILES_PATH + "{name}")
+@router.get(FILES_PATH + "{name}")
 async def read_file(request: Request, name: str) -> Response:
     return respond(request, name)
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import StrictInt
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.capacity.batching import BatchingResult, LoadRequest, RandomLoad, compare_batching
@@ -24,11 +24,12 @@ from quire.core.params import SamplingParams
 from quire.errors import NoProfile, QuireError
 from quire.server.openai.protocol import Number
 from quire.server.request_model import RequestModel
+from quire.server.router import Router
 from quire.server.schemas import BatchingComparison, EngineFacts, StepPredictions, response_schemas
 from quire.server.service import RequestContext, Service, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event
 
-router = APIRouter()
+router = Router()
 simulating = asyncio.Semaphore(1)
 
 
