@@ -118,7 +118,7 @@ class EngineFacts(Schema):
     order: str
     sampling: dict[str, float]
     has_exit: bool
-    has_profile: bool
+    no_profile: str | None
 
 
 class StepError(Schema):

@@ -276,7 +276,7 @@ class FakeServer:
             "order": "fcfs",
             "sampling": {"temperature": 0.2, "top_p": 0.9},
             "has_exit": False,
-            "has_profile": True,
+            "no_profile": None,
         }
 
     async def live(self, request: Request) -> Any:

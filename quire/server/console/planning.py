@@ -29,6 +29,11 @@ from quire.server.schemas import BatchingComparison, EngineFacts, StepPrediction
 from quire.server.service import RequestContext, Service, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event
 
+NO_PROFILE = (
+    "The costs of this engine's steps are not known yet. They are measured while it serves: send some requests. Or "
+    "measure them before it starts: quire bench phases MODEL --save."
+)
+
 router = Router()
 simulating = asyncio.Semaphore(1)
 
@@ -56,7 +61,6 @@ class BatchingRequest(LoadFields):
 async def describe_engine(request: Request) -> Response:
     """The model and the options of the engine that the console's screens depend on."""
     service = request_context(request).service
-    profile = known_profile(service)
     return JSONResponse(
         {
             "model": service.model,
@@ -67,7 +71,7 @@ async def describe_engine(request: Request) -> Response:
             "order": service.engine.order,
             "sampling": service.ready.sampling,
             "has_exit": service.engine.exit_head is not None,
-            "has_profile": profile is not None,
+            "no_profile": None if known_profile(service) is not None else NO_PROFILE,
         }
     )
 
@@ -119,10 +123,7 @@ def known_profile(service: Service) -> CapacityProfile | None:
 def profile_of(service: Service) -> CapacityProfile:
     profile = known_profile(service)
     if profile is None:
-        raise NoProfile(
-            "The costs of this engine's steps are not known yet. They are measured while it serves: send some "
-            "requests. Or measure them before it starts: quire bench phases MODEL --save."
-        )
+        raise NoProfile(NO_PROFILE)
     return profile
 
 

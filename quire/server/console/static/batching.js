@@ -8,6 +8,7 @@ import { section } from "./live.js";
 import { live } from "./stream.js";
 
 const WAIT_MS = 120; // after the last movement of a slider
+const MISSING_MS = 2000;
 const POLICIES = {
   static: ["Static", "A batch is what waits when the last one has ended. Nobody joins it."],
   dynamic: ["Dynamic", "A batch starts when it is full, or when its oldest request has waited long enough."],
@@ -17,7 +18,7 @@ const FIGURES = ["Tokens/s", "First token", "Whole answer", "95th percentile", "
 
 /** @returns {import("./main.js").Screen} */
 export function makeBatching() {
-  let timer = 0, number = 0;
+  let timer = 0, number = 0, isVisible = false;
   let running = /** @type {AbortController | null} */ (null);
   let load = /** @type {Record<string, number> | null} */ (null); // that the charts show
   let arrivals = /** @type {number[][]} */ ([]);
@@ -51,7 +52,9 @@ export function makeBatching() {
   async function simulate() {
     const mine = ++number, given = fields();
     try {
-      const most = live.engine.value?.max_requests ?? 64;
+      const engine = await live.refreshEngine();
+      if (engine.no_profile) return showMissing(engine.no_profile);
+      const most = engine.max_requests;
       const comparison = await json("console/batching", { body: { ...given, batch_size: Math.min(given.batch_size, most) } });
       if (mine !== number) return;
       notice.hidden = true;
@@ -63,6 +66,13 @@ export function makeBatching() {
       say(notice, error instanceof ApiError ? error.message : String(error));
     }
     button.disabled = !load;
+  }
+
+  /** The costs are not known yet: look again. @param {string} text */
+  function showMissing(text) {
+    notice.hidden = false;
+    say(notice, text);
+    timer = setTimeout(() => isVisible && simulate(), MISSING_MS);
   }
 
   /** @param {any} comparison */
@@ -133,10 +143,13 @@ export function makeBatching() {
       h("div", { class: "buttons" }, button, result, h("span", { class: "right" }, marks)),
       h("div", { class: "policies" }, charts.map((chart) => chart.element))
     ),
-    show: () => {
+    show() {
+      isVisible = true;
       if (!load) simulate();
     },
-    hide: () => {},
+    hide() {
+      isVisible = false;
+    },
   };
 }
 

@@ -25,7 +25,7 @@ export function makeCache() {
   let cache = /** @type {Cache | null} */ (null);
   let boxes = /** @type {Box[]} */ ([]);
   let chosen = /** @type {number | null} */ (null);
-  const totals = tiles(["Prompt tokens from the cache", "Blocks cached", "Blocks in the tree's nodes", "Blocks evicted", "Hits"]);
+  const totals = tiles(["Prompt tokens from the cache", "Blocks cached", "Blocks in the tree", "Blocks evicted", "Hits"]);
   const notice = h("p", { class: "empty", role: "status" });
   const readout = h("p", { class: "readout" }, HINT);
   const others = h("p", { class: "dim" });
@@ -65,7 +65,7 @@ export function makeCache() {
     totals.set({
       "Prompt tokens from the cache": percent(cache.prompt_tokens ? cache.cached_tokens / cache.prompt_tokens : 0),
       "Blocks cached": count(cache.num_cached_blocks),
-      "Blocks in the tree's nodes": count(cache.nodes.reduce((all, node) => all + node.blocks, 0)),
+      "Blocks in the tree": count(cache.nodes.reduce((all, node) => all + node.blocks, 0)),
       "Blocks evicted": count(cache.evicted_blocks),
       Hits: count(cache.tenants.reduce((all, tenant) => all + tenant.hits, 0)),
     });

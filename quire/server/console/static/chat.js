@@ -19,7 +19,7 @@ export function makeChat() {
   const send = /** @type {HTMLButtonElement} */ (h("button", { type: "submit", class: "primary" }, "Send"));
   const colors = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: true, onchange: recolor }));
   const clear = h("button", { type: "button", onclick: start }, "New chat");
-  const composer = h("form", { class: "composer", onsubmit: submit }, input, h("div", { class: "buttons" }, send, clear));
+  const composer = /** @type {HTMLFormElement} */ (h("form", { class: "composer", onsubmit: submit }, input, h("div", { class: "buttons" }, send, clear)));
   /** @type {Exchange[]} */
   let exchanges = [];
   let running = /** @type {AbortController | null} */ (null);
@@ -119,6 +119,7 @@ export function makeChat() {
     send.textContent = "Stop";
     let usage = null, id = "";
     try {
+      /** @type {Record<string, any>} */
       const body = { ...settings.read(), messages: messages(exchanges.slice(0, -1), exchange.user), return_token_ids: true };
       const isStream = !body.use_beam_search;
       if (isStream) Object.assign(body, { stream: true, stream_options: { include_usage: true } });

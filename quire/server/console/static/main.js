@@ -1,6 +1,6 @@
 // The page: which screen is shown, the API key, the name of the model, the state of the connection.
 
-import { json, key } from "./api.js";
+import { key } from "./api.js";
 import { fill, h, say } from "./dom.js";
 import { live } from "./stream.js";
 
@@ -90,9 +90,7 @@ function setUpKey() {
 /** The name of the model; while it is being loaded, ask again. */
 async function showModel() {
   try {
-    const engine = await json("console/engine");
-    live.engine.set(engine);
-    say(find("model"), engine.model);
+    say(find("model"), (await live.refreshEngine()).model);
   } catch (error) {
     const status = /** @type {{status?: number}} */ (error).status;
     if (status !== 401) setTimeout(showModel, RETRY_MS);

@@ -1,7 +1,7 @@
 // The table of requests: those that run, then those that wait, each with the reason. Rows are kept while their request is there.
 
 import { h, say } from "./dom.js";
-import { count, counted, duration } from "./format.js";
+import { count, counted, duration, tick } from "./format.js";
 import { ownerColor } from "./owners.js";
 import { nameOf, phaseOf } from "./replica.js";
 
@@ -9,14 +9,15 @@ import { nameOf, phaseOf } from "./replica.js";
 
 const MAX_WAITING = 40;
 const STATES = { prompt: "prompt", decode: "decoding", waiting: "waiting", held: "held", preempted: "preempted" };
-const HEADS = [["Request", ""], ["State", ""], ["Progress", ""], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"], ["Blocks", "number"], ["Since", "number"], ["Why it waits", ""]];
+const HEADS = [["Request", ""], ["State", ""], ["Progress", ""], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"], ["Drafts", "number"], ["Blocks", "number"], ["Since", "number"], ["Why it waits", ""]];
 
 /** @param {(number: number | null) => void} highlight */
 export function makeRequestTable(highlight) {
-  const body = h("tbody");
+  const body = h("tbody", { role: "rowgroup" });
   const more = h("p", { class: "dim readout", hidden: true });
   const empty = h("p", { class: "empty" }, "No request runs or waits. Send one from Chat, or with any client.");
-  const table = h("table", null, h("thead", null, h("tr", null, HEADS.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)))), body);
+  const heads = HEADS.map(([text, kind]) => h("th", { scope: "col", class: kind, role: "columnheader" }, text));
+  const table = h("table", { class: "requests", role: "table" }, h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)), body);
   const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of requests" }, table);
   /** @type {Map<number, ReturnType<typeof makeRow>>} */
   let rows = new Map();
@@ -56,16 +57,17 @@ function place(parent, elements) {
 /** @param {(number: number | null) => void} highlight */
 function makeRow(highlight) {
   const swatch = h("span", { class: "swatch" }), link = h("a", { class: "mono" }), name = h("span", { class: "dim" });
-  const state = h("span", { class: "state" }), progress = makeProgress(), why = h("td", { class: "why" });
-  const [prompt, cached, output, blocks, since] = Array.from({ length: 5 }, () => h("td", { class: "number" }));
+  const state = h("span", { class: "state" }), progress = makeProgress(), why = h("td", { class: "why", role: "cell" });
+  const cell = (/** @type {string} */ kind) => h("td", { class: `number ${kind}`, role: "cell" });
+  const [prompt, cached, output, drafts, blocks, since] = ["less", "less", "output", "less", "less", "since"].map(cell);
   let number = 0;
   const element = h(
     "tr",
-    { onpointerenter: () => highlight(number), onpointerleave: () => highlight(null), onfocusin: () => highlight(number), onfocusout: () => highlight(null) },
-    h("td", { class: "nowrap" }, swatch, link, name),
-    h("td", null, state),
-    h("td", null, progress.element),
-    prompt, cached, output, blocks, since, why
+    { role: "row", onpointerenter: () => highlight(number), onpointerleave: () => highlight(null), onfocusin: () => highlight(number), onfocusout: () => highlight(null) },
+    h("td", { class: "nowrap", role: "cell" }, swatch, link, name),
+    h("td", { role: "cell" }, state),
+    h("td", { class: "bar", role: "cell" }, progress.element),
+    prompt, cached, output, drafts, blocks, since, why
   );
 
   /** @param {Row} row @param {number} nowS */
@@ -86,6 +88,7 @@ function makeRow(highlight) {
     say(prompt, count(row.prompt_tokens));
     say(cached, row.wait && !row.cached_tokens ? "" : count(row.cached_tokens));
     say(output, `${count(row.output_tokens)} of ${count(row.max_tokens)}`);
+    say(drafts, row.drafted_tokens ? `${count(row.accepted_tokens)} of ${count(row.drafted_tokens)}` : "");
     say(blocks, row.swapped_blocks ? `${count(row.blocks)} + ${count(row.swapped_blocks)} on the host` : count(row.blocks));
     say(since, duration(Math.max(0, nowS - row.arrived_s)));
     say(why, reason(row));
@@ -98,11 +101,10 @@ function reason(row) {
   const parts = [];
   if (row.wait) {
     parts.push(row.wait.sentence);
-    if (row.wait.estimate_s !== null) parts.push(`About ${duration(row.wait.estimate_s)}.`);
+    if (row.wait.estimate_s) parts.push(`About ${tick(row.wait.estimate_s)}.`);
   }
   if (row.preemptions) parts.push(`Preempted ${row.preemptions === 1 ? "once" : `${row.preemptions} times`}.`);
   if (row.beams > 1) parts.push(`${counted(row.beams, "beam")}.`);
-  if (row.drafted_tokens) parts.push(`${count(row.accepted_tokens)} of ${counted(row.drafted_tokens, "draft")} accepted.`);
   return parts.join(" ");
 }
 

@@ -13,14 +13,16 @@ const HINT = "Point at a step, or move through them with the arrow keys.";
 export function makeSteps(stepsOf) {
   const readout = h("p", { class: "readout" }, HINT);
   let visible = /** @type {Step[]} */ ([]);
+  let left = LEFT; // of the first bar: the newest is at the right edge
   let chosen = /** @type {number | null} */ (null); // a step's number: the bars move on
   const canvas = makeCanvas({
     label: "The last steps",
     height: () => HEIGHT,
     draw({ pen, width, color }) {
       visible = stepsOf().slice(-Math.max(1, Math.floor((width - LEFT) / BAR)));
-      drawTokens(pen, visible, width, color, chosen);
-      drawSeconds(pen, visible, width, color);
+      left = width - visible.length * BAR;
+      drawTokens(pen, visible, width, left, color, chosen);
+      drawSeconds(pen, visible, width, left, color);
       if (chosen !== null && visible.length && chosen < visible[0].step) chosen = null;
     },
   });
@@ -28,7 +30,7 @@ export function makeSteps(stepsOf) {
     label: "The last steps",
     size: () => visible.length,
     find: (x) => {
-      const index = Math.floor((x - LEFT) / BAR);
+      const index = Math.floor((x - left) / BAR);
       return index >= 0 && index < visible.length ? index : null;
     },
     start: () => visible.length - 1,
@@ -69,17 +71,17 @@ function kinds(step) {
 const total = (/** @type {Step} */ step) => kinds(step).reduce((sum, [, tokens]) => sum + tokens, 0);
 
 /**
- * @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {(name: string) => string} color
- * @param {number | null} chosen
+ * @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {number} left
+ * @param {(name: string) => string} color @param {number | null} chosen
  */
-function drawTokens(pen, steps, width, color, chosen) {
+function drawTokens(pen, steps, width, left, color, chosen) {
   const most = Math.max(4, ...steps.map(total));
   // The square root keeps sixteen decoded tokens visible beside a chunk of a thousand.
   const height = (/** @type {number} */ tokens) => (Math.sqrt(tokens / most) * (UPPER - 12));
   const marks = [...new Set([most, Math.round(most / 4), Math.round(most / 25)])].filter((mark) => mark > 0);
   drawAxis(pen, width, color, marks.map((mark) => [UPPER - height(mark), String(mark)]), UPPER);
   steps.forEach((step, index) => {
-    const x = LEFT + index * BAR, all = total(step);
+    const x = left + index * BAR, all = total(step);
     let y = UPPER;
     for (const [kind, tokens] of kinds(step)) {
       const part = all ? (height(all) * tokens) / all : 0;
@@ -96,13 +98,13 @@ function drawTokens(pen, steps, width, color, chosen) {
   pen.globalAlpha = 1;
 }
 
-/** @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {(name: string) => string} color */
-function drawSeconds(pen, steps, width, color) {
+/** @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {number} left @param {(name: string) => string} color */
+function drawSeconds(pen, steps, width, left, color) {
   const most = Math.max(1e-4, ...steps.map((step) => Math.max(step.seconds ?? 0, step.predicted_s ?? 0)));
   const height = (/** @type {number} */ seconds) => (seconds / most) * (LOWER_BOTTOM - LOWER_TOP);
   drawAxis(pen, width, color, ticks(most, 2).slice(1).map((mark) => [LOWER_BOTTOM - height(mark), tick(mark)]), LOWER_BOTTOM);
   steps.forEach((step, index) => {
-    const x = LEFT + index * BAR;
+    const x = left + index * BAR;
     pen.fillStyle = color("cached");
     pen.fillRect(x, LOWER_BOTTOM - height(step.seconds ?? 0), BAR - 2, height(step.seconds ?? 0));
     if (step.predicted_s !== null) {

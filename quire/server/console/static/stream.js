@@ -1,6 +1,6 @@
 // The live stream: read while the page is visible, opened again with back-off when it breaks, applied to the replicas.
 
-import { ApiError, documents, request } from "./api.js";
+import { ApiError, documents, json, request } from "./api.js";
 import { Replica } from "./replica.js";
 import { Signal } from "./signal.js";
 
@@ -12,9 +12,8 @@ const KEPT_S = 60; // of totals, for rates
 
 class Live {
   constructor() {
-    /** @type {Signal<Connection>} */
-    this.connection = new Signal({ name: "connecting", text: "connecting" });
-    /** What `console/engine` says. @type {Signal<any>} */
+    this.connection = new Signal(/** @type {Connection} */ ({ name: "connecting", text: "connecting" }));
+    /** What the server says about its engine: its model, limits and policy. @type {Signal<any>} */
     this.engine = new Signal(null);
     /** @type {Map<number, Replica>} */
     this.replicas = new Map();
@@ -34,6 +33,12 @@ class Live {
   start() {
     document.addEventListener("visibilitychange", () => (document.hidden ? this.pause() : this.restart()));
     if (!document.hidden) this.connect();
+  }
+
+  /** Ask again what the server says about its engine. */
+  async refreshEngine() {
+    this.engine.set(await json("console/engine"));
+    return this.engine.value;
   }
 
   restart() {
