@@ -14,19 +14,22 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.offline import machine
+from quire.capacity.model_size import ModelSize
 from quire.capacity.profile import CapacityProfile, EngineSizes
-from quire.capacity.step_cost import MeasuredStep, StepCost, StepShape, errors, fit, shape_of
+from quire.capacity.step_cost import Cost, MeasuredStep, StepShape, errors, fit, fit_host, shape_of
 from quire.config import EngineConfig, cache_dir
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.backend import choose_itl_target
 from quire.engine.client import InProcess
+from quire.engine.limits import Limits, measure_limits
 from quire.engine.observer import PlanObserver
+from quire.engine.sizing import measure_on_cpu, measure_on_gpu
 from quire.errors import InvalidParams
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
@@ -35,6 +38,8 @@ MAX_PROMPT_TOKENS = 4_000  # of all requests of a scenario
 DECODE_STEPS = 8  # in which all requests of a scenario decode
 HELD_OUT = 5  # every fifth scenario is left out of the first fit
 MIN_SCENARIOS = 2
+
+Document = dict[str, Any]
 
 # The options of an engine that its costs depend on: each combination has a profile of its own.
 DECIDE_COSTS = ("device", "dtype", "kernels", "weights", "quantize", "kv_dtype", "exact", "block_size", "threads")
@@ -66,8 +71,8 @@ def run(
     *,
     repeats: int = 3,
     report: Callable[[int, int | None], None] | None = None,
-) -> tuple[CapacityProfile, list[ScenarioResult]]:
-    """Measure an engine and fit its cost."""
+) -> tuple[CapacityProfile, Document]:
+    """Measure an engine and fit its cost. Returns the profile, and the document that `--json` prints."""
     client = InProcess(config, path)
     sizes = read_sizes(client, config)
     scenarios = list(choose_scenarios(sizes))
@@ -77,12 +82,20 @@ def run(
             "Raise max_len, max_requests or the memory for the cache."
         )
     measure(client, scenarios[1], sizes, 1)  # warms up
+    limits = measure_limits(config, client.info, path)
     results = []
     for number, scenario in enumerate(scenarios):
         if report:
             report(number, len(scenarios))
         results.append(measure(client, scenario, sizes, repeats))
-    return make_profile(config, sizes, results), results
+    profile = make_profile(config, sizes, results)
+    limits = limits.best(measure_limits(config, client.info, path))
+    return profile, describe(config, model_size(config, client.info.device, path), limits, profile, results)
+
+
+def model_size(config: EngineConfig, device: str, path: Path) -> ModelSize:
+    size, _ = measure_on_cpu(config, path) if device == "cpu" else measure_on_gpu(config, path)
+    return size
 
 
 def read_sizes(client: InProcess, config: EngineConfig) -> EngineSizes:
@@ -127,8 +140,10 @@ def measure(client: InProcess, scenario: Scenario, sizes: EngineSizes, repeats: 
     runs = [list(run_scenario(client, scenario, sizes, number)) for number in range(repeats)]
     shapes = [step.shape for step in runs[0]]
     assert all([step.shape for step in each] == shapes for each in runs), "runs of a scenario differ in their steps"
-    times = zip(*([step.seconds for step in each] for each in runs), strict=True)
-    steps = [MeasuredStep(shape, statistics.median(each)) for shape, each in zip(shapes, times, strict=True)]
+    steps = [
+        MeasuredStep(shape, *(statistics.median(column) for column in zip(*(step[1:] for step in each), strict=True)))
+        for shape, each in zip(shapes, zip(*runs, strict=True), strict=True)
+    ]
     return summarize(scenario, steps)
 
 
@@ -145,7 +160,8 @@ def thin(steps: Sequence[MeasuredStep], decode: Sequence[MeasuredStep]) -> list[
 
 def median_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     middle = steps[len(steps) // 2].shape
-    return MeasuredStep(middle, statistics.median(step.seconds for step in steps))
+    seconds, host_s = (statistics.median(column) for column in zip(*(step[1:] for step in steps), strict=True))
+    return MeasuredStep(middle, seconds, host_s)
 
 
 def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, number: int) -> Iterator[MeasuredStep]:
@@ -165,7 +181,9 @@ def run_scenario(client: InProcess, scenario: Scenario, sizes: EngineSizes, numb
             engine.step()
             seconds = time.perf_counter() - begin_s
             if engine.step_s is not None:  # a step has been committed
-                yield MeasuredStep(shapes.popleft(), seconds if sizes.depth == 1 else engine.step_s)
+                is_host_hidden = sizes.depth > 1
+                host_s = 0.0 if is_host_hidden else seconds - engine.step_s
+                yield MeasuredStep(shapes.popleft(), engine.step_s if is_host_hidden else seconds, host_s)
     finally:
         engine.observers.pop()
 
@@ -176,7 +194,9 @@ def make_profile(config: EngineConfig, sizes: EngineSizes, results: Sequence[Sce
     found = errors(fit(kept, sizes.windows), held_out)
     cost = fit([*kept, *held_out], sizes.windows)
     median, p95 = (float(found[int(share * (len(found) - 1))]) for share in (0.5, 0.95))
-    return CapacityProfile(config.model, describe_machine(config), sizes, cost, median, p95)
+    host_step_s, host_row_s = fit_host([*kept, *held_out])
+    machine_name, now = describe_machine(config), time.time()
+    return CapacityProfile(config.model, machine_name, sizes, cost, median, p95, host_step_s, host_row_s, now)
 
 
 def describe_machine(config: EngineConfig) -> str:
@@ -191,19 +211,48 @@ def profile_path(config: EngineConfig) -> Path:
     return cache_dir() / "capacity" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', config.model)}-{digest}.json"
 
 
-def rows(results: Sequence[ScenarioResult], cost: StepCost) -> list[dict[str, Any]]:
-    """A row for each scenario, with what the fitted cost predicts."""
-    made = []
-    for result in results:
-        batch, prompt = result.scenario
-        decode = result.steps[-1] if result.decode_s is not None else None
-        made.append(
-            {
-                "batch": batch,
-                "prompt_tokens": prompt,
-                "prefill_tokens_per_s": batch * prompt / result.prefill_s if result.prefill_s else None,
-                "decode_step_ms": 1e3 * result.decode_s if result.decode_s is not None else None,
-                "predicted_ms": 1e3 * cost.seconds(decode.shape) if decode is not None else None,
-            }
-        )
-    return made
+def describe(
+    config: EngineConfig, size: ModelSize, limits: Limits, profile: CapacityProfile, results: Sequence[ScenarioResult]
+) -> Document:
+    """The document that `--json` prints."""
+    return {
+        "machine": machine(config),
+        "model": profile.model,
+        "rows": [row(result, profile.cost, size) for result in results],
+        "error": {"median": profile.median_error, "p95": profile.p95_error},
+        "limits": asdict(limits),
+    }
+
+
+def row(result: ScenarioResult, cost: Cost, size: ModelSize) -> Document:
+    """A scenario as measured, and as the fitted cost predicts it. `work` is what the roofline needs."""
+    batch, prompt = result.scenario
+    prefill = [step for step in result.steps if step.shape.tokens > step.shape.sampled]
+    decode = result.steps[-1:] if result.decode_s is not None else []
+    return {
+        "batch": batch,
+        "prompt_tokens": prompt,
+        "prefill_tokens_per_s": batch * prompt / result.prefill_s if result.prefill_s else None,
+        "decode_step_ms": 1e3 * result.decode_s if result.decode_s is not None else None,
+        "predicted_ms": predict_ms(decode, cost),
+        "prefill_ms": 1e3 * result.prefill_s if result.prefill_s else None,
+        "predicted_prefill_ms": predict_ms(prefill, cost),
+        "prefill_work": work(prefill, size),
+        "decode_work": work(decode, size),
+    }
+
+
+def predict_ms(steps: Sequence[MeasuredStep], cost: Cost) -> float | None:
+    return 1e3 * sum(cost.seconds(step.shape) for step in steps) if steps else None
+
+
+def work(steps: Sequence[MeasuredStep], size: ModelSize) -> Document | None:
+    """Multiplications and additions, bytes of weights and cache that are read, and seconds."""
+    if not steps:
+        return None
+    shapes = [step.shape for step in steps]
+    return {
+        "flop": sum(size.product_flops(shape) + size.attention_flops(shape) for shape in shapes),
+        "bytes": sum(size.weights_read(shape) + size.keys_read(shape) for shape in shapes),
+        "seconds": sum(step.seconds for step in steps),
+    }

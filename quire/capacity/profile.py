@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.capacity.step_cost import StepCost
+from quire.capacity.step_cost import Cost, StepCost
 from quire.core.pace import Pace
 from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
@@ -83,9 +83,12 @@ class CapacityProfile:
     model: str
     machine: str
     sizes: EngineSizes
-    cost: StepCost
+    cost: Cost
     median_error: float  # relative, of steps that were not fitted
     p95_error: float
+    host_step_s: float = 0.0  # of a step's seconds, what planning and committing take: for the step,
+    host_row_s: float = 0.0  # and for each row
+    measured_at: float = 0.0  # seconds since 1970; 0 if unknown
 
     def resized(self, **changes: Any) -> CapacityProfile:
         """The same engine with other sizes. None keeps a size."""
@@ -93,6 +96,7 @@ class CapacityProfile:
         return replace(self, sizes=replace(self.sizes, **given))
 
     def save(self, path: Path) -> None:
+        assert isinstance(self.cost, StepCost), "extrapolated costs are not kept"
         document = {"quire": __version__, **asdict(self), "cost": self.cost.to_dict()}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
@@ -126,6 +130,7 @@ def load_profile(path: Path) -> CapacityProfile:
             cost,
             float(document["median_error"]),
             float(document["p95_error"]),
+            *(float(document[name]) for name in ("host_step_s", "host_row_s", "measured_at")),
         )
     except FileNotFoundError:
         raise InvalidParams(

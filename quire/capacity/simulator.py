@@ -6,12 +6,14 @@ and preemptions are those of an engine, as far as step times are right. One inst
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from quire.capacity.leap import MIN_STEPS, Leap, may_leap
 from quire.capacity.profile import CapacityProfile
-from quire.capacity.step_cost import StepCost, shape_of
+from quire.capacity.step_cost import Cost, shape_of
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
 from quire.core.policy import Policy
@@ -53,53 +55,78 @@ class SimulatedRequest:
 
 
 class Simulation:
-    """One engine on a virtual clock."""
+    """One engine on a virtual clock. `on_end` gets each request that ends or is refused."""
 
-    def __init__(self, profile: CapacityProfile, policy: Policy | None = None, cost: StepCost | None = None) -> None:
+    def __init__(
+        self,
+        profile: CapacityProfile,
+        policy: Policy | None = None,
+        cost: Cost | None = None,
+        *,
+        on_end: Callable[[SimulatedRequest], object] | None = None,
+        leaps: bool = True,
+    ) -> None:
+        """Without `leaps` every step is planned by itself. The times are the same."""
         self.scheduler = profile.sizes.scheduler(policy)
         self.now_s = 0.0
         self.num_steps = 0
         self.busy_s = 0.0
+        self._ended: list[SimulatedRequest] = []
+        self._on_end = on_end or self._ended.append
+        self._leaps = leaps
         self._cost = cost or profile.cost
         self._max_len = profile.sizes.max_len
         self._depth = profile.sizes.depth
         self._costs = StepCosts(self.scheduler.swap.costs, self.scheduler.pace, self.scheduler.max_tokens_per_step)
-        self._requests: dict[str, SimulatedRequest] = {}
-        self._engine_requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[float, Plan]] = deque()  # plans and their ends, the oldest first
+        self._requests: dict[str, tuple[SimulatedRequest, Request]] = {}  # unfinished
         self._not_started: set[str] = set()
+        self._num_added = 0
 
     def run(self, arrivals: Iterable[Arrival]) -> list[SimulatedRequest]:
         """Simulate until every request has ended. `arrivals` are in the order of their times."""
-        finished: list[SimulatedRequest] = []
-        in_flight: deque[tuple[float, Plan]] = deque()  # plans and their ends, the oldest first
-        waiting = PeekableArrivals(arrivals)
-        while waiting.next_s is not None or self.scheduler.has_work or in_flight:
-            for arrival in waiting.until(self.now_s):
-                if (refused := self._add(arrival)) is not None:
-                    finished.append(refused)
-            plan = self._schedule(in_flight)
-            if plan is not None:
-                self._launch(plan, in_flight)
-            if in_flight and (plan is None or len(in_flight) >= self._depth):
-                end_s, oldest = in_flight.popleft()
-                self.now_s = max(self.now_s, end_s)
-                finished += self._commit(oldest)
-            elif plan is None:
-                self._advance(waiting.next_s)
-        return sorted(finished, key=lambda request: request.number)
+        last_s = -math.inf
+        for arrival in arrivals:
+            assert arrival.at_s >= last_s, "arrivals are in the order of their times"
+            last_s = arrival.at_s
+            self.advance(arrival.at_s)
+            self.add(arrival)
+        self.advance(math.inf)
+        return sorted(self._ended, key=lambda request: request.number)
 
-    def _add(self, arrival: Arrival) -> SimulatedRequest | None:
-        """Queue a request. Returns it if it is refused."""
-        number = len(self._requests)
-        name = str(number)
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def advance(self, until_s: float) -> None:
+        """Make the steps that are planned before `until_s`. The last one may end later."""
+        while self.now_s < until_s and self.has_work:
+            if self._leaps and self._leap(until_s):
+                continue
+            plan = self._schedule()
+            if plan is not None:
+                self._launch(plan)
+            if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+                end_s, oldest = self._in_flight.popleft()
+                self.now_s = max(self.now_s, end_s)
+                self._commit(oldest)
+            elif plan is None:  # the batching policy looks again later
+                self.now_s = min(self.now_s + WAIT_S, max(self.now_s, until_s))
+        if not self.has_work and until_s < math.inf:
+            self.now_s = max(self.now_s, until_s)
+
+    def add(self, arrival: Arrival, number: int | None = None) -> SimulatedRequest:
+        """Queue a request, at its time or when the step that runs then has ended. It may be refused."""
+        number = self._num_added if number is None else number
+        self._num_added += 1
         simulated = SimulatedRequest(number, arrival.at_s, len(arrival.prompt), arrival.output_tokens)
-        self._requests[name] = simulated
         total = len(arrival.prompt) + arrival.output_tokens
         if total > self._max_len:
             simulated.refused = f"{total:,} tokens are more than {self._max_len:,}, the longest request"
+            self._on_end(simulated)
             return simulated
         request = Request(
-            name,
+            str(number),
             arrival.prompt,
             SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
             max_tokens=arrival.output_tokens,
@@ -109,21 +136,40 @@ class Simulation:
             self.scheduler.add(request, arrival.at_s)
         except PromptTooLong as error:
             simulated.refused = str(error)
+            self._on_end(simulated)
             return simulated
-        self._engine_requests[name] = request
-        self._not_started.add(name)
-        return None
+        self._requests[request.id] = simulated, request
+        self._not_started.add(request.id)
+        return simulated
 
-    def _schedule(self, in_flight: deque[tuple[float, Plan]]) -> Plan | None:
-        if not self.scheduler.has_work or len(in_flight) >= self._depth:
+    def _leap(self, until_s: float) -> bool:
+        """Make several steps at once. Returns False if the next one must be planned."""
+        if not may_leap(self.scheduler, self._in_flight, self._depth):
+            return False
+        plan = self._in_flight[0][1] if self._in_flight else None
+        leap = Leap(self.scheduler, self._cost, SAMPLED_TOKEN + self.num_steps + 1, plan)
+        if leap.max_steps < MIN_STEPS:
+            return False
+        ends = deque(end_s for end_s, _ in self._in_flight)
+        self.now_s = leap.run(self.now_s, until_s, ends, leap.max_steps)
+        if plan is not None:
+            self._in_flight[0] = ends[0], plan
+        self.num_steps += len(leap.times)
+        self.busy_s += leap.busy_s
+        for row in leap.rows:
+            self._requests[row.request.id][0].times += leap.times
+        return bool(leap.times)
+
+    def _schedule(self) -> Plan | None:
+        if not self.scheduler.has_work or len(self._in_flight) >= self._depth:
             return None
         return self.scheduler.schedule(self.now_s)
 
-    def _launch(self, plan: Plan, in_flight: deque[tuple[float, Plan]]) -> None:
+    def _launch(self, plan: Plan) -> None:
         """The step begins when the one before it ends."""
         seconds = self._cost.seconds(shape_of(plan, self._cost.windows))
-        begin_s = max(self.now_s, in_flight[-1][0]) if in_flight else self.now_s
-        in_flight.append((begin_s + seconds, plan))
+        begin_s = max(self.now_s, self._in_flight[-1][0]) if self._in_flight else self.now_s
+        self._in_flight.append((begin_s + seconds, plan))
         self._note_starts(plan, begin_s)
         self._costs.learn(plan, seconds)
         self.num_steps += 1
@@ -134,45 +180,16 @@ class Simulation:
             return
         for name in self._not_started.intersection(request.id for request in plan.requests):
             self._not_started.discard(name)
-            self._requests[name].started_s = begin_s
+            self._requests[name][0].started_s = begin_s
 
-    def _commit(self, plan: Plan) -> list[SimulatedRequest]:
-        """Give each row its token. Returns the requests that ended."""
+    def _commit(self, plan: Plan) -> None:
+        """Give each row its token."""
         tokens = [[SAMPLED_TOKEN + self.num_steps] if count else [] for count in plan.yields]
-        ended = []
         for update in self.scheduler.commit(plan, Sampled(tokens)):
-            simulated = self._requests[update.id]
+            simulated, request = self._requests[update.id]
             simulated.times += [self.now_s] * len(update.tokens)
             if update.finish:
                 assert update.finish is Finish.LENGTH, update
-                request = self._engine_requests.pop(update.id)
+                del self._requests[update.id]
                 simulated.cached_tokens, simulated.num_preemptions = request.num_cached, request.num_preemptions
-                ended.append(simulated)
-        return ended
-
-    def _advance(self, next_s: float | None) -> None:
-        """Nothing can be computed: go to the next arrival, or to the next look of a batching policy."""
-        if self.scheduler.has_work:
-            later_s = self.now_s + WAIT_S
-            self.now_s = later_s if next_s is None else min(later_s, max(self.now_s, next_s))
-        elif next_s is not None:
-            self.now_s = max(self.now_s, next_s)
-
-
-class PeekableArrivals:
-    """Arrivals, one of which is known before its time."""
-
-    def __init__(self, arrivals: Iterable[Arrival]) -> None:
-        self._arrivals = iter(arrivals)
-        self._next: Arrival | None = next(self._arrivals, None)
-
-    @property
-    def next_s(self) -> float | None:
-        return self._next.at_s if self._next is not None else None
-
-    def until(self, now_s: float) -> Iterator[Arrival]:
-        """Those that have arrived."""
-        while self._next is not None and self._next.at_s <= now_s:
-            arrival, self._next = self._next, next(self._arrivals, None)
-            assert self._next is None or self._next.at_s >= arrival.at_s, "arrivals are in the order of their times"
-            yield arrival
+                self._on_end(simulated)

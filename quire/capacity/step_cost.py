@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from quire.core.plan import Plan
 Floats = NDArray[np.float64]
 
 KNOTS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+FIRST_KEYS = 2 + 2 * len(KNOTS)  # the index of the first feature of keys; those before it are of rows and tokens
 NUM_RESAMPLED = 20
 MIN_STEP_S = 1e-6
 
@@ -36,6 +37,8 @@ class StepShape(NamedTuple):
 
 def shape_of(plan: Plan, windows: Sequence[int | None]) -> StepShape:
     """`windows` are those of the cache groups."""
+    if plan.num_tokens == len(plan) and windows == (None,):  # the most frequent step, and the one with most rows
+        return StepShape(len(plan), sum(plan.yields), (float(sum(plan.starts) + len(plan)),), (0.0,))
     keys, pairs = [0.0] * len(windows), [0.0] * len(windows)
     for start, count in zip(plan.starts, plan.counts, strict=True):
         for group, window in enumerate(windows):
@@ -54,6 +57,33 @@ def count_pairs(start: int, count: int, window: int | None) -> float:
     return count_pairs(start, num_growing, None) + (count - num_growing) * window if num_growing else count * window
 
 
+def decode_shape(batch: int, context: int, windows: Sequence[int | None]) -> StepShape:
+    """A step in which each of `batch` requests of `context` tokens gets one more."""
+    keys = tuple(batch * float(context if window is None else min(context, window)) for window in windows)
+    return StepShape(batch, batch, keys, (0.0,) * len(windows))
+
+
+def prompt_shape(count: int, start: int, windows: Sequence[int | None], *, is_last: bool = True) -> StepShape:
+    """A step of `count` tokens of one prompt, from position `start` on. The last one of a prompt samples."""
+    if count == 1:
+        return decode_shape(1, start + 1, windows)._replace(sampled=int(is_last))
+    pairs = tuple(count_pairs(start, count, window) for window in windows)
+    return StepShape(count, int(is_last), (0.0,) * len(windows), pairs)
+
+
+class Cost(Protocol):
+    """What predicts the seconds of steps: `StepCost` from measurements, `Roofline` from rates."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+    def seconds(self, shape: StepShape) -> float: ...
+
+    def range(self, shape: StepShape) -> tuple[float, float]: ...
+
+    def alternatives(self) -> Sequence[Cost]: ...
+
+
 def features(shape: StepShape) -> list[float]:
     tokens = shape.tokens
     pieces = [float(min(tokens, knot)) for knot in KNOTS] + [float(max(0, tokens - knot)) for knot in KNOTS]
@@ -63,6 +93,7 @@ def features(shape: StepShape) -> list[float]:
 class MeasuredStep(NamedTuple):
     shape: StepShape
     seconds: float
+    host_s: float = 0.0  # of them, planning and committing; 0 where a device hides that
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +103,23 @@ class StepCost:
     windows: tuple[int | None, ...]
     coefficients: tuple[float, ...]
     resampled: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    _by_tokens: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, shape: StepShape) -> float:
-        total = sum(a * b for a, b in zip(self.coefficients, features(shape), strict=True) if a)
+        """Called for every step of a simulation: what depends on the tokens alone is kept."""
+        total = self._by_tokens.get(shape.tokens)
+        if total is None:
+            total = self._by_tokens[shape.tokens] = self._seconds_of_tokens(shape.tokens)
+        total += self.coefficients[1] * shape.sampled
+        for coefficient, amount in zip(self.coefficients[FIRST_KEYS:], shape.keys + shape.pairs, strict=True):
+            total += coefficient * amount
         return max(MIN_STEP_S, total)
+
+    def _seconds_of_tokens(self, tokens: int) -> float:
+        """The step itself and its tokens in pieces."""
+        none = (0.0,) * len(self.windows)
+        pieces = features(StepShape(tokens, 0, none, none))[:FIRST_KEYS]
+        return sum(a * b for a, b in zip(self.coefficients[:FIRST_KEYS], pieces, strict=True))
 
     def range(self, shape: StepShape) -> tuple[float, float]:
         """The 5th and the 95th percentile of the fits to resampled steps."""
@@ -85,7 +129,7 @@ class StepCost:
         low, high = np.quantile(values, [0.05, 0.95])
         return max(MIN_STEP_S, float(low)), max(MIN_STEP_S, float(high))
 
-    def alternatives(self) -> list[StepCost]:
+    def alternatives(self) -> Sequence[StepCost]:
         """The fits to resampled steps, each as a cost."""
         return [StepCost(self.windows, each) for each in self.resampled]
 
@@ -117,6 +161,13 @@ def fit(steps: Sequence[MeasuredStep], windows: Sequence[int | None], seed: int 
     samples = [rng.integers(0, len(steps), len(steps)) for _ in range(NUM_RESAMPLED)]
     resampled = [tuple(relative_fit(matrix[rows], seconds[rows])) for rows in samples]
     return StepCost(tuple(windows), tuple(relative_fit(matrix, seconds)), tuple(resampled))
+
+
+def fit_host(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
+    """The host's seconds of a step, and of each sampled row."""
+    matrix = np.array([[1.0, step.shape.sampled] for step in steps])
+    step_s, row_s = non_negative_least_squares(matrix, np.array([step.host_s for step in steps]))
+    return float(step_s), float(row_s)
 
 
 def relative_fit(matrix: Floats, seconds: Floats) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ from quire.progress import bar
 
 if TYPE_CHECKING:
     from quire.bench.serve.traces import TraceSlice
-    from quire.capacity.profile import CapacityProfile
-    from quire.config import EngineConfig
 
 # Options of an engine that a simulation cannot change: no profile was measured with them, or they decide no cost.
 FIXED = ("seed", "swap_memory", "speculate", "exit_head", "kv_memory")
@@ -52,11 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Simulate a load on a measured engine."""
     check(arguments)
     config = engine_config(arguments)
+    from quire.bench.profiles import find_profile
     from quire.bench.serve.metrics import parse_slo
     from quire.bench.simulate import compare, ranges, simulate
     from quire.engine.batching import choose_batching
 
-    profile = find_profile(arguments, config)
+    profile = find_profile(config, arguments.profile)
     replayed = load(arguments)
     limits = parse_slo(arguments.slo) if arguments.slo else {}
     from quire.core.policy import Policy
@@ -100,70 +98,6 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
-
-
-def find_profile(arguments: argparse.Namespace, config: EngineConfig) -> CapacityProfile:
-    """The measured engine, with the sizes that the command line changes."""
-    from quire.bench.phases import profile_path
-    from quire.capacity.profile import load_profile
-
-    profile = load_profile(arguments.profile or profile_path(config))
-    if arguments.profile:
-        check_selection(config, profile)
-    else:
-        check_machine(config, profile)
-    if config.max_len is not None and config.max_len > profile.sizes.max_len:
-        raise InvalidParams(
-            f"max_len is {config.max_len:,}, but the engine that was measured takes requests of "
-            f"{profile.sizes.max_len:,} tokens. Lower it, or measure with a "
-            "larger one: quire bench phases MODEL --save --max-len N."
-        )
-    return resize(profile, config)
-
-
-def check_selection(config: EngineConfig, profile: CapacityProfile) -> None:
-    """A profile that is named decides what these options would choose one by."""
-    from quire.bench.phases import DECIDE_COSTS
-    from quire.config import EngineConfig
-
-    given = [name for name in DECIDE_COSTS if getattr(config, name) != getattr(EngineConfig(), name)]
-    if given:
-        raise InvalidParams(f"{given[0]} is part of what --profile has measured; leave it out.")
-    if config.model not in (EngineConfig().model, profile.model):
-        raise InvalidParams(f"--profile is of {profile.model}, not of {config.model}; leave MODEL out.")
-
-
-def check_machine(config: EngineConfig, profile: CapacityProfile) -> None:
-    """A cache directory may come from another machine. GPUs are not compared: their names need their libraries."""
-    from quire.bench.phases import describe_machine
-    from quire.kernels.cuda_driver import count_devices
-
-    here = describe_machine(config)
-    if (config.device == "cpu" or not count_devices()) and profile.machine != here:
-        raise InvalidParams(
-            f"The profile was measured on {profile.machine}, and this is {here}. Measure again: quire bench phases "
-            "MODEL --save; or name the file with --profile to simulate the other machine."
-        )
-
-
-def resize(profile: CapacityProfile, config: EngineConfig) -> CapacityProfile:
-    resized = profile.resized(
-        num_blocks=config.num_blocks,
-        max_requests=config.max_requests,
-        max_tokens_per_step=config.max_tokens_per_step,
-        max_len=config.max_len,
-        prefix_cache=config.prefix_cache,
-    )
-    if config.itl_target_ms is not None:
-        target_s = config.itl_target_ms / 1e3 or None  # 0 is no target
-        resized = replace(resized, sizes=replace(resized.sizes, itl_target_s=target_s))
-    sizes = resized.sizes
-    if sizes.max_tokens_per_step < sizes.max_requests:
-        raise InvalidParams(
-            f"max_tokens_per_step is {sizes.max_tokens_per_step}, below max_requests ({sizes.max_requests}): every "
-            "running request needs a token a step. Raise the one or lower the other."
-        )
-    return resized
 
 
 def load(arguments: argparse.Namespace) -> TraceSlice:

@@ -53,6 +53,11 @@ class MemoryBudget:
     reserved_bytes: int = 0
     is_gpu: bool = False
 
+    def without(self, num_bytes: int) -> MemoryBudget:
+        """What is left on a CPU when so much more has been allocated, for engines that are not built."""
+        most = max(0, self.max_bytes - num_bytes)
+        return MemoryBudget(int(CPU_SHARE * most), most)
+
 
 def free_bytes(device: str) -> int:
     """Free memory of a device."""

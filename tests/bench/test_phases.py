@@ -30,7 +30,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("phases") / "p.json"
     done = run("bench", "phases", *SMALL, "--repeats", 1, "--save", "--profile", path)
     assert done.returncode == 0, done.stderr
-    assert f"Saved to {path}" in done.stdout
+    assert f"Saved to {path}" in done.stderr
     return path
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from quire.capacity.batching import LoadRequest, RandomLoad, compare_batching
 from quire.capacity.profile import CapacityProfile, EngineSizes
-from quire.capacity.step_cost import KNOTS, StepCost
-from quire.capacity.step_parts import decode_shape, predict_steps, prompt_shape, split
+from quire.capacity.step_cost import KNOTS, StepCost, decode_shape, prompt_shape
+from quire.capacity.step_parts import predict_steps, split
 from quire.errors import InvalidParams
 
 pytestmark = pytest.mark.cpu
@@ -81,18 +81,13 @@ def test_a_load_that_does_not_fit_is_refused():
 
 
 def test_the_parts_of_a_step_are_its_seconds():
-    parts = split(cost(), decode_shape(cost(), 5, 20))
+    parts = split(cost(), decode_shape(5, 20, (None,)))
     assert parts.fixed_s == pytest.approx(STEP_S + TOKEN_S)
     assert parts.tokens_s == pytest.approx(4 * TOKEN_S)
     assert parts.cache_s == pytest.approx(5 * 20 * KEY_S)
-    assert parts.seconds == pytest.approx(cost().seconds(decode_shape(cost(), 5, 20)))
-    prompt = split(cost(), prompt_shape(cost(), 30))
+    assert parts.seconds == pytest.approx(cost().seconds(decode_shape(5, 20, (None,))))
+    prompt = split(cost(), prompt_shape(30, 0, (None,)))
     assert prompt.seconds == pytest.approx(STEP_S + 30 * TOKEN_S)
-
-
-def test_a_window_bounds_the_keys_of_a_step():
-    windowed = StepCost((8, None), (*cost().coefficients[:-2], KEY_S, KEY_S, 0.0, 0.0))
-    assert decode_shape(windowed, 2, 20).keys == (16.0, 40.0)
 
 
 def test_predicted_steps_end_at_the_engine_s_limits():

@@ -209,3 +209,69 @@ def test_blocks_may_be_named_by_hashes():
         arrivals([*entries, TraceRequest(500.0, 600, 2, (2**64 - 1, 7))])
     )
     assert [request.cached_tokens for request in found] == [0, 599, 512]
+
+
+def random_load(rng, count, max_prompt, max_output):
+    load, at_s = [], 0.0
+    for _ in range(count):
+        at_s += rng.choice([0.0, 0.001, rng.expovariate(0.3), rng.expovariate(3)])
+        length = rng.randrange(1, max_prompt)
+        load.append(Arrival(at_s, prompt(rng.randrange(12), length), rng.randrange(1, max_output)))
+    return load
+
+
+def uneven_cost(windows):
+    """A step that reads more keys takes longer."""
+    cost = flat_cost(0.01, 0.002)
+    keys = [1e-5 * (index + 1) for index in range(len(windows))]
+    return StepCost(windows, (*cost.coefficients[:-2], *keys, *[1e-6] * len(windows)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_leap_is_the_same_as_its_steps(seed):
+    """Times to the bit, and the state that is left: blocks, counters and the tree."""
+    rng = random.Random(seed)
+    windows = rng.choice([(None,), (None,), (None, 8), (5, 13)])
+    block_size = rng.choice([1, 2, 4, 16])
+    sizes = replace(
+        SIZES,
+        windows=windows,
+        block_size=block_size,
+        num_blocks=len(windows) * rng.choice([160, 300, 800]) // block_size + 8,
+        max_len=110,
+        depth=rng.choice([1, 2]),
+        max_requests=rng.choice([1, 3, 8]),
+        max_tokens_per_step=rng.choice([8, 40]),
+        prefix_cache=rng.random() < 0.7,
+        itl_target_s=rng.choice([None, 0.05]),
+    )
+    profile = CapacityProfile("m", "here", sizes, uneven_cost(windows), 0.0, 0.0)
+    batching = rng.choice([Policy, Policy, lambda: Policy(Static(4)), lambda: Policy(Dynamic(4, 0.5))])
+    load = random_load(rng, 60, 70, 40)
+    leaping, stepping = Simulation(profile, batching()), Simulation(profile, batching(), leaps=False)
+    found, expected = leaping.run(load), stepping.run(load)
+    assert found == expected
+    for simulation in (leaping, stepping):
+        assert not simulation.has_work
+    assert (leaping.now_s, leaping.num_steps) == (stepping.now_s, stepping.num_steps)
+    assert leaping.busy_s == pytest.approx(stepping.busy_s)
+    assert leaping.scheduler.counters == stepping.scheduler.counters
+    assert leaping.scheduler.pace == stepping.scheduler.pace
+    assert leaping.scheduler.kv.pool.num_allocations == stepping.scheduler.kv.pool.num_allocations
+    assert leaping.scheduler.kv.tree.owners.keys() == stepping.scheduler.kv.tree.owners.keys()
+
+
+def test_leaps_plan_few_steps(monkeypatch):
+    """Most steps of long answers are not planned."""
+    simulation = Simulation(PROFILE)
+    num_planned = 0
+    schedule = simulation.scheduler.schedule
+
+    def counted(now_s):
+        nonlocal num_planned
+        num_planned += 1
+        return schedule(now_s)
+
+    monkeypatch.setattr(simulation.scheduler, "schedule", counted)
+    simulation.run([Arrival(0.0, prompt(number, 10), 80) for number in range(4)])
+    assert num_planned * 5 < simulation.num_steps
