@@ -34,6 +34,7 @@ are raised from here.
         ├── HeadersTooLarge       431
         ├── RequestTimeout        408   the client did not send all of its request in time
         ├── TooManyConnections    503
+        ├── NoProfile             503   the costs of the engine's steps have not been measured
         ├── ReceiptNotFound       404   no replica's receipt of that request is kept
         ├── RequestNotFound       404   no record of what happened to that request is kept
         ├── ResponseNotFound      404   a stored response that does not exist any more, or never did
@@ -61,6 +62,7 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "ModelNotFound",
+    "NoProfile",
     "NotEnoughMemory",
     "NotReady",
     "Overloaded",
@@ -280,6 +282,10 @@ class RequestTimeout(ServerError):
 
 class TooManyConnections(ServerError):
     """No file descriptors are left for another connection."""
+
+
+class NoProfile(ServerError):
+    """The costs of the engine's steps have not been measured."""
 
 
 class ReceiptNotFound(ServerError):

@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.live_changes",
         "engine.messages",
         "engine.supervisor",
+        "capacity",
         "text",
         "core",
         "store",

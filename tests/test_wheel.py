@@ -57,3 +57,8 @@ def test_it_answers_a_prompt(python: Path, default_model: Path) -> None:
     command = (python.with_name("quire"), "generate", default_model, "-p", "The capital of France is", "--json")
     answer = json.loads(run(*command, "--max-tokens", "5", "--temperature", "0"))
     assert "Paris" in answer["outputs"][0]["outputs"][0]["text"]
+
+
+def test_it_has_the_console_s_files(python: Path) -> None:
+    names = run(python, "-c", "from quire.server.console.page import load_files; print(*load_files())").split()
+    assert names == sorted(path.name for path in (ROOT / "quire/server/console/static").iterdir())

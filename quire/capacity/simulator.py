@@ -44,6 +44,7 @@ class SimulatedRequest:
     prompt_tokens: int
     output_tokens: int
     times: list[float] = field(default_factory=list)  # of its tokens
+    started_s: float | None = None  # the begin of its first step
     cached_tokens: int = 0
     num_preemptions: int = 0
     refused: str | None = None
@@ -79,6 +80,7 @@ class Simulation:
         self._costs = StepCosts(self.scheduler.swap.costs, self.scheduler.pace, self.scheduler.max_tokens_per_step)
         self._in_flight: deque[tuple[float, Plan]] = deque()  # plans and their ends, the oldest first
         self._requests: dict[str, tuple[SimulatedRequest, Request]] = {}  # unfinished
+        self._not_started: set[str] = set()
         self._num_added = 0
 
     def run(self, arrivals: Iterable[Arrival]) -> list[SimulatedRequest]:
@@ -137,6 +139,7 @@ class Simulation:
             self._on_end(simulated)
             return simulated
         self._requests[request.id] = simulated, request
+        self._not_started.add(request.id)
         return simulated
 
     def _leap(self, until_s: float) -> bool:
@@ -167,9 +170,17 @@ class Simulation:
         seconds = self._cost.seconds(shape_of(plan, self._cost.windows))
         begin_s = max(self.now_s, self._in_flight[-1][0]) if self._in_flight else self.now_s
         self._in_flight.append((begin_s + seconds, plan))
+        self._note_starts(plan, begin_s)
         self._costs.learn(plan, seconds)
         self.num_steps += 1
         self.busy_s += seconds
+
+    def _note_starts(self, plan: Plan, begin_s: float) -> None:
+        if not self._not_started:
+            return
+        for name in self._not_started.intersection(request.id for request in plan.requests):
+            self._not_started.discard(name)
+            self._requests[name][0].started_s = begin_s
 
     def _commit(self, plan: Plan) -> None:
         """Give each row its token."""

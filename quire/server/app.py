@@ -15,6 +15,7 @@ from quire.server import health, replicas, tokenize
 from quire.server.anthropic import messages
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
+from quire.server.console import page, planning
 from quire.server.console import routes as console
 from quire.server.error_response import error_response
 from quire.server.metrics import Metrics
@@ -38,6 +39,7 @@ ROUTERS = (
     tokenize.router,
     tgi.router,
 )
+CONSOLE_ROUTERS = (console.router, page.router, planning.router)
 
 
 def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestMiddleware:
@@ -51,13 +53,14 @@ def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestM
     app = Starlette(routes=routes, exception_handlers=handlers)
     middleware = RequestMiddleware(app, config, keys, metrics)
     app.state.responses = ResponseStore()
+    app.state.console_files = page.load_files()
     app.state.middleware = middleware
     app.state.has_console = config.console
     return middleware
 
 
 def operations(has_console: bool = True) -> list[Operation]:
-    routers = (*ROUTERS, console.router) if has_console else ROUTERS
+    routers = (*ROUTERS, *CONSOLE_ROUTERS) if has_console else ROUTERS
     return [operation for router in routers for operation in router.routes]
 
 

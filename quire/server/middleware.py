@@ -18,12 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import BodyTooLarge, NotReady, QuireError, RequestTimeout, Unauthorized
 from quire.server.auth import ApiKeys, Tenant
 from quire.server.config import ServerConfig
+from quire.server.console.page import is_page_file
 from quire.server.error_response import error_response
 from quire.server.metrics import Metrics
 from quire.server.service import RequestContext, Service
 from quire.server.streaming import ClientDisconnected
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})  # need neither a key nor a model, and are not logged
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger("quire.requests")
@@ -55,7 +56,7 @@ class RequestMiddleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         access_log = AccessLog(scope, send, choose_request_id(headers))
         try:
-            if scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
+            if not is_public(scope["path"]) and scope["method"] != "OPTIONS":
                 access_log.tenant = self._authenticate(headers)
                 scope["quire"] = self._make_context(access_log)
             body = await read_body(receive, headers, self.config.max_body_bytes, self.config.read_timeout)
@@ -69,7 +70,7 @@ class RequestMiddleware:
             log.exception("request %s failed", access_log.request_id)
         finally:
             self.metrics.responses.labels(*access_log.labels()).inc()
-            if self.config.log_requests and scope["path"] not in PUBLIC_PATHS:
+            if self.config.log_requests and not is_public(scope["path"]):
                 log.info("%s", access_log.line())
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> Tenant:
@@ -82,6 +83,11 @@ class RequestMiddleware:
         if self.service is None:
             raise NotReady("The model is being loaded; try again in a moment.")
         return RequestContext(self.service, access_log.tenant, access_log.request_id, int(time.time()))
+
+
+def is_public(path: str) -> bool:
+    """Whether a path needs neither a key nor a model, and is not logged."""
+    return path in PUBLIC_PATHS or is_page_file(path)
 
 
 def choose_request_id(headers: dict[bytes, bytes]) -> str:

@@ -109,6 +109,65 @@ class CacheTree(Schema):
     num_hidden: int
 
 
+class EngineFacts(Schema):
+    model: str
+    summary: str
+    max_len: int
+    max_requests: int
+    batching: str
+    order: str
+    sampling: dict[str, float]
+    has_exit: bool
+    no_profile: str | None
+
+
+class StepError(Schema):
+    median: float
+    p95: float
+
+
+class BatchingFigures(Schema):
+    requests: list[list[float]]
+    end_s: float
+    output_tokens_per_s: float
+    ttft_mean_s: float
+    e2e_mean_s: float
+    e2e_p95_s: float
+    mean_rows: float
+    num_steps: int
+
+
+class BatchingComparison(Schema):
+    requests: list[list[float]]
+    policies: dict[str, BatchingFigures]
+    step_error: StepError
+    machine: str
+    seconds: float
+
+
+class PredictedStep(Schema):
+    tokens: int
+    seconds: float
+    low_s: float
+    high_s: float
+    fixed_s: float
+    tokens_s: float
+    cache_s: float
+
+
+class StepPredictions(Schema):
+    machine: str
+    model: str
+    step_error: StepError
+    context_tokens: int
+    max_len: int
+    max_requests: int
+    max_tokens_per_step: int
+    fitting_requests: int
+    decode: list[PredictedStep]
+    prompt: list[PredictedStep]
+
+
 class ServerInfo(Schema):
     server: str
     version: str

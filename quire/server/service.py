@@ -74,6 +74,7 @@ class Service:
         self.ready = ready
         self.tokenizer = tokenizer
         self.config = config
+        self.engine = engine
         self.metrics = metrics
         self.model = config.served_model_name or engine.model
         self.created_s = int(time.time())

@@ -1,0 +1,141 @@
+"""The routes behind the console's Batching and Plan screens: on a made-up service, and a live run on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+
+from quire.errors import QuireError
+from quire.server.app import handle_quire_error
+from quire.server.console import planning
+from quire.server.console.planning import measured_events
+from tests.browser.fake_engine import PROFILE
+
+LOAD = {"rate": 5.0, "num_requests": 6, "prompt_tokens": 20, "output_tokens": 10, "seed": 2}
+BATCHING = {**LOAD, "batch_size": 3, "batch_wait_s": 0.1}
+
+
+def ask(method: str, path: str, profile: Any = PROFILE, **options: Any) -> httpx2.Response:
+    """One request to the routes, with a service whose client has a profile."""
+    service = SimpleNamespace(model="made-up", client=SimpleNamespace(capacity_profile=profile))
+    app = Starlette(routes=planning.router.routes, exception_handlers={QuireError: handle_quire_error})
+
+    async def with_context(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "quire": SimpleNamespace(service=service)}, receive, send)
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(with_context)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
+@pytest.mark.cpu
+def test_three_policies_have_the_same_requests():
+    answer = ask("POST", "/console/batching", json=BATCHING).json()
+    assert set(answer["policies"]) == {"static", "dynamic", "continuous"}
+    for policy in answer["policies"].values():
+        assert [request[0] for request in policy["requests"]] == [request[0] for request in answer["requests"]]
+        assert all(arrival <= start < first <= end for arrival, start, first, end in policy["requests"])
+        tokens = sum(request[2] for request in answer["requests"])
+        assert policy["output_tokens_per_s"] == pytest.approx(tokens / policy["end_s"])
+    first = {name: policy["ttft_mean_s"] for name, policy in answer["policies"].items()}
+    assert first["continuous"] < min(first["static"], first["dynamic"])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rate": 0}, "rate"),
+        ({"num_requests": 1000}, "num_requests"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"burst": 1}, "burst"),
+        ({"prompt_tokens": 4090, "output_tokens": 400}, "longest request"),
+    ],
+)
+def test_a_wrong_load_is_refused_by_name(fields, named):
+    answer = ask("POST", "/console/batching", json={**BATCHING, **fields})
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.cpu
+def test_an_engine_without_costs_says_how_to_get_them():
+    for method, path, body in (("POST", "/console/batching", BATCHING), ("GET", "/console/plan", None)):
+        answer = ask(method, path, profile=None, json=body)
+        assert answer.status_code == 503
+        assert "quire bench phases MODEL --save" in answer.json()["error"]["message"]
+
+
+@pytest.mark.cpu
+def test_predicted_steps_of_a_context():
+    answer = ask("GET", "/console/plan?context_tokens=1000").json()
+    assert answer["context_tokens"] == 1000
+    assert [point["tokens"] for point in answer["decode"]][-1] == PROFILE.sizes.max_requests
+    for point in (*answer["decode"], *answer["prompt"]):
+        parts = point["fixed_s"] + point["tokens_s"] + point["cache_s"]
+        assert point["seconds"] == pytest.approx(parts)
+        assert point["low_s"] < point["seconds"] < point["high_s"]
+    assert ask("GET", "/console/plan?context_tokens=99999").status_code == 400
+    assert ask("GET", "/console/plan?context_tokens=many").status_code == 400
+
+
+@dataclass
+class SlowService:
+    """Answers nothing until its requests are aborted."""
+
+    ready: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
+    prompts: list[list[int]] = field(default_factory=list)
+    num_closed: int = 0
+
+    async def open(self, prompt: Any, params: Any, context: Any) -> Any:
+        self.prompts.append(prompt["prompt_token_ids"])
+        assert params.ignore_eos
+        return object()
+
+    async def generate(self, processors: Any) -> Any:
+        try:
+            yield set()
+            await asyncio.Event().wait()
+        finally:
+            self.num_closed += 1
+
+
+@pytest.mark.cpu
+def test_a_live_run_that_is_left_aborts_its_requests():
+    service = SlowService()
+
+    async def leave() -> None:
+        requests = planning.LoadFields(**{**LOAD, "rate": 1000.0}).load().requests()
+        stream = measured_events(SimpleNamespace(service=service), requests)
+        for _ in requests:
+            assert json.loads((await anext(stream))[6:])["kind"] == "first"
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert service.num_closed == len(service.prompts) == LOAD["num_requests"]
+    assert len({tuple(prompt) for prompt in service.prompts}) == LOAD["num_requests"]
+
+
+@pytest.mark.server
+def test_a_live_run_on_a_real_engine(server):
+    with server.client() as http:
+        about = http.get("/console/engine").json()
+        assert about["batching"] == "continuous"
+        assert {"temperature", "top_p"} <= about["sampling"].keys()
+        body = {**LOAD, "rate": 50.0, "prompt_tokens": 8, "output_tokens": 4}
+        lines = http.post("/console/batching/run", json=body).text.split("\n\n")
+        events = [json.loads(line[6:]) for line in lines if line]
+    for number in range(LOAD["num_requests"]):
+        first, end = (event for event in events if event["number"] == number)
+        assert (first["kind"], end["kind"]) == ("first", "end")
+        assert 0 < first["at_s"] <= end["at_s"]
