@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
+    "top": {"errors"},
     "batch": {"", "server", "engine.fleet", "engine.messages", "event_loop", "text", "config", "errors"},
     "bench": {
         "event_loop",
@@ -142,6 +143,7 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "quire.text": ("torch",),
     "quire.server": ("torch",),
     "quire.batch": ("torch",),
+    "quire.top": ("torch", "numpy", "msgspec", "pydantic", "starlette"),
     "quire.bench.serve": ("torch", "numpy"),
     "quire.bench.report": ("torch", "numpy"),
     "quire.train.dialogues": ("torch",),

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP.",
     "generate": "Answer prompts and exit. Without -p the prompt is read from standard input.",
     "chat": "Chat with a model; /help lists the commands.",
+    "top": "Watch the engines of a server in the terminal.",
     "batch": "Answer the rows of a file. An interrupted job resumes.",
     "bench": "Measure speed.",
     "report": "Show results of quire bench as one page with charts.",

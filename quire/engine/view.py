@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from quire.core.explain import Explainer, Wait
@@ -33,8 +32,9 @@ from quire.engine.observer import Observer
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
-MAX_WAITING_ROWS = 256  # waiting requests that have a row
+MAX_WAITING_ROWS = 128  # waiting requests that have a row
 MAX_STEPS = 256  # of one message
+TAIL = 8  # blocks at the end of a block table, where new ones are
 FREE, CACHED, IN_USE, SHARED = range(4)  # states of a block
 
 
@@ -240,8 +240,14 @@ class EngineView(Observer):
             tracked = self._tracked.get(request.id)
             if tracked is None:
                 continue
-            self._shown[request.id] = row = self._make_row(tracked, waits.get(request))
-            if is_snapshot or row != shown.get(request.id):
+            wait, before = waits.get(request), shown.get(request.id)
+            still_waits = before is not None and wait is not None and before.wait == wait and not tracked.events
+            if before is None or not still_waits or before.num_swapped_blocks != count_swapped(request):
+                row = self._make_row(tracked, wait)
+            else:
+                row = before
+            self._shown[request.id] = row
+            if is_snapshot or row != before:
                 changes.requests.append(row)
             self._take_events(tracked, row.number)
         for request_id in shown.keys() - self._shown.keys():
@@ -256,7 +262,9 @@ class EngineView(Observer):
     def _make_row(self, tracked: Tracked, wait: Wait | None) -> RequestRow:
         request = tracked.request
         beams: Iterable[Request] = (request,) if request.beam is None else request.beam.group.beams
-        num_blocks = sum(len(table) - table.count(None) for beam in beams for table in beam.all_tables)
+        num_blocks = sum(len(table) for beam in beams for table in beam.all_tables)
+        if self._scheduler.kv.has_windows:
+            num_blocks -= sum(table.count(None) for beam in beams for table in beam.tables)
         miss = request.miss
         return RequestRow(
             request.sort_key[1] + 1,
@@ -309,18 +317,24 @@ class EngineView(Observer):
         return make_runs(blocks, states, owners)
 
     def _find_owners(self, used: set[int]) -> None:
-        """Requests that have ended hold theirs until the plan in flight is committed."""
-        scheduler, owners = self._scheduler, self._owners
-        in_flight = (request for planned in self._planned.values() for request in planned.plan.requests)
-        for request in chain(scheduler.running, scheduler.unqueued_requests(), in_flight):
-            if not used:
-                return
-            number = request.sort_key[1] + 1
-            for table in request.all_tables:
-                found = used.intersection(table)
-                for block in found:
-                    owners[block] = number
-                used -= found
+        """Most blocks are new and at the end of a table, so the ends are searched first, then whole tables."""
+        for length in (TAIL, self._pool.num_blocks):
+            for request in self._holders():
+                if not used:
+                    return
+                number = request.sort_key[1] + 1
+                for table in request.all_tables:
+                    found = used.intersection(table[-length:])
+                    used -= found
+                    for block in found:
+                        self._owners[block] = number
+
+    def _holders(self) -> Iterator[Request]:
+        """Requests that hold blocks. Those that have ended hold theirs until the plan in flight is committed."""
+        yield from self._scheduler.running
+        yield from self._scheduler.unqueued_requests()
+        for planned in self._planned.values():
+            yield from planned.plan.requests
 
 
 def is_further_beam(request: Request) -> bool:
