@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.limits",
         "engine.memory",
         "engine.observer",
+        "engine.profiles",
         "engine.prompt_logits",
         "engine.sizing",
         "speculative.controller",

@@ -7,9 +7,7 @@ reported. `--save` writes the profile that `quire simulate` reads.
 
 from __future__ import annotations
 
-import hashlib
 import random
-import re
 import statistics
 import time
 from collections import deque
@@ -22,13 +20,13 @@ from quire.bench.offline import machine
 from quire.capacity.model_size import ModelSize
 from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.step_cost import Cost, MeasuredStep, StepShape, errors, fit, fit_host, shape_of
-from quire.config import EngineConfig, cache_dir
+from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Request
-from quire.engine.backend import choose_itl_target
 from quire.engine.client import InProcess
 from quire.engine.limits import Limits, measure_limits
 from quire.engine.observer import PlanObserver
+from quire.engine.profiles import describe_machine, read_sizes, server_target_s
 from quire.engine.sizing import measure_on_cpu, measure_on_gpu
 from quire.errors import InvalidParams
 
@@ -40,9 +38,6 @@ HELD_OUT = 5  # every fifth scenario is left out of the first fit
 MIN_SCENARIOS = 2
 
 Document = dict[str, Any]
-
-# The options of an engine that its costs depend on: each combination has a profile of its own.
-DECIDE_COSTS = ("device", "dtype", "kernels", "weights", "quantize", "kv_dtype", "exact", "block_size", "threads")
 
 
 class Scenario(NamedTuple):
@@ -74,7 +69,7 @@ def run(
 ) -> tuple[CapacityProfile, Document]:
     """Measure an engine and fit its cost. Returns the profile, and the document that `--json` prints."""
     client = InProcess(config, path)
-    sizes = read_sizes(client, config)
+    sizes = read_sizes(client.engine, server_target_s(client.engine))
     scenarios = list(choose_scenarios(sizes))
     if len(scenarios) < MIN_SCENARIOS:
         raise InvalidParams(
@@ -96,27 +91,6 @@ def run(
 def model_size(config: EngineConfig, device: str, path: Path) -> ModelSize:
     size, _ = measure_on_cpu(config, path) if device == "cpu" else measure_on_gpu(config, path)
     return size
-
-
-def read_sizes(client: InProcess, config: EngineConfig) -> EngineSizes:
-    """The sizes of a running engine, with the latency target that a server has by default."""
-    scheduler, info = client.engine.scheduler, client.info
-    return EngineSizes(
-        info.cache.num_blocks,
-        info.cache.block_size,
-        scheduler.max_tokens_per_step,
-        scheduler.max_requests,
-        info.max_len,
-        scheduler.kv.windows,
-        prefix_cache=True,
-        itl_target_s=choose_itl_target(None, info.device),
-        row_unit=scheduler.pace.unit,
-        num_host_blocks=scheduler.swap.num_host_blocks,
-        copy_s=scheduler.swap.costs.copy_s,
-        depth=client.engine.runner.depth,
-        num_encoder_groups=scheduler.kv.num_encoder_groups,
-        num_state_groups=scheduler.kv.num_state_groups,
-    )
 
 
 def choose_scenarios(sizes: EngineSizes) -> Iterator[Scenario]:
@@ -197,18 +171,6 @@ def make_profile(config: EngineConfig, sizes: EngineSizes, results: Sequence[Sce
     host_step_s, host_row_s = fit_host([*kept, *held_out])
     machine_name, now = describe_machine(config), time.time()
     return CapacityProfile(config.model, machine_name, sizes, cost, median, p95, host_step_s, host_row_s, now)
-
-
-def describe_machine(config: EngineConfig) -> str:
-    about = machine(config)
-    return about["gpu"] or f"{about['cpu']}, {about['threads']} threads"
-
-
-def profile_path(config: EngineConfig) -> Path:
-    """Where the profile of a configuration is kept."""
-    options = [(name, getattr(config, name)) for name in DECIDE_COSTS]
-    digest = hashlib.blake2b(repr(options).encode(), digest_size=6).hexdigest()
-    return cache_dir() / "capacity" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', config.model)}-{digest}.json"
 
 
 def describe(

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.bench.phases import profile_path
 from quire.bench.profiles import describe_age, find_profile
 from quire.capacity.memory import Memory, engine_memory, gpu_blocks
 from quire.capacity.model_size import ModelSize
 from quire.capacity.plan import Planned
-from quire.capacity.profile import EngineSizes
+from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.roofline import MEASURED_GPU, SPREAD, Roofline, find_gpu, rates_of
 from quire.config import EngineConfig
 from quire.engine.memory import CUDA_SHARE, GIB, WEIGHTS_REMEDY, readable
+from quire.engine.profiles import profile_path
 from quire.engine.sizing import gpu_sizes, measure_on_cpu, measure_on_gpu, process_bytes
 from quire.errors import InvalidParams, NotEnoughMemory
 from quire.store import resolve
+
+SERVED_STEPS = 1000  # before a profile's errors while serving are believed
+MAX_SERVED_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,25 @@ def plan_here(config: EngineConfig, profile_file: Path | None) -> EnginePlan:
     size = measure_on_gpu(named, path)[0] if is_gpu else measure_on_cpu(named, path)[0]
     rates = rates_of(profile.cost, size, profile.sizes, profile.host_step_s, profile.host_row_s)
     memory = engine_memory(size, profile.sizes, process_bytes(), is_gpu=is_gpu)
+    engine = Planned(size, profile.sizes, profile.cost, rates, profile.median_error)
+    return EnginePlan(
+        size, profile.sizes, memory, Origin(profile.machine, "measured", describe_errors(profile)), engine
+    )
+
+
+def describe_errors(profile: CapacityProfile) -> str:
+    """How old a profile is and how far it is off, as a clause."""
     age = describe_age(profile.measured_at)
     median, p95 = 100 * profile.median_error, 100 * profile.p95_error
-    note = (
+    if profile.served_steps >= SERVED_STEPS and (profile.served_error or 0.0) > MAX_SERVED_ERROR:
+        return (
+            f"not calibrated: the last {profile.served_steps:,} steps that were served were off by "
+            f"{100 * (profile.served_error or 0.0):.0f}% in the median. Measure again: quire bench phases MODEL --save"
+        )
+    return (
         f"measured{f' {age}' if age else ''}: predicted steps are {median:.1f}% off in the median and {p95:.1f}% at "
         "the 95th percentile"
     )
-    engine = Planned(size, profile.sizes, profile.cost, rates, profile.median_error)
-    return EnginePlan(size, profile.sizes, memory, Origin(profile.machine, "measured", note), engine)
 
 
 def plan_unmeasured(config: EngineConfig) -> EnginePlan:

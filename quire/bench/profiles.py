@@ -6,9 +6,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from quire.bench.phases import DECIDE_COSTS, describe_machine, profile_path
 from quire.capacity.profile import CapacityProfile, load_profile
 from quire.config import EngineConfig
+from quire.engine.profiles import DECIDE_COSTS, describe_machine, profile_path
 from quire.errors import InvalidParams
 from quire.kernels.cuda_driver import count_devices
 

@@ -76,6 +76,10 @@ def is_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} is {value!r}")
 
 
+NUMBERS = ("median_error", "p95_error", "host_step_s", "host_row_s", "measured_at")
+NO_COST = StepCost((), ())
+
+
 @dataclass(frozen=True, slots=True)
 class CapacityProfile:
     """A measured engine."""
@@ -89,15 +93,39 @@ class CapacityProfile:
     host_step_s: float = 0.0  # of a step's seconds, what planning and committing take: for the step,
     host_row_s: float = 0.0  # and for each row
     measured_at: float = 0.0  # seconds since 1970; 0 if unknown
+    served_steps: int = 0  # of the last 1,000 steps that an engine has served, those that were predicted,
+    served_error: float | None = None  # and the median of their relative errors
 
     def resized(self, **changes: Any) -> CapacityProfile:
         """The same engine with other sizes. None keeps a size."""
         given = {name: value for name, value in changes.items() if value is not None}
         return replace(self, sizes=replace(self.sizes, **given))
 
-    def save(self, path: Path) -> None:
+    def to_dict(self) -> dict[str, Any]:
         assert isinstance(self.cost, StepCost), "extrapolated costs are not kept"
-        document = {"quire": __version__, **asdict(self), "cost": self.cost.to_dict()}
+        return {"quire": __version__, **asdict(replace(self, cost=NO_COST)), "cost": self.cost.to_dict()}
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> CapacityProfile:
+        """From `to_dict`. Raises ValueError, KeyError, TypeError or AttributeError for what is no profile."""
+        sizes = dict(document["sizes"])
+        sizes["windows"] = tuple(sizes["windows"])
+        cost = StepCost.of(document["cost"])
+        if cost.windows != sizes["windows"]:
+            raise ValueError(f"the costs are of the windows {cost.windows}, the sizes of {sizes['windows']}")
+        served_error = document["served_error"]
+        return cls(
+            str(document["model"]),
+            str(document["machine"]),
+            EngineSizes(**sizes),
+            cost,
+            served_steps=int(document["served_steps"]),
+            served_error=None if served_error is None else float(served_error),
+            **{name: float(document[name]) for name in NUMBERS},
+        )
+
+    def save(self, path: Path) -> None:
+        document = self.to_dict()
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(document, indent=1))
@@ -118,20 +146,7 @@ def load_profile(path: Path) -> CapacityProfile:
     try:
         document = json.loads(path.read_text())
         check_version(path, document["quire"])
-        sizes = dict(document["sizes"])
-        sizes["windows"] = tuple(sizes["windows"])
-        cost = StepCost.of(document["cost"])
-        if cost.windows != sizes["windows"]:
-            raise ValueError(f"the costs are of the windows {cost.windows}, the sizes of {sizes['windows']}")
-        return CapacityProfile(
-            str(document["model"]),
-            str(document["machine"]),
-            EngineSizes(**sizes),
-            cost,
-            float(document["median_error"]),
-            float(document["p95_error"]),
-            *(float(document[name]) for name in ("host_step_s", "host_row_s", "measured_at")),
-        )
+        return CapacityProfile.of(document)
     except FileNotFoundError:
         raise InvalidParams(
             f"There is no profile {path}. Measure one: quire bench phases MODEL --save (a minute or two)."

@@ -152,13 +152,19 @@ class StepCost:
         return cls(windows, values[0], tuple(values[1:]))
 
 
-def fit(steps: Sequence[MeasuredStep], windows: Sequence[int | None], seed: int = 0) -> StepCost:
+def fit(
+    steps: Sequence[MeasuredStep],
+    windows: Sequence[int | None],
+    seed: int = 0,
+    *,
+    num_resampled: int = NUM_RESAMPLED,
+) -> StepCost:
     """The cost that fits the measured steps best."""
     assert steps
     matrix = np.array([features(step.shape) for step in steps])
     seconds = np.array([step.seconds for step in steps])
     rng = np.random.default_rng(seed)
-    samples = [rng.integers(0, len(steps), len(steps)) for _ in range(NUM_RESAMPLED)]
+    samples = [rng.integers(0, len(steps), len(steps)) for _ in range(num_resampled)]
     resampled = [tuple(relative_fit(matrix[rows], seconds[rows])) for rows in samples]
     return StepCost(tuple(windows), tuple(relative_fit(matrix, seconds)), tuple(resampled))
 

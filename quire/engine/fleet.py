@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
@@ -27,6 +28,9 @@ from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
 from quire.errors import EngineClosed, InvalidParams, QuireError
 from quire.kernels.cuda_driver import count_devices
 from quire.kernels.isa import usable_cores
+
+if TYPE_CHECKING:
+    from quire.capacity.profile import CapacityProfile
 
 SILENT_S = 5.0  # a replica whose engine has said nothing for longer gets no request that another one can have
 
@@ -153,6 +157,12 @@ class Fleet:
     def health(self) -> bool:
         """Whether a replica is ready."""
         return any(member.health() for member in self.members)
+
+    @property
+    def capacity_profile(self) -> CapacityProfile | None:
+        """The newest of the replicas'."""
+        profiles = [member.capacity_profile for member in self.members]
+        return max(filter(None, profiles), key=lambda profile: profile.measured_at, default=None)
 
     @property
     def gone(self) -> bool:

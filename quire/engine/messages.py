@@ -187,10 +187,29 @@ class StepOutputs(msgspec.Struct, tag=True):
     published: list[bytes] = []  # digests of blocks in the prefix tree, since the last report
     evicted: list[bytes] = []
     prefixes_lost: bool = False  # the tree was emptied before these changes
+    predicted_s: float = 0.0  # total of the steps that were predicted,
+    measured_s: float = 0.0  # and what these took
+    prediction_error: float | None = None  # median of the last 1,000 of them
+
+
+class Calibrated(msgspec.Struct, tag=True, frozen=True):
+    """A new cost of steps has been fitted. `profile` is the JSON document of a `CapacityProfile`."""
+
+    profile: str
 
 
 ToEngine = Start | Submit | Abort | Ping | Watch | Unwatch | DescribeCache
-ToServer = Ready | LoadFailed | AddingRequests | FirstScheduled | Refused | StepOutputs | LiveChanges | CacheDescription
+ToServer = (
+    Ready
+    | LoadFailed
+    | AddingRequests
+    | FirstScheduled
+    | Refused
+    | StepOutputs
+    | Calibrated
+    | LiveChanges
+    | CacheDescription
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -6,6 +6,7 @@ the other side closes the socket.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -25,6 +26,7 @@ from quire.engine.client import no_garbage_collection, start_engine
 from quire.engine.messages import (
     Abort,
     AddingRequests,
+    Calibrated,
     DescribeCache,
     EngineRequest,
     FirstScheduled,
@@ -44,6 +46,7 @@ from quire.engine.messages import (
     encode,
 )
 from quire.engine.observer import PlanObserver
+from quire.engine.step_meter import make_meter
 from quire.engine.view import EngineView
 from quire.errors import DeviceLost, EngineError, QuireError
 
@@ -100,7 +103,9 @@ class EngineLoop:
         self._scheduled_ids: set[str] = set()
         self._report_s = 0.0
         self._view: EngineView | None = None  # while somebody watches
-        engine.observers.append(PlanObserver(self._announce))
+        self._meter = make_meter(engine, start.config)
+        self._num_profiles = 0  # that have been sent
+        engine.observers += [PlanObserver(self._announce), self._meter]
         if self._reports_prefixes:
             self._reported_tree.report_changes()
 
@@ -221,7 +226,13 @@ class EngineLoop:
             outputs.speculation_s = controller.ledger.gained_s
         if self._reports_prefixes:
             self._add_prefixes(outputs)
+        meter = self._meter
+        outputs.predicted_s, outputs.measured_s = meter.predicted_s, meter.measured_s
+        outputs.prediction_error = meter.recent_error
         self._connection.send(outputs)
+        if meter.num_profiles > self._num_profiles and meter.profile is not None:
+            self._num_profiles = meter.num_profiles
+            self._connection.send(Calibrated(json.dumps(meter.profile.to_dict())))
 
     def _add_prefixes(self, outputs: StepOutputs) -> None:
         tree = self._engine.scheduler.kv.tree

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import signal
 import socket
@@ -26,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,6 +40,7 @@ from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
     Abort,
     AddingRequests,
+    Calibrated,
     DescribeCache,
     EngineRequest,
     FirstScheduled,
@@ -57,6 +60,9 @@ from quire.engine.messages import (
     encode,
 )
 from quire.errors import EngineClosed, EngineError, NotReady, QuireError
+
+if TYPE_CHECKING:
+    from quire.capacity.profile import CapacityProfile
 
 ENGINE = ("-m", "quire.engine.process")
 READ_BYTES = 1 << 20
@@ -125,6 +131,7 @@ class Supervised:
         self._probed: InFlightRequest | None = None  # the quarantined request that the engine has
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
+        self._profile: str | None = None  # the newest, as the engine has sent it
         self._last_message_s = 0.0
         self._killed_by_us = False  # the current process did not answer or did not exit
         self._adding: list[str] = []  # wire ids of the requests that the engine is adding
@@ -209,6 +216,15 @@ class Supervised:
     def health(self) -> bool:
         """Whether an engine is ready."""
         return self._writer is not None
+
+    @property
+    def capacity_profile(self) -> CapacityProfile | None:
+        """The newest costs of steps: those of `quire bench phases --save`, or of served steps once there are enough."""
+        if self._profile is None:
+            return None
+        from quire.capacity.profile import CapacityProfile  # loads numpy
+
+        return CapacityProfile.of(json.loads(self._profile))
 
     @property
     def silent_s(self) -> float:
@@ -372,6 +388,8 @@ class Supervised:
                         in_flight.scheduled = True
             case Refused(ids, error, text):
                 self._refuse(ids, make_error(error, text))
+            case Calibrated(profile):
+                self._profile = profile
             case LiveChanges():
                 self._callbacks.on_changes(message)
             case CacheDescription(number):

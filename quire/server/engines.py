@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
@@ -13,6 +13,9 @@ from quire.engine.fleet import Fleet, FleetCallbacks
 from quire.engine.live_changes import CacheDescription
 from quire.engine.messages import Ready
 from quire.engine.supervisor import Supervised
+
+if TYPE_CHECKING:
+    from quire.capacity.profile import CapacityProfile
 
 
 class EngineClient(Protocol):
@@ -36,6 +39,9 @@ class EngineClient(Protocol):
 
     @property
     def gone(self) -> bool: ...
+
+    @property
+    def capacity_profile(self) -> CapacityProfile | None: ...
 
     async def close(self) -> None: ...
 

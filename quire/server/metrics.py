@@ -83,6 +83,11 @@ class Metrics:
         self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
         self.end_to_end = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         self.step = histogram("step_seconds", "One step of the engine.", SHORT)
+        self.predicted_s = counter("predicted_step_seconds", "Steps that were predicted: the sum of the predictions.")
+        self.measured_s = counter("measured_step_seconds", "The same steps: the sum of what they took.")
+        self.prediction_error = gauge(
+            "step_prediction_error_ratio", "Of the last 1,000 predicted steps of an engine, the median error."
+        )
         self.num_blocks = self.num_replicas = 1
         self._totalled = registry.restricted_registry([f"quire_{name}" for name in TOTALS])
         self._last: dict[int, StepOutputs] = {}  # of each replica since its last start
@@ -101,6 +106,10 @@ class Metrics:
         self.speculation_s.set(sum(each.speculation_s for each in last))
         blocks_each = self.num_blocks / self.num_replicas
         self.kv_use.set(sum(blocks_each - each.num_free_blocks for each in last) / self.num_blocks)
+        self.predicted_s.inc(max(0.0, outputs.predicted_s - before.predicted_s))
+        self.measured_s.inc(max(0.0, outputs.measured_s - before.measured_s))
+        found = [each.prediction_error for each in last if each.prediction_error is not None]
+        self.prediction_error.set(max(found, default=0.0))
         if outputs.step_s is not None:
             self.step.observe(outputs.step_s)
 

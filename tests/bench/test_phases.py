@@ -14,6 +14,7 @@ from quire.bench import phases
 from quire.capacity.profile import EngineSizes, load_profile
 from quire.capacity.step_cost import StepShape
 from quire.config import EngineConfig
+from quire.engine.profiles import profile_path
 
 pytestmark = pytest.mark.model
 
@@ -63,7 +64,7 @@ def test_a_measured_engine_is_saved_and_simulated(profile):
 
 def test_a_profile_is_found_without_its_name(profile, tmp_path):
     """Options of the scheduler do not change which profile it is; it is refused on another machine."""
-    target = phases.profile_path(EngineConfig())
+    target = profile_path(EngineConfig())
     kept = tmp_path / "quire" / "capacity" / target.name
     kept.parent.mkdir(parents=True)
     kept.write_bytes(profile.read_bytes())
@@ -97,9 +98,9 @@ def test_steps_without_prompts_do_not_count_as_prefill():
 def test_where_a_profile_is_kept_depends_on_what_decides_costs():
     base = EngineConfig()
     scheduling = EngineConfig(max_requests=3, seed=1, max_len=99, batching="static", batch_size=4, itl_target_ms=9)
-    assert phases.profile_path(base) == phases.profile_path(scheduling)
-    assert phases.profile_path(base) != phases.profile_path(EngineConfig(kv_dtype="int8"))
-    assert phases.profile_path(base).suffix == ".json"
+    assert profile_path(base) == profile_path(scheduling)
+    assert profile_path(base) != profile_path(EngineConfig(kv_dtype="int8"))
+    assert profile_path(base).suffix == ".json"
 
 
 @pytest.mark.parametrize(

@@ -44,3 +44,15 @@ def test_drafts_are_counted_by_proposer_over_restarts() -> None:
     assert 'quire_draft_tokens_total{source="suffix"} 11.0' in text
     assert 'quire_draft_tokens_total{source="draft"} 3.0' in text
     assert 'quire_accepted_draft_tokens_total{source="suffix"} 5.0' in text
+
+
+def test_predicted_steps_are_counted_over_restarts() -> None:
+    metrics = Metrics()
+    metrics.on_step(StepOutputs(predicted_s=1.0, measured_s=1.5, prediction_error=0.2))
+    metrics.on_step(StepOutputs(predicted_s=3.0, measured_s=4.0, prediction_error=0.1))
+    metrics.on_restart()
+    metrics.on_step(StepOutputs(predicted_s=0.5, measured_s=0.25))
+    text = metrics.render().decode()
+    assert "quire_predicted_step_seconds_total 3.5" in text
+    assert "quire_measured_step_seconds_total 4.25" in text
+    assert "quire_step_prediction_error_ratio 0.0" in text

@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise InvalidParams(f"--repeats is {arguments.repeats}; give a whole number of at least 1.")
     config = engine_config(arguments, prefix_cache=False, speculate="off", itl_target_ms=0.0)
     from quire.bench import phases
+    from quire.engine.profiles import profile_path
 
     files = resolve(config.model)
     with bar("measuring", unit="scenarios") as report:
         profile, document = phases.run(config, files.path, repeats=arguments.repeats, report=report)
     if arguments.save:
-        target = arguments.profile or phases.profile_path(config)
+        target = arguments.profile or profile_path(config)
         profile.save(target)
         say(f"Saved to {target}")
     finish("phases", document, arguments, show)
