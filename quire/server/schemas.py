@@ -124,6 +124,8 @@ class EngineFacts(Schema):
 class StepError(Schema):
     median: float
     p95: float
+    served_steps: int
+    served_median: float | None
 
 
 class BatchingFigures(Schema):

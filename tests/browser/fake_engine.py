@@ -26,7 +26,7 @@ from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.step_cost import KNOTS, StepCost
 from quire.capacity.step_parts import predict_steps
 from quire.server.console import page
-from quire.server.console.planning import describe
+from quire.server.console.planning import describe, describe_error
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
 LIFE = (
@@ -337,7 +337,7 @@ class FakeServer:
         }
 
     async def plan(self, request: Request) -> Any:
-        about = {"machine": PROFILE.machine, "model": HOSTILE, "step_error": {"median": 0.03, "p95": 0.08}}
+        about = {"machine": PROFILE.machine, "model": HOSTILE, "step_error": describe_error(PROFILE)}
         return {**about, **predict_steps(PROFILE, int(request.query_params["context_tokens"]))}
 
     async def batching(self, request: Request) -> Any:
@@ -347,7 +347,7 @@ class FakeServer:
         return {
             "requests": [[each.at_s, each.prompt_tokens, each.output_tokens] for each in requests],
             "policies": {name: describe(result) for name, result in results.items()},
-            "step_error": {"median": 0.03, "p95": 0.08},
+            "step_error": describe_error(PROFILE),
             "machine": PROFILE.machine,
             "seconds": 0.1,
         }

@@ -71,7 +71,7 @@ async def describe_engine(request: Request) -> Response:
             "order": service.engine.order,
             "sampling": service.ready.sampling,
             "has_exit": service.engine.exit_head is not None,
-            "no_profile": None if known_profile(service) is not None else NO_PROFILE,
+            "no_profile": None if service.client.capacity_profile else NO_PROFILE,
         }
     )
 
@@ -88,7 +88,7 @@ async def compare(request: Request, body: BatchingRequest) -> Response:
         {
             "requests": [[each.at_s, each.prompt_tokens, each.output_tokens] for each in requests],
             "policies": {name: describe(result) for name, result in results.items()},
-            "step_error": {"median": profile.median_error, "p95": profile.p95_error},
+            "step_error": describe_error(profile),
             "machine": profile.machine,
             "seconds": time.perf_counter() - begin_s,
         }
@@ -110,21 +110,27 @@ async def plan(request: Request, context_tokens: int = 512) -> Response:
         {
             "machine": profile.machine,
             "model": profile.model,
-            "step_error": {"median": profile.median_error, "p95": profile.p95_error},
+            "step_error": describe_error(profile),
             **predict_steps(profile, context_tokens),
         }
     )
 
 
-def known_profile(service: Service) -> CapacityProfile | None:
-    return getattr(service.client, "capacity_profile", None)
-
-
 def profile_of(service: Service) -> CapacityProfile:
-    profile = known_profile(service)
+    profile = service.client.capacity_profile
     if profile is None:
         raise NoProfile(NO_PROFILE)
     return profile
+
+
+def describe_error(profile: CapacityProfile) -> dict[str, Any]:
+    """How far predictions of steps are off: of the calibration, and of the steps served last."""
+    return {
+        "median": profile.median_error,
+        "p95": profile.p95_error,
+        "served_steps": profile.served_steps,
+        "served_median": profile.served_error,
+    }
 
 
 def describe(result: BatchingResult) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import { h, legend, say, slider, tiles } from "./dom.js";
 import { count, counted, duration, percent } from "./format.js";
 import { makeGantt } from "./gantt.js";
 import { section } from "./live.js";
+import { errorOf } from "./roofline.js";
 import { live } from "./stream.js";
 
 const WAIT_MS = 120; // after the last movement of a slider
@@ -82,8 +83,7 @@ export function makeBatching() {
     for (const chart of charts) chart.set(comparison.policies[chart.name], endS);
     overlay([]);
     say(result, "");
-    const off = comparison.step_error.median;
-    say(caption, `Simulated in ${duration(comparison.seconds)} with this machine's costs, which are ${percent(off)} off in the median.`);
+    say(caption, `Simulated in ${duration(comparison.seconds)} with the costs of this machine's steps. ${errorOf(comparison.step_error)}`);
   }
 
   /** @param {import("./gantt.js").Measured[]} given */

@@ -5,7 +5,7 @@ import { makeCanvas } from "./canvas.js";
 import { h, legend, say, slider, tiles } from "./dom.js";
 import { count, counted, duration, interval, percent, short } from "./format.js";
 import { section } from "./live.js";
-import { ROOFLINE_HEIGHT, drawRoofline, interpolate } from "./roofline.js";
+import { ROOFLINE_HEIGHT, drawRoofline, errorOf, interpolate } from "./roofline.js";
 import { live } from "./stream.js";
 
 /** @typedef {import("./roofline.js").Point} Point @typedef {import("./roofline.js").Plan} Plan @typedef {import("./roofline.js").Dot} Dot */
@@ -31,7 +31,7 @@ export function makePlan() {
   };
   const context = slider({ label: "Tokens of context", min: 16, max: 8192, value: 512, logarithmic: true, change });
   const batch = slider({ label: "Requests in a step", min: 1, max: 256, value: 16, logarithmic: true, change: () => showFigures() });
-  const figures = tiles(["Step", "Tokens/s, all", "Tokens/s, each", "90% range", "Requests that fit"]);
+  const figures = tiles(["Step", "Tokens/s, all", "Tokens/s, each", "Requests that fit"]);
   const notice = h("p", { class: "notice", role: "status", hidden: true });
   const caption = h("p", { class: "dim" }), bound = h("p"), bar = h("div", { class: "parts", "aria-hidden": "true" }), parts = h("dl", { class: "facts-list" });
   const canvas = makeCanvas({ label: "Tokens a second over the tokens of a step, predicted and measured", height: () => ROOFLINE_HEIGHT, draw: (drawing) => plan && drawRoofline(drawing, plan, dots, batch.value) });
@@ -46,7 +46,7 @@ export function makePlan() {
       if (mine !== number) return;
       plan = found;
       notice.hidden = true;
-      say(caption, `${found.model} on ${found.machine}. Predictions are ${percent(found.step_error.median)} off in the median and ${percent(found.step_error.p95)} at the 95th percentile.`);
+      say(caption, `${found.model} on ${found.machine}. ${errorOf(found.step_error)}`);
     } catch (error) {
       if (mine !== number) return;
       notice.hidden = false;
@@ -64,12 +64,11 @@ export function makePlan() {
       Step: duration(point.seconds),
       "Tokens/s, all": short(size / point.seconds),
       "Tokens/s, each": short(1 / point.seconds),
-      "90% range": interval(point.low_s, point.high_s),
       "Requests that fit": count(plan.fitting_requests),
     });
     const largest = CAUSES.reduce((a, b) => (point[a[0]] >= point[b[0]] ? a : b));
     const more = size > plan.fitting_requests ? ` The cache has room for ${counted(plan.fitting_requests, "request")} of this context only: the others would wait.` : "";
-    say(bound, largest[2] + more);
+    say(bound, `${largest[2]} The step takes ${interval(point.low_s, point.high_s)}, the 5th to the 95th percentile of the fits.${more}`);
     showParts(bar, parts, point);
   }
 

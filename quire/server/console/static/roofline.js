@@ -1,16 +1,23 @@
 // The drawing of the Plan screen: tokens a second over the tokens of a step, both logarithmic, as a roofline has them.
 
-import { count, short } from "./format.js";
+import { count, counted, percent, short } from "./format.js";
 
 /**
  * @typedef {{tokens: number, seconds: number, low_s: number, high_s: number, fixed_s: number, tokens_s: number, cache_s: number}} Point
- * @typedef {{machine: string, model: string, step_error: {median: number, p95: number}, context_tokens: number, max_len: number,
+ * @typedef {{median: number, p95: number, served_steps: number, served_median: number | null}} StepError
+ * @typedef {{machine: string, model: string, step_error: StepError, context_tokens: number, max_len: number,
  *   max_requests: number, max_tokens_per_step: number, fitting_requests: number, decode: Point[], prompt: Point[]}} Plan
  * @typedef {{tokens: number, seconds: number, prompt: boolean}} Dot a step that was measured
  */
 
 export const ROOFLINE_HEIGHT = 420;
 const HEIGHT = ROOFLINE_HEIGHT, LEFT = 62, RIGHT = 16, TOP = 14, BOTTOM = 40;
+
+/** How far predicted steps are off. @param {StepError} error */
+export function errorOf({ median, served_steps: steps, served_median: served }) {
+  if (served !== null && steps) return `Predictions of the last ${counted(steps, "step")} were ${percent(served)} off in the median.`;
+  return `Predictions are ${percent(median)} off in the median.`;
+}
 
 /** The step of a size between those that were predicted. @param {Point[]} points @param {number} tokens @returns {Point} */
 export function interpolate(points, tokens) {
@@ -62,8 +69,9 @@ export function drawRoofline({ pen, width, color }, plan, dots, size) {
  * @param {CanvasRenderingContext2D} pen @param {Plan} plan @param {(tokens: number) => number} toX @param {(speed: number) => number} toY @param {(name: string) => string} color */
 function drawBounds(pen, plan, toX, toY, color) {
   const fixed = plan.prompt[0].fixed_s, last = plan.prompt[plan.prompt.length - 1];
-  if (!last.tokens_s) return;
-  const roof = (last.tokens - 1) / last.tokens_s, corner = Math.min(last.tokens, Math.max(1, roof * fixed));
+  const speeds = plan.prompt.filter((point) => point.tokens_s > 0 && point.tokens >= 16).map((point) => (point.tokens - 1) / point.tokens_s);
+  if (!speeds.length) return;
+  const roof = Math.max(...speeds), corner = Math.min(last.tokens, Math.max(1, roof * fixed));
   pen.strokeStyle = pen.fillStyle = color("dim");
   pen.lineWidth = 1;
   pen.beginPath();
