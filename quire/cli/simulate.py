@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,26 @@ OF_TRACE = ("max_prompt_tokens", "max_output_tokens", "trace_speed")  # options 
 OF_RATE = ("prompt_tokens", "output_tokens")
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64  # defaults of --rate
 NUM_REQUESTS = 100
-COUNTS = (
-    "num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens", "replicas", "servers",
-)  # fmt: skip
+COUNTS = ("num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = add_load(parser)
+    group.add_argument("--slo", metavar="LIMITS", help="limits, such as ttft=1s,tpot=50ms: goodput counts them")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
+    parser.add_argument("--replicas", type=int, metavar="N", help="engines of a server, with the router between them")
+    servers = "servers of that many replicas, which get requests in turn; processes simulate them side by side"
+    parser.add_argument("--servers", type=int, metavar="N", help=servers)
+    parser.add_argument("--ranges", action="store_true", help="90%% ranges, from 20 simulations with resampled costs")
+    parser.add_argument(
+        "--compare", metavar="URL", help="replay the trace on a running server too, and print the errors"
+    )
+    add_json(parser)
+    add_engine_options(parser, without=FIXED)
+
+
+def add_load(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The load: a trace or random requests."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--trace",
@@ -46,17 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", type=int, metavar="N", help=f"of --rate; default {OUTPUT_TOKENS}")
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip requests with longer prompts")
     group.add_argument("--max-output-tokens", type=int, metavar="N", help="limit the answers of the trace to N tokens")
-    group.add_argument("--slo", metavar="LIMITS", help="limits in ms, such as ttft:500,tpot:50: goodput counts them")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
-    parser.add_argument("--replicas", type=int, metavar="N", help="engines of a server, with the router between them")
-    servers = "servers of that many replicas, which get requests in turn; processes simulate them side by side"
-    parser.add_argument("--servers", type=int, metavar="N", help=servers)
-    parser.add_argument("--ranges", action="store_true", help="90%% ranges, from 20 simulations with resampled costs")
-    parser.add_argument(
-        "--compare", metavar="URL", help="replay the trace on a running server too, and print the errors"
-    )
-    add_json(parser)
-    add_engine_options(parser, without=FIXED)
+    return group
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -98,13 +103,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    if (arguments.trace is None) == (arguments.rate is None):
-        raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
+    check_load(arguments)
     for name in ("compare", "ranges"):
         if getattr(arguments, name) and (arguments.replicas or arguments.servers):
             raise InvalidParams(f"--{name} is of one engine; leave it out, or --replicas and --servers.")
     if arguments.compare and arguments.trace is None:
         raise InvalidParams("--compare replays a trace; give --trace.")
+    check_counts(arguments, ("replicas", "servers"))
+
+
+def check_load(arguments: argparse.Namespace) -> None:
+    if (arguments.trace is None) == (arguments.rate is None):
+        raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
     without_effect = OF_TRACE if arguments.trace is None else OF_RATE
     for name in without_effect:
         if getattr(arguments, name) is not None:
@@ -114,7 +124,11 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
-    for name in COUNTS:
+    check_counts(arguments, COUNTS)
+
+
+def check_counts(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
