@@ -19,15 +19,9 @@ from quire.config import EngineConfig
 from quire.engine import limits
 from quire.engine.client import InProcess
 from quire.errors import InvalidParams, PromptTooLong
+from tests.engine.test_random_weights import MODEL
 
 pytestmark = pytest.mark.cpu
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
-    "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

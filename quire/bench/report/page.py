@@ -54,7 +54,7 @@ class Report:
 
 
 def render(report: Report) -> str:
-    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = read("chart.css") + read("page.css"), read("page.js")
     policy = (
         f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'; "
         "form-action 'none'"
@@ -76,6 +76,10 @@ def render(report: Report) -> str:
             f'</main>\n<div id="tip" role="status" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n',
         ]
     )
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def digest(text: str) -> str:
