@@ -51,6 +51,7 @@ class ReplicaState:
         self.max_requests = max_requests
         self.num_blocks = num_blocks
         self.ready = True
+        self.draining = False  # it gets no requests
         self.prefixes: set[bytes] = set()  # blocks in its prefix tree
         self.expected: dict[bytes, None] = {}  # blocks of requests that it has, which it will publish; oldest first
         self.missing_tokens = 0  # prompt tokens that it has and has not computed
@@ -158,14 +159,20 @@ class Router:
         max_tokens: int,
         num_answers: int = 1,
         *,
+        num_computed: int = 0,
         avoid: Collection[int] = (),
+        exclude: Collection[int] = (),
     ) -> int | None:
-        """The replica for a request, which is noted there. None if none is ready. `avoid`: if there is another."""
-        ready = [i for i, state in enumerate(self.replicas) if state.ready]
+        """The replica for a request, which is noted there. None if none is ready.
+
+        `num_computed` tokens come with their cache. `avoid`: if there is another. `exclude`: never.
+        """
+        ready = [i for i, state in enumerate(self.replicas) if state.ready and not state.draining and i not in exclude]
         ready = [i for i in ready if i not in avoid] or ready
         if not ready:
             return None
         digests, cached = self._count_cached(tokens, salt, ready)
+        cached = [max(count, num_computed) for count in cached]
         estimates = [self._estimate(i, len(tokens), count, max_tokens) for i, count in zip(ready, cached, strict=True)]
         chosen = self._best(estimates, digests[0] if digests else array("Q", tokens[: self._block_size]).tobytes())
         self._keep(request_id, Receipt(len(tokens), chosen, tuple(one for one in estimates if one is not chosen), salt))

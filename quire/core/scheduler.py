@@ -83,6 +83,7 @@ class Scheduler:
         num_state_groups: int = 0,
         prefix_cache: bool = True,
         num_host_blocks: int = 0,
+        num_import_blocks: int = 0,
         costs: SwapCosts | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class Scheduler:
             num_blocks, block_size, windows, num_encoder_groups=num_encoder_groups, num_state_groups=num_state_groups,
             prefix_cache=prefix_cache,
         )  # fmt: skip
-        self.swap = Swap(num_host_blocks, costs)
+        self.swap = Swap(num_host_blocks, costs, num_import_blocks)
         self.max_tokens_per_step = max_tokens_per_step
         self.max_requests = max_requests
         self.policy = policy or Policy()
@@ -107,6 +108,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()  # plans neither committed nor failed, oldest first
         self._beam_groups: list[BeamGroup] = []  # running beam searches
         self._blocked: Blocked | None = None
+        self._detached: dict[str, Request] = {}  # those that moved to another engine and whose blocks are still read
         self._updates: list[Update] = []  # results of the current operation
         self._may_exit = False  # whether a request has ever been allowed to exit early
         self._has_draft_blocks = False  # whether running requests may hold blocks that were allocated for drafts
@@ -141,14 +143,41 @@ class Scheduler:
         if request is None:
             return None
         self._begin_operation()
-        if request.state is State.HELD and request.leader is not None:
-            request.leader.forks.remove(request)
+        self._leave_leader(request)
         self._finish(request)
         self._drop_finished()
         self._in_operation = False
         detail = detail or Detail()
         detail.num_cached = request.num_cached
         return Update(request.id, [], finish, detail)
+
+    def detach(self, request_id: str) -> Request | None:
+        """Remove a request that continues on another engine. It keeps its blocks until `release_detached`.
+
+        No plan is in flight. Returns None if the id is unknown or the request has already had its final update.
+        """
+        assert not self._in_flight, "a plan in flight may write to the request's blocks"
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self._begin_operation()
+        self._leave_leader(request)
+        self._finish(request, keeps_blocks=True)
+        self._detached[request_id] = request
+        self._drop_finished()
+        self._in_operation = False
+        return request
+
+    def is_detached(self, request: Request) -> bool:
+        """Whether its blocks still have what it computed: a reset releases them."""
+        return not self._in_operation and self._detached.get(request.id) is request
+
+    def release_detached(self, request_id: str) -> None:
+        """The other engine has the request, or does without its blocks."""
+        self._begin_operation()
+        if (request := self._detached.pop(request_id, None)) is not None:
+            self._release_all(request)
+        self._in_operation = False
 
     @property
     def num_waiting(self) -> int:
@@ -294,6 +323,7 @@ class Scheduler:
         self._in_operation = True
         self._in_flight.clear()
         self._beam_groups.clear()
+        self._detached.clear()
         self._blocked = None
         self.kv.reset()
         self.swap.reset()
@@ -649,11 +679,17 @@ class Scheduler:
         return self.kv.num_blocks_to_admit(request, blocked.match, self.max_tokens_per_step) > available
 
     def _swap_in(self, request: Request, match: Match, plan: Plan) -> bool:
-        """Resume a request from its host blocks. Returns False if the plan has copies, whose sources may be free."""
+        """Resume a request from its host blocks. Returns False if the plan has copies, whose sources may be free.
+
+        They are published at once, because they are filled before the plan runs. Samples of one prompt that come back
+        together share them.
+        """
         if plan.copies:
             return False
         self.kv.swap_in(request, match, plan.swap_in)
         self.swap.free(request)
+        if self.kv.prefix_cache and request.params.early_exit is None:
+            self.kv.publish_planned(request)
         return True
 
     def _add_row(self, plan: Plan, request: Request, start: int, count: int, num_yields: int) -> None:
@@ -889,7 +925,7 @@ class Scheduler:
         self._release_when_idle(request, copies)
         copies[:] = [(source, target) for source, target in copies if self.kv.pool.refs[target]]
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, *, keeps_blocks: bool = False) -> None:
         """End a request. Its final update has been made, or the caller makes it."""
         was_waiting = request.state is State.WAITING
         if request.beam is not None and request.beam.group in self._beam_groups:
@@ -902,8 +938,18 @@ class Scheduler:
         self.counters.finished += 1
         del self.requests[request.id]
         self._release_forks(request)
+        if not keeps_blocks:
+            self._release_all(request)
+
+    def _release_all(self, request: Request) -> None:
+        """Release the blocks of a request that has ended, here and on the host."""
         self.swap.drop(request)
         self._release_when_idle(request)
+
+    def _leave_leader(self, request: Request) -> None:
+        """A fork that is held for its leader is so no longer."""
+        if request.state is State.HELD and request.leader is not None:
+            request.leader.forks.remove(request)
 
     def _release_when_idle(self, request: Request, copies: Sequence[tuple[int, int]] = ()) -> None:
         if request.num_in_flight:

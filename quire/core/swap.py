@@ -2,6 +2,8 @@
 
 Host blocks are numbers here and costs are seconds. The engine has the memory and measures the costs. The scheduler
 calls `swap_out` when it preempts a request. The pairs that `take_swap_out` returns are part of the next plan.
+
+A request that comes from another engine begins with host blocks too: they are staged while their contents arrive.
 """
 
 from __future__ import annotations
@@ -44,19 +46,25 @@ class SwappedOut:
 
 
 class Swap:
-    """Host blocks 0 to num_host_blocks - 1. The lowest free one is used first, so the engine allocates host memory only
-    up to the highest one used.
+    """Host blocks. The lowest free one is used first, so the engine allocates host memory only up to the highest one
+    used.
+
+    Preempted requests get at most `num_host_blocks` of them. There are `num_import_blocks` more for requests that come
+    from other engines.
     """
 
-    def __init__(self, num_host_blocks: int = 0, costs: SwapCosts | None = None) -> None:
+    def __init__(self, num_host_blocks: int = 0, costs: SwapCosts | None = None, num_import_blocks: int = 0) -> None:
         self.num_host_blocks = num_host_blocks
+        self.num_import_blocks = num_import_blocks
         self.costs = costs or SwapCosts()
+        self.staged: dict[str, SwappedOut] = {}  # of requests that are on their way to this engine
         self._num_ever_used = 0
         self._freed: list[int] = []  # a heap: free host blocks below _num_ever_used
         self._pending_swap_out: Pairs = []
 
     @property
     def num_free(self) -> int:
+        """Host blocks left for preempted requests. Below 0 if imported requests hold more than there are for them."""
         return self.num_host_blocks - self._num_ever_used + len(self._freed)
 
     def swap_out(self, request: Request, num_blocks: int, copies: Sequence[tuple[int, int]] = ()) -> bool:
@@ -85,12 +93,38 @@ class Swap:
         pairs, self._pending_swap_out = self._pending_swap_out, []
         return pairs
 
+    @property
+    def pending_sources(self) -> dict[int, int]:
+        """The blocks that still have the contents of host blocks whose copies no plan has made yet."""
+        return {host_block: block for block, host_block in self._pending_swap_out}
+
     def free(self, request: Request) -> None:
         """The request was swapped in. A later plan may write to its host blocks."""
         if request.swapped_out is not None:
-            for host_block in request.swapped_out.host_blocks:
-                heapq.heappush(self._freed, host_block)
+            self._free_blocks(request.swapped_out)
             request.swapped_out = None
+
+    def stage(self, name: str, cached: SwappedOut) -> SwappedOut | None:
+        """Allocate host blocks for a request that comes from another engine. None if there is no room.
+
+        The tables of `cached` show where it has blocks; their numbers are the other engine's.
+        """
+        assert name not in self.staged
+        if len(cached.host_blocks) > self.num_free + self.num_import_blocks:
+            return None
+        tables = [[None if block is None else self._take() for block in table] for table in cached.tables]
+        fixed = [[self._take() for _ in table] for table in cached.fixed_tables]
+        self.staged[name] = SwappedOut(cached.num_computed, tables, fixed)
+        return self.staged[name]
+
+    def take_staged(self, name: str) -> SwappedOut | None:
+        """The host blocks of a request that has arrived. The caller gives them to it."""
+        return self.staged.pop(name, None)
+
+    def drop_staged(self, name: str) -> None:
+        """The request does not come."""
+        if (staged := self.take_staged(name)) is not None:
+            self._free_blocks(staged)
 
     def drop(self, request: Request) -> None:
         """The request will not be swapped in. Its pending copies are dropped too."""
@@ -103,6 +137,7 @@ class Swap:
         """All host blocks are free."""
         self._freed = list(range(self._num_ever_used))
         self._pending_swap_out = []
+        self.staged.clear()
 
     def invalidate(self, host_blocks: set[int], requests: Iterable[Request]) -> None:
         """Drop the swapped-out blocks of requests that have one of `host_blocks`. These requests are recomputed."""
@@ -111,13 +146,19 @@ class Swap:
                 self.drop(request)
 
     def _swap_out_block(self, block: int) -> int:
-        if self._freed:
-            host_block = heapq.heappop(self._freed)
-        else:
-            host_block = self._num_ever_used
-            self._num_ever_used += 1
+        host_block = self._take()
         self._pending_swap_out.append((block, host_block))
         return host_block
+
+    def _take(self) -> int:
+        if self._freed:
+            return heapq.heappop(self._freed)
+        self._num_ever_used += 1
+        return self._num_ever_used - 1
+
+    def _free_blocks(self, swapped_out: SwappedOut) -> None:
+        for host_block in swapped_out.host_blocks:
+            heapq.heappush(self._freed, host_block)
 
 
 def find_source(block: int, sources: Mapping[int, int]) -> int:

@@ -29,7 +29,7 @@ from quire.engine.backend import (
 )
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.batching import choose_batching
-from quire.engine.cache import CacheTensors, lay_out, shape_blocks
+from quire.engine.cache import CacheTensors, fingerprint_cache, lay_out, shape_blocks
 from quire.engine.costs import time_copies
 from quire.engine.engine import Engine, EngineInfo
 from quire.engine.faults import LESS_MEMORY, explain_out_of_memory
@@ -144,10 +144,13 @@ def build_engine(
         config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
     summary += note_cache_scales(loaded.unused, kv_dtype, native=ops.native is not None)
-    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
+    fingerprint = fingerprint_cache(model, loaded.weight_bytes, layout, size.block_size, ops_text)
+    info = EngineInfo(
+        config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary, fingerprint
+    )  # fmt: skip
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks + size.num_blocks, ops.move_kv)
         shape = BufferShape(
             step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
             layout.num_fixed_groups,
@@ -182,6 +185,7 @@ def build_engine(
         num_state_groups=layout.num_state_groups,
         prefix_cache=config.prefix_cache,
         num_host_blocks=num_host_blocks,
+        num_import_blocks=size.num_blocks,
         costs=costs,
         pace=Pace(choose_itl_target(config.itl_target_ms, device), ops.row_unit),
     )

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from hashlib import blake2b
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from quire.kernels import Kernels
 from quire.kernels.arrays import Array, Arrays
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, StateSpec
 from quire.kernels.paging import LayerCache
+from quire.models.config import ModelConfig
 
 ALIGNMENT = 256  # bytes, of each layer's keys and values in a packed block: a multiple of every kernel's tile rows
 MAX_PADDING = 8  # at most one byte in 8 is padding, if any block size allows that
@@ -277,6 +279,11 @@ def block_bytes(block: BlockShape) -> int:
 
 def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def fingerprint_cache(model: ModelConfig, weight_bytes: int, layout: CacheLayout, block_size: int, ops: str) -> str:
+    """Equal for engines whose blocks have the same contents: one model, one layout, one kind of kernels."""
+    return blake2b(repr((model, weight_bytes, layout, block_size, ops)).encode(), digest_size=16).hexdigest()
 
 
 def keep_sources(moves: Sequence[tuple[int, int]]) -> bool:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -48,6 +48,7 @@ class EngineInfo:
     cache: CacheSize
     device: str
     summary: str
+    fingerprint: str  # of the model and the layout of its cache: blocks move only between engines that share it
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class Engine:
         self.costs = StepCosts(scheduler.swap.costs, scheduler.pace, scheduler.max_tokens_per_step)
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
+        self._holds = False  # nothing is launched until the plans in flight are committed
         self.observers: list[Observer] = []
 
     def add(self, request: Request) -> None:
@@ -106,6 +108,27 @@ class Engine:
         for observer in self.observers:
             observer.on_abort(request_id)
         return update
+
+    def detach(self, request_ids: Sequence[str]) -> tuple[list[Update], list[Request]]:
+        """Remove requests that continue on another engine, after the plans in flight: those that have not ended.
+
+        They keep their blocks (`Scheduler.detach`). The updates are those of the plans in flight.
+        """
+        updates: list[Update] = []
+        self._holds = True
+        try:
+            while self._launched:
+                updates += self.step()
+        finally:
+            self._holds = False
+        with self._reset_if_interrupted():  # forks first: their leader would queue them
+            detached = [self.scheduler.detach(request_id) for request_id in reversed(request_ids)]
+        found = [request for request in reversed(detached) if request is not None]
+        for request in found:
+            self._forget(request.id)
+            for observer in self.observers:
+                observer.on_abort(request.id)
+        return updates, found
 
     def _forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -244,6 +267,8 @@ class Engine:
         return has_worked
 
     def _launch(self) -> bool:
+        if self._holds:
+            return False
         now_s = time.monotonic()
         if not self._launched:
             self._drains = False

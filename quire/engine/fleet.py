@@ -2,15 +2,18 @@
 
 It has the methods of the other clients (submit, abort, health). Each replica has a supervisor. `core/routing.py`
 chooses. When a replica dies, its requests continue on the others with the tokens that have arrived, while its engine
-is started again. The answers are the same: sampling depends on seed and position alone.
+is started again. The answers are the same: sampling depends on seed and position alone. A replica can be drained: its
+requests move to the others with their cache (`transfer.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +23,15 @@ from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.core.routing import ReplicaState, Router
+from quire.engine.draining import NO_CACHE, DrainReport
 from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.memory import CPU_SHARE, GIB, free_bytes
 from quire.engine.messages import Ready, StepOutputs
 from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
-from quire.errors import EngineClosed, InvalidParams, QuireError
+from quire.engine.transfer import Departure, arrive, copy_cache, depart
+from quire.engine.transfer_messages import EndImport
+from quire.errors import EngineClosed, EngineError, InvalidParams, QuireError
 from quire.kernels.cuda_driver import count_devices
 from quire.kernels.isa import usable_cores
 
@@ -86,6 +92,9 @@ class Fleet:
         self._waiting: list[list[InFlightRequest]] = []  # groups for the first replica that is ready
         self._last = [StepOutputs()] * num_replicas  # of each replica since its last start
         self._closing = False
+        self._fingerprint = ""
+        self._drain_lock = asyncio.Lock()
+        self._move_numbers = itertools.count()
 
     # ── the client's methods ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,6 +106,7 @@ class Fleet:
         for state, member in zip(states, self.members, strict=True):
             state.ready = member.health()  # one may have died while others loaded
         self._router = Router(states, self._block_size)
+        self._fingerprint = ready[0].fingerprint
         return Ready(
             vocab_size=ready[0].vocab_size,
             max_len=min(each.max_len for each in ready),
@@ -106,6 +116,7 @@ class Fleet:
             device=ready[0].device,
             summary=f"{len(ready)} replicas, each: {ready[0].summary}",
             sampling=ready[0].sampling,
+            fingerprint=self._fingerprint,
         )
 
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[list[Update]]:
@@ -155,8 +166,8 @@ class Fleet:
         return self.members[replica].health()
 
     def health(self) -> bool:
-        """Whether a replica is ready."""
-        return any(member.health() for member in self.members)
+        """Whether a replica is ready and takes requests."""
+        return any(member.health() and not self._is_draining(index) for index, member in enumerate(self.members))
 
     @property
     def capacity_profile(self) -> CapacityProfile | None:
@@ -182,6 +193,7 @@ class Fleet:
             {
                 "replica": index,
                 "ready": state.ready,
+                "draining": state.draining,
                 "answers": state.num_answers,
                 "waiting_prompt_tokens": state.missing_tokens,
                 "cached_blocks": len(state.prefixes),
@@ -197,11 +209,104 @@ class Fleet:
         self._fail_waiting(EngineClosed("The server was shut down before the request ended."))
         await asyncio.gather(*(member.close() for member in self.members))
 
+    # ── draining ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def drain(self, index: int) -> DrainReport:
+        """Give a replica no more requests, and move those that it has to the others. It stays so until `undrain`."""
+        self._check_replica(index)
+        if not any(self._takes_requests(other) for other in range(len(self.members)) if other != index):
+            raise InvalidParams(
+                f"Replica {index} is the only one that takes requests. Undrain another one, or wait until it is ready."
+            )
+        self._set_draining(index, True)
+        report, begin_s = DrainReport(index), time.monotonic()
+        async with self._drain_lock:
+            for group in self.members[index].groups():
+                await self._move(index, group, report)
+        report.seconds = time.monotonic() - begin_s
+        log.info("%s", report)
+        return report
+
+    def undrain(self, index: int) -> None:
+        """Give a replica requests again."""
+        self._check_replica(index)
+        self._set_draining(index, False)
+        self._place_waiting()
+
+    async def _move(self, index: int, group: list[InFlightRequest], report: DrainReport) -> None:
+        """Move a group from a draining replica, with its cache if that can be done."""
+        source = self.members[index]
+        report.kept += sum(source.is_quarantined(each) for each in group)
+        group = [each for each in group if source.has(each) and not source.is_quarantined(each)]
+        if not group or not self._is_draining(index):
+            return
+        if not source.health():
+            self._move_tokens(index, group, report, "the replica was not running")
+            return
+        begin_s = time.monotonic()
+        try:
+            departure = await depart(source, group)
+        except EngineClosed:  # `_hand_over` gets its requests
+            report.count_lost(group, "the replica died")
+            return
+        reason = await self._move_cache(departure, report) if departure.num_computed else NO_CACHE
+        if reason is not None:
+            self._move_tokens(index, departure.still_there, report, reason)
+        departure.end()
+        report.longest_pause_s = max(report.longest_pause_s, time.monotonic() - begin_s)
+
+    async def _move_cache(self, departure: Departure, report: DrainReport) -> str | None:
+        """Move a group with its cache to the best replica that takes it. Returns why none does, or None."""
+        assert self._router is not None
+        failed: dict[int, str] = {}
+        while group := departure.still_there:
+            self._router.end(self._names[group[0].request.id])
+            target = self._choose(group, departure.num_computed // len(departure.group), failed)
+            if target is None:
+                return "; ".join(failed.values()) or "no other replica is ready"
+            member, move = self.members[target], str(next(self._move_numbers))
+            try:
+                await copy_cache(departure, member, move, self._fingerprint)
+                report.count_moved(departure)
+                self._owners.update((each.request.id, member) for each in departure.still_there)
+                arrive(departure, member, move)
+            except EngineError as error:
+                if not departure.source.health():
+                    return "the replica died"
+                failed[target] = f"replica {target}: {error}"
+                member.tell(EndImport(move))
+        return None
+
+    def _move_tokens(self, index: int, group: list[InFlightRequest], report: DrainReport, reason: str) -> None:
+        """Let other replicas go on with a group from its tokens."""
+        assert self._router is not None
+        if group := [each for each in group if self.members[index].has(each)]:
+            report.count_lost(group, reason)
+            self._router.end(self._names[group[0].request.id])
+            self.members[index].release(group)
+            self._place(group)
+
+    def _check_replica(self, index: int) -> None:
+        if not 0 <= index < len(self.members):
+            raise InvalidParams(f"There is no replica {index}; this server has 0 to {len(self.members) - 1}.")
+
+    def _set_draining(self, index: int, draining: bool) -> None:
+        assert self._router is not None, "start() comes first"
+        self._router.replicas[index].draining = draining
+
+    def _is_draining(self, index: int) -> bool:
+        return self._router is not None and self._router.replicas[index].draining
+
+    def _takes_requests(self, index: int) -> bool:
+        return self.members[index].health() and not self._is_draining(index)
+
     # ── routing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _place(self, group: list[InFlightRequest]) -> None:
         """Give a group to a replica. While none is ready, the group waits."""
         index = self._choose(group)
+        for in_flight in group:
+            in_flight.staged = ""
         member = None if index is None else self.members[index]
         for in_flight in group:
             self._owners[in_flight.request.id] = member
@@ -212,7 +317,9 @@ class Fleet:
         else:
             self._waiting.append(group)
 
-    def _choose(self, group: Sequence[InFlightRequest]) -> int | None:
+    def _choose(
+        self, group: Sequence[InFlightRequest], num_computed: int = 0, exclude: Collection[int] = ()
+    ) -> int | None:
         assert self._router is not None, "start() comes first"
         first = group[0]
         name = self._names[first.request.id]
@@ -222,6 +329,8 @@ class Fleet:
             first.request.salt,
             first.request.max_tokens - len(first.output),
             len(group),
+            num_computed=num_computed,
+            exclude=exclude,
             avoid={index for index, member in enumerate(self.members) if member.silent_s > SILENT_S},
         )
         if index is not None:

@@ -3,6 +3,8 @@
 Blocks are gathered into a staging buffer on the device, and each run of contiguous host blocks is one copy. Host memory
 of a GPU is pinned, so copies are asynchronous. They are on the compute stream, in order with the steps. Host memory is
 allocated in pieces, when their host blocks are first used.
+
+Blocks also travel between engines, as bytes (`kv_transfer.py`). These copies are synchronous.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+
+import numpy as np
 
 from quire.kernels.arrays import Array, Arrays
 
@@ -28,6 +32,7 @@ class HostBlocks:
         self._dtype = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}[word]
         self._stacks = [arrays.view_as(stack, self._dtype) for stack in stacks]
         self._width = sum(stack.shape[0] * stack.shape[2] for stack in self._stacks)  # words of a block
+        self.block_bytes = self._width * word
         self.num_host_blocks = num_host_blocks
         self.blocks_per_piece = max(1, min(num_host_blocks, PIECE_BYTES // (self._width * word)))
         self._pieces: list[Array] = []
@@ -50,6 +55,27 @@ class HostBlocks:
                 self._arrays.copy(staging[first:last], self._host_blocks(chunk[first][0], last - first))
             for stack, staged in self._staged(staging):
                 stack[:, blocks] = staged
+
+    def read_cache(self, blocks: Sequence[int]) -> bytes:
+        """The contents of blocks of the cache, as a host block has them."""
+        found = np.empty((len(blocks), self._width), self._dtype)
+        numbers = self._arrays.put(blocks, "int64")
+        for stack, columns in self._staged(found):
+            columns[...] = self._arrays.to_numpy(stack[:, numbers])
+        return found.tobytes()
+
+    def read(self, host_blocks: Sequence[int]) -> bytes:
+        """The contents of host blocks."""
+        self._arrays.synchronize()  # copies to them may not have ended
+        return b"".join(self._arrays.to_numpy(self._host_blocks(block, 1)).tobytes() for block in host_blocks)
+
+    def synchronize(self) -> None:
+        """Called before `write`: the device may still copy what these host blocks held before."""
+        self._arrays.synchronize()
+
+    def write(self, host_block: int, data: memoryview) -> None:
+        """Fill a host block."""
+        self._arrays.to_numpy(self._host_blocks(host_block, 1)).view(np.uint8)[0] = np.frombuffer(data, np.uint8)
 
     def _cut(self, pairs: Pairs) -> Iterator[Pairs]:
         """Pairs of (host block, block), sorted by host block, in chunks that fit the staging buffer."""

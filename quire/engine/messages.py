@@ -17,6 +17,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Request
 from quire.engine.live_changes import CacheDescription, LiveChanges
+from quire.engine.transfer_messages import TransferMessage, TransferReply
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
@@ -39,10 +40,17 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
     output: list[int]
     num_scored: int
     prediction: list[int]
+    staged: str  # what its cache is called, if that was moved to the engine before it; otherwise empty
 
     @classmethod
     def of(
-        cls, request: Request, wire_id: str, leader_id: str | None, output: list[int], num_scored: int
+        cls,
+        request: Request,
+        wire_id: str,
+        leader_id: str | None,
+        output: list[int],
+        num_scored: int,
+        staged: str = "",
     ) -> EngineRequest:
         """`wire_id` and `leader_id` are the ids that the supervisor gave to the request and its leader."""
         return cls(
@@ -60,6 +68,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
             output,
             num_scored,
             list(request.prediction),
+            staged,
         )
 
     def to_request(
@@ -140,6 +149,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     device: str
     summary: str
     sampling: dict[str, int | float]  # the model's default SamplingParams
+    fingerprint: str = ""  # see EngineInfo
 
 
 class LoadFailed(msgspec.Struct, tag=True, frozen=True):
@@ -198,7 +208,7 @@ class Calibrated(msgspec.Struct, tag=True, frozen=True):
     profile: str
 
 
-ToEngine = Start | Submit | Abort | Ping | Watch | Unwatch | DescribeCache
+ToEngine = Start | Submit | Abort | Ping | Watch | Unwatch | DescribeCache | TransferMessage
 ToServer = (
     Ready
     | LoadFailed
@@ -209,6 +219,7 @@ ToServer = (
     | Calibrated
     | LiveChanges
     | CacheDescription
+    | TransferReply
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,6 +23,7 @@ from quire.core.constraint import Constraint, StopMatcher
 from quire.core.plan import Plan, Update
 from quire.engine.cache_description import describe_cache
 from quire.engine.client import no_garbage_collection, start_engine
+from quire.engine.kv_transfer import KVTransfer
 from quire.engine.messages import (
     Abort,
     AddingRequests,
@@ -98,6 +99,7 @@ class EngineLoop:
         self._path = Path(start.path)
         self._reports_prefixes = start.report_prefixes
         self._reported_tree = engine.scheduler.kv.tree
+        self._transfer = KVTransfer(engine)
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarBackend | None = None
         self._scheduled_ids: set[str] = set()
@@ -148,6 +150,12 @@ class EngineLoop:
                 self._connection.send(describe_cache(self._engine.scheduler, number, salt, max_nodes))
             case Start():
                 raise AssertionError("a second Start")
+            case _:
+                updates, reply = self._transfer.handle(message)
+                if updates:
+                    self._report(updates)
+                if reply is not None:
+                    self._connection.send(reply)
 
     def _unwatch(self) -> None:
         if self._view is not None:
@@ -161,8 +169,11 @@ class EngineLoop:
         try:
             for request in requests:
                 constraint, stop_matcher = self._constraint(request), self._stop_matcher(request)
-                self._engine.add(request.to_request(self._engine.scheduler.requests, constraint, stop_matcher))
+                made = request.to_request(self._engine.scheduler.requests, constraint, stop_matcher)
+                self._engine.add(made)
                 added.append(request.id)
+                if request.staged:
+                    self._transfer.arrive(made, request.staged)
         except Exception as error:
             for request_id in added:
                 self._engine.abort(request_id)
@@ -265,6 +276,7 @@ def load(connection: Connection) -> EngineLoop | None:
             info.device,
             info.summary,
             info.config.sampling.as_params(),
+            info.fingerprint,
         )
     )
     return EngineLoop(engine, connection, start)

@@ -50,6 +50,8 @@ class RunningStep(Protocol):
 
 
 class Runner(Protocol):
+    cache: CacheTensors
+
     @property
     def depth(self) -> int:
         """How many plans may be in flight."""

@@ -59,6 +59,7 @@ from quire.engine.messages import (
     decode_for_server,
     encode,
 )
+from quire.engine.transfer_messages import EndExport, EndImport, TransferQuestion, TransferReply
 from quire.errors import EngineClosed, EngineError, NotReady, QuireError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class InFlightRequest:
     crash_count: float = 0.0
     sent: bool = False  # to the current engine
     scheduled: bool = False  # by the current engine
+    staged: str = ""  # what the engine calls its cache, if that was moved there before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class Supervised:
         self._in_flight: dict[str, InFlightRequest] = {}  # by wire id
         self._by_request_id: dict[str, InFlightRequest] = {}  # the same, by request id
         self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[TransferReply]] = {}  # questions to the engine that have no reply yet
+        self._call_numbers = itertools.count()
         self._quarantined: list[InFlightRequest] = []  # not sent to the engine yet
         self._probed: InFlightRequest | None = None  # the quarantined request that the engine has
         self._process: asyncio.subprocess.Process | None = None
@@ -179,6 +183,23 @@ class Supervised:
         """Give up requests, which another supervisor takes."""
         for in_flight in group:
             del self._in_flight[in_flight.wire_id], self._by_request_id[in_flight.request.id]
+
+    def has(self, in_flight: InFlightRequest) -> bool:
+        """Whether a request is still here: it has not finished, and no other supervisor has it."""
+        return self._in_flight.get(in_flight.wire_id) is in_flight
+
+    async def call(self, kind: Callable[..., TransferQuestion], *arguments: object) -> TransferReply:
+        """Ask the engine something about a move (`transfer_messages.py`). Raises EngineClosed if the engine dies."""
+        if self._writer is None:
+            raise EngineClosed("The engine is not ready.")
+        number = next(self._call_numbers)
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(kind(number, *arguments))
+        return await self._calls[number]
+
+    def tell(self, message: EndExport | EndImport) -> None:
+        """Tell the engine that a move has ended."""
+        self._send(message)
 
     def abort(self, request_id: str) -> None:
         """Finish a request at once. Its mailbox gets a last update."""
@@ -271,6 +292,7 @@ class Supervised:
             finally:
                 self._writer = None
                 self._fail_descriptions()
+                self._fail_calls()
             reason = await self._reap(EXIT_S)
             if not self._ready.done():
                 self._give_up(f"ended while it loaded the model: {reason}")
@@ -287,14 +309,14 @@ class Supervised:
             )
             self._callbacks.on_restart(reason)
             self._count_crash(weight)
-            self._callbacks.hand_over(self._groups())
+            self._callbacks.hand_over(self.groups())
             await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * (2**num_failed - 1)))
 
     def _give_up(self, what: str) -> None:
         """There will be no engine: fail all requests that no other one takes."""
         log.error("the engine %s", what)
         error = EngineError(f"The engine {what}.")
-        self._callbacks.hand_over(self._groups())
+        self._callbacks.hand_over(self.groups())
         self._fail_all(error)
         self._callbacks.on_end(error)
         if not self._ready.done():
@@ -360,6 +382,12 @@ class Supervised:
         if self._writer is not None:
             self._writer.write(encode(message))
 
+    def _fail_calls(self) -> None:
+        calls, self._calls = self._calls, {}
+        for reply in calls.values():
+            if not reply.done():
+                reply.set_exception(EngineClosed("The engine died while requests moved."))
+
     def _send_requests(self, requests: Iterable[InFlightRequest]) -> None:
         if self._writer is None:
             return
@@ -371,7 +399,9 @@ class Supervised:
     def _to_message(self, in_flight: InFlightRequest) -> EngineRequest:
         leader = self._by_request_id.get(in_flight.request.leader.id) if in_flight.request.leader else None
         leader_id = leader.wire_id if leader else None
-        return EngineRequest.of(in_flight.request, in_flight.wire_id, leader_id, in_flight.output, in_flight.num_scored)
+        return EngineRequest.of(
+            in_flight.request, in_flight.wire_id, leader_id, in_flight.output, in_flight.num_scored, in_flight.staged
+        )
 
     def _handle(self, message: ToServer) -> None:
         self._adding = message.ids if isinstance(message, AddingRequests) else []
@@ -401,6 +431,13 @@ class Supervised:
                 log.error("the engine could not load the model: %s", text)
                 if not self._ready.done():
                     self._ready.set_exception(make_error(error, text))
+            case _:
+                self._on_reply(message)
+
+    def _on_reply(self, reply: TransferReply) -> None:
+        waiting = self._calls.pop(reply.call, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
 
     def _on_ready(self, ready: Ready) -> None:
         """Send all requests in flight to a new engine. Quarantined requests come last, one by one."""
@@ -409,12 +446,15 @@ class Supervised:
             self._ready.set_result(ready)
         if self._watch_message is not None:
             self._send(self._watch_message)
-        for group in self._groups():
+        for group in self.groups():
             self._send_requests(group)
         self._send_next_quarantined()
         self._callbacks.on_ready(ready)
 
-    def _groups(self) -> list[list[InFlightRequest]]:
+    def is_quarantined(self, in_flight: InFlightRequest) -> bool:
+        return in_flight in self._quarantined or in_flight is self._probed
+
+    def groups(self) -> list[list[InFlightRequest]]:
         """The requests that are not quarantined, those that were submitted together in one list."""
         held = set(map(id, self._quarantined))
         by_mailbox: dict[int, list[InFlightRequest]] = {}

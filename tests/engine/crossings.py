@@ -3,8 +3,9 @@
     python -m tests.engine.crossings [--requests 20000] [--seed 0]
 
 A world is an engine with a random shape and random proposers, from well-meaning to hostile, and random requests. While
-it runs, requests are preempted and aborted, the engine is killed and started again, and plans are dropped. Each answer
-is compared with the one of an engine that is left alone and has no drafts. `test_crossings.py` runs a few worlds.
+it runs, requests are preempted and aborted, the engine is killed and started again, requests move to another engine
+with their cache, and plans are dropped. Each answer is compared with the one of an engine that is left alone and has no
+drafts. `test_crossings.py` runs a few worlds.
 """
 
 from __future__ import annotations
@@ -20,14 +21,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.batch import BatchBuffers, BufferShape
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.kv_transfer import KVTransfer
 from quire.engine.messages import EngineRequest
+from quire.engine.transfer_messages import (
+    Blocks,
+    Done,
+    EndExport,
+    EndImport,
+    Export,
+    Exported,
+    Import,
+    ReadBlocks,
+    WriteBlocks,
+    staged_name,
+)
 from quire.speculative import ngram
 from quire.speculative.controller import Controller
 from quire.speculative.proposer import ModelProposer, Proposer
@@ -75,6 +91,7 @@ class World:
         per_request = num_groups * -(-600 // self.settings["block_size"])
         self.settings["num_blocks"] = int(per_request * rng.choice([1.1, 1.5, 6]))
         self.settings["num_host_blocks"] = rng.choice([0, 0, 2 * per_request])
+        self.settings["num_import_blocks"] = rng.choice([per_request, 40 * per_request])  # the others are recomputed
         self.disturbs = rng.choice([0.0, 0.0, 0.05, 0.2])
         self._request_seed, self._count = rng.randrange(1 << 30), num_requests
         self.num_drafted = self.num_accepted = 0
@@ -121,7 +138,7 @@ class World:
         raise AssertionError(f"{self.description}: it never ends")
 
     def _disturb(self, engine: Engine, live: dict[str, Request], answers: Answers) -> Engine:
-        kind = self.rng.choice(["preempted", "preempted", "preempted", "aborted", "dropped", "killed"])
+        kind = self.rng.choice(["preempted", "preempted", "preempted", "aborted", "dropped", "killed", "moved"])
         running = [request for request in engine.scheduler.running if request.beam is None]
         if kind == "preempted" and running:
             engine.scheduler._preempt(self.rng.choice(running))
@@ -137,10 +154,36 @@ class World:
             for name, request in live.items():
                 if answers[name].finish is None:
                     engine.add(self._sent(request, answers[name], engine))
+        elif kind == "moved":
+            self._count_drafts(engine)
+            engine = self._move(engine, live, answers)
         else:
             return engine
         self.happened[kind] += 1
         return engine
+
+    def _move(self, engine: Engine, live: dict[str, Request], answers: Answers) -> Engine:
+        """All requests move to another engine, those that were submitted together at once."""
+        target = self._build()
+        engine.info = target.info = SimpleNamespace(device="cpu", fingerprint="")  # type: ignore[assignment]
+        here, there = KVTransfer(engine), KVTransfer(target)
+        left = [name for name in live if name in engine.scheduler.requests]
+        while left:
+            root = live[left[0]].leader or live[left[0]]
+            group = [name for name in left if (live[name].leader or live[name]) is root]
+            left = [name for name in left if name not in group]
+            for update in move_group(here, there, group):
+                answers[update.id].add(update)
+            for name in group:
+                if answers[name].finish is None:
+                    request = self._sent(live[name], answers[name], target)
+                    target.add(request)
+                    there.arrive(request, staged_name("move", name))
+                    self.happened["with its cache"] += request.swapped_out is not None
+            there.handle(EndImport("move"))
+            here.handle(EndExport(1))
+        assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+        return target
 
     def _sent(self, request: Request, answer: Answer, engine: Engine) -> Request:
         """As the supervisor sends it to an engine, with the tokens that there are after an engine was killed."""
@@ -230,6 +273,18 @@ class World:
             lambda: scheduler.kv.pool, scheduler.reserve,
         )  # fmt: skip
         return Engine(scheduler, tiny.runner, None), [drafter]  # type: ignore[arg-type]
+
+
+def move_group(here: KVTransfer, there: KVTransfer, names: list[str]) -> list[Update]:
+    """Let requests leave, and copy their blocks if there is room."""
+    updates, exported = here.handle(Export(1, names))
+    assert isinstance(exported, Exported)
+    reply = there.handle(Import(2, "move", "", exported.num_blocks, exported.requests))[1]
+    if isinstance(reply, Done):
+        blocks = here.handle(ReadBlocks(3, 1, 0, exported.num_blocks))[1]
+        assert isinstance(blocks, Blocks)
+        assert there.handle(WriteBlocks(4, "move", 0, blocks.data))[1] == Done(4)
+    return updates
 
 
 def make_suffix(kind: str) -> SuffixProposer:

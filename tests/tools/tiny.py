@@ -126,6 +126,7 @@ class TinyEngine:
         ops: Kernels | None = None,
         kv_dtype: str = "float32",
         num_host_blocks: int = 0,
+        num_import_blocks: int = 0,
         more_specs: Sequence[CacheSpec] = (),
         tap_layers: Sequence[int] = (),
         listeners: Sequence[StepListener] = (),
@@ -148,10 +149,11 @@ class TinyEngine:
             num_state_groups=layout.num_state_groups,
             prefix_cache=prefix_cache,
             num_host_blocks=num_host_blocks,
+            num_import_blocks=num_import_blocks,
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks + num_import_blocks, ops.move_kv)
         vocab_size = config.vocab_size
         shape = BufferShape(
             max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, ops.arrays,
