@@ -35,6 +35,7 @@ are raised from here.
         ├── RequestTimeout        408   the client did not send all of its request in time
         ├── TooManyConnections    503
         ├── NoProfile             503   the costs of the engine's steps have not been measured
+        ├── Forbidden             403   the caller's key may not do that
         ├── ReceiptNotFound       404   no replica's receipt of that request is kept
         ├── RequestNotFound       404   no record of what happened to that request is kept
         ├── ResponseNotFound      404   a stored response that does not exist any more, or never did
@@ -56,6 +57,7 @@ __all__ = [
     "EmptyPrompt",
     "EngineClosed",
     "EngineError",
+    "Forbidden",
     "HeadersTooLarge",
     "InvalidField",
     "InvalidParams",
@@ -304,6 +306,12 @@ class ResponseNotFound(ServerError):
     """This caller has no stored response with that id."""
 
     status = 404
+
+
+class Forbidden(ServerError):
+    """The key is right, and not an operator's."""
+
+    status = 403
 
 
 class Unauthorized(ServerError):

@@ -67,12 +67,10 @@ class OpenImport:
 
     def add(self, staged: SwappedOut, cache: RequestCache) -> None:
         self.staged[staged_name(self.name, cache.id)] = staged
-        for here, there in zip(
-            [*staged.tables, *staged.fixed_tables], [*cache.tables, *cache.fixed_tables], strict=True
-        ):
-            for host_block, number in zip(here, there, strict=True):
-                if host_block is not None and number is not None:
-                    self.targets[number].append(host_block)
+        numbers = [number for table in cache.tables for number in table if number is not None]
+        numbers += [number for table in cache.fixed_tables for number in table]
+        for number, host_block in zip(numbers, staged.host_blocks, strict=True):
+            self.targets[number].append(host_block)
 
     def is_staged(self, swap: Swap) -> bool:
         """Whether the host blocks are still kept for these requests: a reset frees them."""
@@ -216,7 +214,7 @@ def fits(cache: RequestCache, num_blocks: int, kv: KVCache) -> bool:
     """Whether block tables that a peer has sent are those of a request in this cache."""
     if not cache.num_computed:
         return not cache.tables and not cache.fixed_tables
-    named = [block for table in [*cache.tables, *cache.fixed_tables] for block in table if block is not None]
+    named = SwappedOut(cache.num_computed, cache.tables, cache.fixed_tables).host_blocks
     return (
         0 < cache.num_computed < cache.num_tokens
         and [len(table) for table in cache.tables] == [ceil_div(cache.num_computed, kv.block_size)] * len(kv.windows)

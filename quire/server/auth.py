@@ -11,11 +11,11 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import InvalidParams
+from quire.errors import InvalidParams, show
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MIN_KEY_CHARS = 8
@@ -23,19 +23,24 @@ MIN_KEY_CHARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of an API key. Without keys there is one tenant, whose name is empty."""
+    """The owner of an API key. Without keys there is one tenant, whose name is empty.
+
+    An operator may take replicas out of use.
+    """
 
     name: str = ""
     salt: bytes = b""
+    is_operator: bool = False
 
 
 class ApiKeys:
     """The API keys of a server. Without any, every request is accepted."""
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
+    def __init__(self, keys: Mapping[str, str], operators: Collection[str] = ()) -> None:
         secret = secrets.token_bytes(32)
         self._tenants = [
-            (digest(key), Tenant(name, hmac.digest(secret, name.encode(), "sha256"))) for name, key in keys.items()
+            (digest(key), Tenant(name, hmac.digest(secret, name.encode(), "sha256"), name in operators))
+            for name, key in keys.items()
         ]
 
     @property
@@ -45,7 +50,7 @@ class ApiKeys:
     def authenticate(self, key: str | None) -> Tenant | None:
         """The tenant of a key. None if the key is wrong or missing."""
         if not self._tenants:
-            return Tenant()
+            return Tenant(is_operator=True)
         found = None
         given = digest(key or "")
         for known, tenant in self._tenants:
@@ -58,10 +63,13 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def load_api_keys(api_key: str | None, api_key_file: str | None) -> ApiKeys:
-    """The keys of the options: one key, or a file of lines `NAME KEY`. `#` begins a comment."""
+def load_api_keys(api_key: str | None, api_key_file: str | None, operators: str | None = None) -> ApiKeys:
+    """The keys of the options: one key, or a file of lines `NAME KEY`. `#` begins a comment.
+
+    The owner of the one key is an operator. Of a file's, those that `operators` names are.
+    """
     if api_key is not None:
-        return ApiKeys({"default": check_key("api_key", api_key)})
+        return ApiKeys({"default": check_key("api_key", api_key)}, ["default"])
     if api_key_file is None:
         return ApiKeys({})
     try:
@@ -83,7 +91,10 @@ def load_api_keys(api_key: str | None, api_key_file: str | None) -> ApiKeys:
         raise InvalidParams(
             f"api_key_file {api_key_file} has no key in it, so every request would be refused; add one."
         )
-    return ApiKeys(keys)
+    named = [name.strip() for name in operators.split(",")] if operators is not None else []
+    if unknown := [name for name in named if name not in keys]:
+        raise InvalidParams(f"operators names {show(unknown[0])}, and {api_key_file} has no key of that name; add one.")
+    return ApiKeys(keys, named)
 
 
 def check_key(where: str, key: str) -> str:

@@ -20,6 +20,9 @@ class ServerConfig:
         None, "Clients must send this key; $QUIRE_API_KEY if not set. Without a key, every request is accepted."
     )
     api_key_file: str | None = option(None, "A file of keys, a line each: NAME KEY. Each name is a tenant of its own.")
+    operators: str | None = option(
+        None, "Names of --api-key-file that may drain replicas, with commas; none if not set.", "NAME,..."
+    )
     replicas: int = option(
         1, "Engines that share the requests: each has the model, and a GPU or a share of the CPU's threads of its own."
     )
@@ -63,3 +66,5 @@ class ServerConfig:
             raise InvalidParams("tls_cert and tls_key go together; give both or neither.")
         if self.api_key is not None and self.api_key_file is not None:
             raise InvalidParams("Give api_key or api_key_file, not both.")
+        if self.operators is not None and self.api_key_file is None:
+            raise InvalidParams("operators are names of api_key_file; give that too. Without it every caller is one.")

@@ -54,7 +54,7 @@ class Server:
         self.path = path
         self.metrics = Metrics()
         self.middleware: RequestMiddleware = build_app(
-            config, load_api_keys(config.api_key, config.api_key_file), self.metrics
+            config, load_api_keys(config.api_key, config.api_key_file, config.operators), self.metrics
         )
         self.num_signals = 0
         self._stop = asyncio.Event()

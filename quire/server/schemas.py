@@ -50,6 +50,7 @@ class Status(Schema):
 class Replica(Schema):
     replica: int
     ready: bool
+    draining: bool | None = None
     answers: int | None = None
     waiting_prompt_tokens: int | None = None
     cached_blocks: int | None = None
@@ -59,6 +60,19 @@ class Replica(Schema):
 
 class ReplicaList(Schema):
     replicas: list[Replica]
+
+
+class Drained(Schema):
+    replica: int
+    moved: int
+    recomputed: int
+    queued: int
+    kept: int
+    moved_tokens: int
+    moved_bytes: int
+    longest_pause_s: float
+    seconds: float
+    reasons: dict[str, int]
 
 
 class ReceiptList(Schema):

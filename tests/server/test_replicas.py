@@ -70,7 +70,28 @@ def test_replicas_and_receipts(pair):
         assert "never" in missing.json()["error"]["message"]
 
 
+def test_a_replica_is_drained_under_requests(pair):
+    with pair.client() as http, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        expected = list(pool.map(lambda index: ask(pair, index, 80), range(8)))
+        working = [pool.submit(ask, pair, index, 80) for index in range(8)]
+        wait_for(lambda: sum(replica["answers"] for replica in http.get("/replicas").json()["replicas"]) > 4)
+        busy = max(http.get("/replicas").json()["replicas"], key=lambda replica: replica["answers"])["replica"]
+        drained = http.post(f"/replicas/{busy}/drain", json={}).json()
+        assert drained["replica"] == busy
+        assert drained["moved"] + drained["recomputed"] + drained["queued"] > 0
+        assert [future.result() for future in working] == expected
+        draining = [replica["draining"] for replica in http.get("/replicas").json()["replicas"]]
+        assert draining == [busy == 0, busy == 1]
+        refused = http.post(f"/replicas/{1 - busy}/drain", json={})
+        assert (refused.status_code, "only one" in refused.text) == (400, True)
+        assert http.post("/replicas/1/drain").status_code == 400, "a page of another origin can send this"
+        assert http.post("/replicas/x/drain", json={}).status_code == 400
+        replicas = http.post(f"/replicas/{busy}/undrain", json={}).json()["replicas"]
+        assert not any(replica["draining"] for replica in replicas)
+
+
 def test_one_engine_has_no_receipts(server):
     with server.client() as http:
         assert http.get("/replicas").json() == {"replicas": [{"replica": 0, "ready": True}]}
         assert http.get("/replicas/receipts/x").status_code == 404
+        assert "one engine" in http.post("/replicas/0/drain", json={}).json()["error"]["message"]
