@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "async_llm": {"llm", "engine.client", "engine.async_client", "text", "core", "store", "config", "errors"},
     "server": {
         "",
+        "distributed.ray_engines",
         "event_loop",
         "engine.fleet",
         "engine.live_changes",
@@ -125,7 +126,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
-    "distributed": {"engine", "core", "config", "errors"},
+    "distributed": {"engine", "core", "store", "config", "errors"},
     "cli": {""},
     "__main__": {"cli"},
 }

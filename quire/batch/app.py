@@ -84,7 +84,7 @@ class Exchange:
 
 
 @asynccontextmanager
-async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1) -> AsyncIterator[App]:
+async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1, *, ray: bool = False) -> AsyncIterator[App]:
     """Start the engines and load the model. The end of the `with` block ends them."""
     config = ServerConfig(
         request_timeout=SECONDS,
@@ -102,7 +102,7 @@ async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1) -> A
             middleware.service.on_step(outputs, replica)
 
     callbacks = FleetCallbacks(on_step, lambda reason, replica: metrics.on_restart(replica))
-    client = make_client(engine, path, num_replicas, config.stall_timeout, callbacks)
+    client = await make_client(engine, path, num_replicas, config.stall_timeout, callbacks, ray=ray)
     try:
         tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, path)
         ready = await client.start()

@@ -81,11 +81,12 @@ def run_job(
     defaults: RowDefaults,
     *,
     num_replicas: int = 1,
+    ray: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> JobReport:
     """Run a job to its end. If it is interrupted, the same call with `resume` continues it."""
-    return event_loop.run(_run_job(files, engine, model_path, defaults, num_replicas, resume, progress))
+    return event_loop.run(_run_job(files, engine, model_path, defaults, num_replicas, ray, resume, progress))
 
 
 async def _run_job(
@@ -94,6 +95,7 @@ async def _run_job(
     model_path: Path,
     defaults: RowDefaults,
     num_replicas: int,
+    ray: bool,
     resume: bool,
     progress: Progress | None,
 ) -> JobReport:
@@ -107,7 +109,7 @@ async def _run_job(
         report = JobReport(survey.num_rows, ledger.num_finished)
         begin_s = time.monotonic()
         if ledger.num_finished < survey.num_rows:
-            async with open_app(engine, model_path, num_replicas) as app:
+            async with open_app(engine, model_path, num_replicas, ray=ray) as app:
                 ledger.check_engine({"max_len": app.max_len})
                 run = JobRun(app, ledger, report, progress)
                 waiting = unfinished_rows(rows, survey.repeated, ledger.finished, defaults)

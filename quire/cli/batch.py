@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue a job that was interrupted")
     parser.add_argument("--chat", action="store_true", help="ask plain prompts as questions")
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="engines that share the rows; default 1")
+    parser.add_argument("--ray", action="store_true", help="let Ray place the engines, on $RAY_ADDRESS or here")
     add_json(parser)
     add_sampling(parser, max_tokens=None)
     add_engine_options(parser)
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         with bar("answering", unit="rows") as draw, progress_lines(draw) as progress:
             result = run_job(
                 job, config, files.path, defaults,
-                num_replicas=arguments.replicas, resume=arguments.resume, progress=progress,
+                num_replicas=arguments.replicas, ray=arguments.ray, resume=arguments.resume, progress=progress,
             )  # fmt: skip
     except (KeyboardInterrupt, OSError, EngineError):
         if job.ledger.exists():

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.core.routing import ReplicaState, Router
 from quire.engine.draining import NO_CACHE, DrainReport
+from quire.engine.launch import Launch, LocalLaunch
 from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.memory import CPU_SHARE, GIB, free_bytes
@@ -38,6 +39,7 @@ from quire.kernels.isa import usable_cores
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
 
+Place = tuple[EngineConfig, Launch]  # of a replica: its configuration, and how its process is started
 SILENT_S = 5.0  # a replica whose engine has said nothing for longer gets no request that another one can have
 
 log = logging.getLogger("quire.fleet")
@@ -71,7 +73,9 @@ class Fleet:
         *,
         stall_s: float = 120.0,
         callbacks: FleetCallbacks | None = None,
+        places: Sequence[Place] | None = None,
     ) -> None:
+        """`places`: the configuration of each replica and how it is started; by default all are on this machine."""
         self._callbacks = callbacks or FleetCallbacks()
         self._block_size = config.block_size
         self.members = [
@@ -80,10 +84,10 @@ class Fleet:
                 path,
                 stall_s=stall_s,
                 callbacks=self._callbacks_of(index),
-                environment=environment,
+                launch=launch,
                 report_prefixes=True,
             )
-            for index, (member_config, environment) in enumerate(divide(config, num_replicas))
+            for index, (member_config, launch) in enumerate(places or divide(config, num_replicas))
         ]
         self._has_prefix_cache = config.prefix_cache
         self._router: Router | None = None
@@ -417,8 +421,8 @@ def measure_step(state: ReplicaState, outputs: StepOutputs, before: StepOutputs)
         state.measure(num_tokens, num_rows, outputs.step_s)
 
 
-def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, Mapping[str, str] | None]]:
-    """The configuration of each replica, and the environment of its process.
+def divide(config: EngineConfig, num_replicas: int) -> list[Place]:
+    """Replicas on this machine.
 
     On a GPU each replica has a GPU of its own. On a CPU they share its threads and the memory for caches.
     """
@@ -430,12 +434,18 @@ def divide(config: EngineConfig, num_replicas: int) -> list[tuple[EngineConfig, 
                 "Lower it, or set device to 'cpu'."
             )
         names = device_names(num_devices)
-        return [(config, {**os.environ, "CUDA_VISIBLE_DEVICES": name}) for name in names[:num_replicas]]
+        environments = [{**os.environ, "CUDA_VISIBLE_DEVICES": name} for name in names[:num_replicas]]
+        return [(config, LocalLaunch(environment)) for environment in environments]
+    return [(divide_cpu(config, num_replicas), LocalLaunch())] * num_replicas
+
+
+def divide_cpu(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The configuration of replicas that share the threads and the memory for caches of this machine."""
     threads = max(1, (config.threads or usable_cores()) // num_replicas)
     kv_memory = config.kv_memory
     if kv_memory is None and config.num_blocks is None:
         kv_memory = CPU_SHARE * free_bytes("cpu") / GIB / num_replicas
-    return [(replace(config, threads=threads, kv_memory=kv_memory), None)] * num_replicas
+    return replace(config, threads=threads, kv_memory=kv_memory)
 
 
 def device_names(num_devices: int) -> list[str]:

@@ -1,4 +1,6 @@
-"""The engine's process: an engine and a socket. `python -m quire.engine.process FD`, started by `supervisor.py`.
+"""The engine's process: an engine and a socket. `python -m quire.engine.process FD [PATH]`, started by `supervisor.py`.
+
+PATH is the model's on this machine, where that is not the server's.
 
 One thread receives messages, runs a step and sends its updates, so a reply shows that steps end. The process exits when
 the other side closes the socket.
@@ -17,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from quire.config import one_blas_thread
 from quire.core.constraint import Constraint, StopMatcher
@@ -253,12 +257,14 @@ class EngineLoop:
         self._reported_tree = tree
 
 
-def load(connection: Connection) -> EngineLoop | None:
+def load(connection: Connection, path: str | None = None) -> EngineLoop | None:
     """Load the engine that the first message describes. None if loading fails or the connection is closed."""
     start = next(connection.receive(wait=True), None)
     if start is None:
         return None
     assert isinstance(start, Start)
+    if path is not None:
+        start = structs.replace(start, path=path)
     try:
         with no_garbage_collection(), one_blas_thread():
             engine = start_engine(start.config, Path(start.path))
@@ -286,7 +292,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; the server handles it
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-    loop = load(connection)
+    loop = load(connection, *sys.argv[2:3])
     try:
         if loop is not None:
             loop.run()

@@ -20,10 +20,8 @@ import itertools
 import json
 import logging
 import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +33,7 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.core.plan import Detail, Update
 from quire.core.request import Finish, Request
+from quire.engine.launch import EngineProcess, Launch, LocalLaunch
 from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
@@ -65,7 +64,6 @@ from quire.errors import EngineClosed, EngineError, NotReady, QuireError
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
 
-ENGINE = ("-m", "quire.engine.process")
 READ_BYTES = 1 << 20
 PING_S = 1.0
 MAX_FAILED_STARTS = 5  # in a row
@@ -119,11 +117,11 @@ class Supervised:
         *,
         stall_s: float = 120.0,
         callbacks: EngineCallbacks | None = None,
-        environment: Mapping[str, str] | None = None,
+        launch: Launch | None = None,
         report_prefixes: bool = False,
     ) -> None:
         self._start_message = Start(config, str(path), report_prefixes)
-        self._environment = environment  # of the engine's process; None: that of this one
+        self._launch = launch or LocalLaunch()
         self._stall_s = stall_s
         self._callbacks = callbacks or EngineCallbacks()
         self._in_flight: dict[str, InFlightRequest] = {}  # by wire id
@@ -133,7 +131,7 @@ class Supervised:
         self._call_numbers = itertools.count()
         self._quarantined: list[InFlightRequest] = []  # not sent to the engine yet
         self._probed: InFlightRequest | None = None  # the quarantined request that the engine has
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no engine is ready
         self._profile: str | None = None  # the newest, as the engine has sent it
         self._last_message_s = 0.0
@@ -269,6 +267,7 @@ class Supervised:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._reap()
+        await self._launch.close()
 
     # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,16 +322,11 @@ class Supervised:
             self._ready.set_exception(error)
 
     async def _spawn(self) -> asyncio.StreamReader:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *ENGINE, str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=self._environment,
-            )  # fmt: skip
-        reader, self._channel = await asyncio.open_connection(sock=ours)
+        launched = await self._launch.launch()
+        self._process, self._channel = launched.process, launched.writer
         self._last_message_s, self._killed_by_us, self._adding = time.monotonic(), False, []
         self._channel.write(encode(self._start_message))
-        return reader
+        return launched.reader
 
     async def _listen(self, reader: asyncio.StreamReader) -> bool:
         """Handle the engine's messages until it closes the connection. Returns whether it became ready."""

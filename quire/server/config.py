@@ -26,6 +26,9 @@ class ServerConfig:
     replicas: int = option(
         1, "Engines that share the requests: each has the model, and a GPU or a share of the CPU's threads of its own."
     )
+    ray: bool = option(
+        False, "Let Ray place the replicas: on the cluster of $RAY_ADDRESS, or on one that is started here."
+    )
     served_model_name: str | None = option(None, "What clients call the model; MODEL if not set.")
     max_queue_requests: int = option(16_384, "Requests that may wait; more are refused, with a Retry-After (429).")
     max_queue_tokens: int = option(

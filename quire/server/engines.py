@@ -46,10 +46,21 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
-def make_client(
-    engine: EngineConfig, path: Path, num_replicas: int, stall_s: float, callbacks: FleetCallbacks
+async def make_client(
+    engine: EngineConfig,
+    path: Path,
+    num_replicas: int,
+    stall_s: float,
+    callbacks: FleetCallbacks,
+    *,
+    ray: bool = False,
 ) -> EngineClient:
-    """A client that is not started."""
+    """A client that is not started. With `ray`, Ray places the replicas."""
+    if ray:
+        from quire.distributed.ray_engines import place_replicas
+
+        places = await place_replicas(engine, path, num_replicas)
+        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks, places=places)
     if num_replicas > 1:
         return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks)
     return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0))

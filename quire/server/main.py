@@ -65,12 +65,12 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with bind(self.config.host, self.config.port) as listening:
+            client = await make_client(
+                self.engine, self.path, self.config.replicas, self.config.stall_timeout,
+                FleetCallbacks(self._on_step, self._on_restart, self._on_changes), ray=self.config.ray,
+            )  # fmt: skip
             http = UvicornServer(self._uvicorn_config())
             serving = asyncio.create_task(http.serve([listening]))
-            client = make_client(
-                self.engine, self.path, self.config.replicas, self.config.stall_timeout,
-                FleetCallbacks(self._on_step, self._on_restart, self._on_changes),
-            )  # fmt: skip
             try:
                 service = await self._load(client)
                 if service is not None:

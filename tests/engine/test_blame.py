@@ -10,7 +10,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Finish, Request
-from quire.engine import supervisor
+from quire.engine import launch, supervisor
 from quire.engine.supervisor import EngineCallbacks, Supervised
 from tests.engine import scripted_engine as engine
 
@@ -21,7 +21,7 @@ GOOD = 9
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch) -> None:
-    monkeypatch.setattr(supervisor, "ENGINE", ("-m", engine.__name__))
+    monkeypatch.setattr(launch, "ENGINE", ("-m", engine.__name__))
 
 
 def request(name: str, kind: int, max_tokens: int = 5) -> Request:

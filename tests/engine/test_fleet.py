@@ -235,16 +235,16 @@ def test_how_a_machine_is_divided(monkeypatch):
     parts = divide(EngineConfig(device="cpu"), 2)
     assert [part.threads for part, _ in parts] == [4, 4]
     assert parts[0][0].kv_memory == parts[1][0].kv_memory > 0
-    assert [environment for _, environment in parts] == [None, None]
+    assert [launch.environment for _, launch in parts] == [None, None]
     assert [part.threads for part, _ in divide(EngineConfig(device="cpu", threads=2), 3)] == [1, 1, 1]
     assert divide(EngineConfig(device="cpu", kv_memory=0.5), 2)[0][0].kv_memory == 0.5
     monkeypatch.setattr(fleets, "count_devices", lambda: 2)
     parts = divide(EngineConfig(), 2)
-    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in parts] == ["0", "1"]
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for _, launch in parts] == ["0", "1"]
     with pytest.raises(InvalidParams, match="2 GPU"):
         divide(EngineConfig(), 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
-    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in divide(EngineConfig(), 2)] == ["3", "GPU-5"]
+    assert [launch.environment["CUDA_VISIBLE_DEVICES"] for _, launch in divide(EngineConfig(), 2)] == ["3", "GPU-5"]
 
 
 def test_samples_of_one_prompt_that_end_apart(default_model):
