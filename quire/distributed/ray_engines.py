@@ -194,7 +194,7 @@ async def place_replicas(config: EngineConfig, path: Path, num_replicas: int) ->
         import ray.util.scheduling_strategies
     except ImportError:
         raise InvalidParams("Ray is not installed; run pip install 'quire[ray]'.") from None
-    await asyncio.get_running_loop().run_in_executor(None, connect, ray)
+    connect(ray)
     member_config, bundle = find_bundle(config, num_replicas, ray.cluster_resources())
     group = ray.util.placement_group([bundle] * num_replicas, strategy="SPREAD")
     await check_placed(group, bundle, num_replicas)
@@ -205,9 +205,20 @@ async def place_replicas(config: EngineConfig, path: Path, num_replicas: int) ->
 
 
 def connect(ray: Any) -> None:
-    """In a thread that is not the main one, so that Ray leaves the handlers of signals alone."""
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
+    """Connect to the cluster, or start one, and leave the handlers of signals as they are.
+
+    In the main thread: the processes of a cluster that is started here end with the thread that started them.
+    """
+    if ray.is_initialized():
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise EngineError(f"Ray cannot be used: {error} Check $RAY_ADDRESS, or run `ray status`.") from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def find_bundle(
