@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.fleet import FleetCallbacks
-from quire.engine.messages import StepOutputs
 from quire.errors import EngineError
-from quire.server.app import build_app
-from quire.server.auth import load_api_keys
 from quire.server.config import ServerConfig
-from quire.server.engines import make_client
-from quire.server.metrics import Metrics
+from quire.server.hosted import open_application
 from quire.server.middleware import RequestMiddleware
 from quire.server.service import Service
-from quire.text.tokenizers.tokenizer import load_tokenizer
 
 MAX_COUNT = 2**31 - 1
 SECONDS = 1e6  # longer than any row runs: the job bounds how many run at once, and nobody waits for one
@@ -92,25 +86,8 @@ async def open_app(engine: EngineConfig, path: Path, num_replicas: int = 1, *, r
         max_queue_tokens=MAX_COUNT,
         max_body_bytes=MAX_COUNT,
         log_requests=False,
+        replicas=num_replicas,
+        ray=ray,
     )
-    metrics = Metrics()
-    metrics.num_replicas = num_replicas
-    middleware = build_app(config, load_api_keys(None, None), metrics)
-
-    def on_step(outputs: StepOutputs, replica: int) -> None:
-        if middleware.service is not None:
-            middleware.service.on_step(outputs, replica)
-
-    callbacks = FleetCallbacks(on_step, lambda reason, replica: metrics.on_restart(replica))
-    client = await make_client(engine, path, num_replicas, config.stall_timeout, callbacks, ray=ray)
-    try:
-        tokenizer = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, path)
-        ready = await client.start()
-        service = Service(client, ready, await tokenizer, config, engine, metrics)
-        middleware.service = service
-        try:
-            yield App(middleware, service)
-        finally:
-            await service.close()
-    finally:
-        await client.close()
+    async with open_application(engine, config, path) as (middleware, service):
+        yield App(middleware, service)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quire.engine.launch import ENGINE, LaunchedEngine
 from quire.errors import EngineError, InvalidParams
 from quire.store import resolve
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 TOKEN_BYTES = 32
 CONNECT_S = 20.0  # a connection sends its token within this time
 PLACE_S = 60.0  # the cluster has this time to reserve what the replicas need
@@ -93,35 +95,29 @@ class RayProcess:
 
 
 class Listener:
-    """Where the engines' processes connect to. Each has a token of its own, and no other connection is kept."""
+    """Where one engine's process connects to. It sends a token, and no other connection is kept."""
 
     def __init__(self, host: str) -> None:
         self._host = host
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
         self._server: asyncio.Server | None = None
-        self._expected: dict[bytes, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
 
-    async def address(self) -> tuple[str, int]:
-        if self._server is None:
-            self._server = await asyncio.start_server(self._accept, self._host, 0)
+    async def open(self) -> tuple[str, int]:
+        """The address."""
+        self._server = await asyncio.start_server(self._accept, self._host, 0)
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
-
-    def expect(self, token: bytes) -> asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        self._expected[token] = asyncio.get_running_loop().create_future()
-        return self._expected[token]
-
-    def expect_no_more(self, token: bytes) -> None:
-        self._expected.pop(token, None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sent = b""
         with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
             async with asyncio.timeout(CONNECT_S):
                 sent = await reader.readexactly(TOKEN_BYTES)
-        for token in [token for token in self._expected if hmac.compare_digest(token, sent)]:
-            self._expected.pop(token).set_result((reader, writer))
-            return
-        writer.close()
+        if hmac.compare_digest(self.token, sent) and not self.connected.done():
+            self.connected.set_result((reader, writer))
+        else:
+            writer.close()
 
     def close(self) -> None:
         if self._server is not None:
@@ -131,10 +127,10 @@ class Listener:
 class RayLaunch:
     """Starts the engine of one replica, in a bundle of the placement group, wherever that is."""
 
-    def __init__(self, ray: Any, listener: Listener, actor_class: Any, model: str, path: Path) -> None:
-        """`actor_class` has its options."""
+    def __init__(self, ray: Any, host: str, actor_class: Any, model: str, path: Path) -> None:
+        """`host`: this machine's address in the cluster. `actor_class` has its options."""
         self._ray = ray
-        self._listener = listener
+        self._host = host
         self._actor_class = actor_class
         self._model = model
         self._path = path
@@ -159,18 +155,18 @@ class RayLaunch:
                 await asyncio.sleep(RETRY_S)
 
     async def _launch(self) -> LaunchedEngine:
-        actor = self._actor = self._actor_class.remote()
-        token = secrets.token_bytes(TOKEN_BYTES)
-        connected, address = self._listener.expect(token), await self._listener.address()
-        status = actor.run.remote(address, token, self._model, str(self._path))
-        ended = asyncio.ensure_future(self._wait(status))
+        actor, listener = self._actor_class.remote(), Listener(self._host)
+        self._actor = actor
         try:
-            await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
+            address = await listener.open()
+            status = actor.run.remote(address, listener.token, self._model, str(self._path))
+            ended = asyncio.ensure_future(self._wait(status))
+            await asyncio.wait((listener.connected, ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._listener.expect_no_more(token)
-        if not connected.done():
+            listener.close()
+        if not listener.connected.done():
             raise ConnectionError(f"the engine's actor ended before its process was connected: {ended.result().why}")
-        reader, writer = connected.result()
+        reader, writer = listener.connected.result()
         ended.add_done_callback(lambda _: writer.close())  # without its actor the process is not ours any more
         return LaunchedEngine(RayProcess(actor, ended, await actor.pid.remote()), reader, writer)
 
@@ -189,19 +185,23 @@ class RayLaunch:
 
 async def place_replicas(config: EngineConfig, path: Path, num_replicas: int) -> list[Place]:
     """Reserve a GPU, or CPUs, for each replica on the cluster of $RAY_ADDRESS, or on one that is started here."""
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError:
-        raise InvalidParams("Ray is not installed; run pip install 'quire[ray]'.") from None
+    ray = import_ray()
     connect(ray)
     member_config, bundle = find_bundle(config, num_replicas, ray.cluster_resources())
     group = ray.util.placement_group([bundle] * num_replicas, strategy="SPREAD")
     await check_placed(group, bundle, num_replicas)
-    listener = Listener(ray.util.get_node_ip_address())
+    host = ray.util.get_node_ip_address()
     return [
-        (member_config, make_launch(ray, group, index, bundle, listener, config, path)) for index in range(num_replicas)
+        (member_config, make_launch(ray, group, index, bundle, host, config, path)) for index in range(num_replicas)
     ]
+
+
+def import_ray() -> Any:
+    try:
+        import_module("ray.util.scheduling_strategies")
+    except ImportError:
+        raise InvalidParams("Ray is not installed; run pip install 'quire[ray]'.") from None
+    return import_module("ray")
 
 
 def connect(ray: Any) -> None:
@@ -254,10 +254,10 @@ async def check_placed(group: Any, bundle: Mapping[str, float], num_replicas: in
 
 
 def make_launch(
-    ray: Any, group: Any, index: int, bundle: Mapping[str, float], listener: Listener, config: EngineConfig, path: Path
+    ray: Any, group: Any, index: int, bundle: Mapping[str, float], host: str, config: EngineConfig, path: Path
 ) -> RayLaunch:
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
     actor_class = ray.remote(EngineActor).options(
         num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy, max_concurrency=4
     )
-    return RayLaunch(ray, listener, actor_class, config.model, path)
+    return RayLaunch(ray, host, actor_class, config.model, path)
