@@ -61,11 +61,16 @@ class LocalLaunch:
     async def launch(self) -> LaunchedEngine:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *ENGINE, str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=self.environment,
-            )  # fmt: skip
-        return LaunchedEngine(process, *await asyncio.open_connection(sock=ours))
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:  # the process comes last: a caller that is cancelled while it waits leaves none behind
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *ENGINE, str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=self.environment,
+                )  # fmt: skip
+            except BaseException:
+                writer.close()
+                raise
+        return LaunchedEngine(process, reader, writer)
 
     async def close(self) -> None:
         pass
