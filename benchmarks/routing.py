@@ -13,7 +13,7 @@ import random
 import resource
 import time
 
-from quire.core.routing import ReplicaState, Router, chain_blocks
+from quire.core.routing import ReplicaState, Router, hash_blocks
 
 BLOCK = 16
 
@@ -41,7 +41,7 @@ def main() -> None:
         own = published(rng, arguments.blocks)
         prefixes += own
         for prefix in own:
-            state.publish(chain_blocks(prefix, b"", BLOCK), ())
+            state.publish(hash_blocks(prefix, b"", BLOCK), ())
     router, times, alive = Router(states, BLOCK), [], []
     memory = []
     for number in range(arguments.requests):

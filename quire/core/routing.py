@@ -8,9 +8,10 @@ lacks, and the tokens of the answer. Replicas report the digests of the blocks i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice, takewhile
 
 from quire.core.prefix_tree import DIGEST_BYTES, root_digest
 
@@ -64,17 +65,22 @@ class ReplicaState:
         self.prefixes.clear()
         self.expected.clear()
 
-    def has(self, digest: bytes) -> bool:
-        return digest in self.prefixes or digest in self.expected
+    def count_leading(self, digests: Sequence[bytes]) -> int:
+        """How many of the first blocks it has, or will have."""
+        prefixes, expected = self.prefixes, self.expected
+        count = sum(1 for _ in takewhile(prefixes.__contains__, digests))
+        for digest in islice(digests, count, None):
+            if digest not in prefixes and digest not in expected:
+                break
+            count += 1
+        return count
 
     def expect(self, digests: Iterable[bytes]) -> list[bytes]:
         """The replica will have these blocks. Returns those that are new to it."""
-        new = []
-        for digest in digests:
-            if digest not in self.prefixes:
-                if self.expected.pop(digest, self) is self:
-                    new.append(digest)
-                self.expected[digest] = None
+        prefixes, expected = self.prefixes, self.expected
+        missing = [digest for digest in digests if digest not in prefixes]
+        new = [digest for digest in missing if expected.pop(digest, self) is self]
+        expected.update(dict.fromkeys(missing))
         while len(self.expected) > self.num_blocks:
             del self.expected[next(iter(self.expected))]
         return new
@@ -171,12 +177,12 @@ class Router:
         ready = [i for i in ready if i not in avoid] or ready
         if not ready:
             return None
-        digests, cached = self._count_cached(tokens, salt, ready)
-        cached = [max(count, num_computed) for count in cached]
+        digests = hash_blocks(tokens, salt, self._block_size, len(tokens) - 1)
+        counts = [self.replicas[i].count_leading(digests) for i in ready]
+        cached = [max(count * self._block_size, num_computed) for count in counts]
         estimates = [self._estimate(i, len(tokens), count, max_tokens) for i, count in zip(ready, cached, strict=True)]
         chosen = self._best(estimates, digests[0] if digests else array("Q", tokens[: self._block_size]).tobytes())
         self._keep(request_id, Receipt(len(tokens), chosen, tuple(one for one in estimates if one is not chosen), salt))
-        digests += self._chain(tokens, digests, salt)
         missing = len(tokens) - chosen.cached
         state = self.replicas[chosen.replica]
         expected = state.expect(digests)
@@ -222,50 +228,17 @@ class Router:
         tied = [one for one in estimates if one.seconds - least < TIE_S]
         return max(tied, key=lambda one: blake2b(first + bytes([one.replica % 256]), digest_size=8).digest())
 
-    def _count_cached(self, tokens: Sequence[int], salt: bytes, ready: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """The digests up to the first block that nobody has, and for each replica the tokens of the blocks it has."""
-        digests: list[bytes] = []
-        counts = dict.fromkeys(ready, 0)
-        still = list(ready)
-        for digest in chain_blocks(tokens, salt, self._block_size, stop=len(tokens) - 1):
-            digests.append(digest)
-            if len(still) > 1 or not self.replicas[still[0]].has(digest):
-                reached = len(digests) * self._block_size
-                holders = [i for i in still if self.replicas[i].has(digest)]
-                for i in still:
-                    counts[i] = reached if i in holders else reached - self._block_size
-                still = holders
-                if not still:
-                    break
-        for i in still:
-            counts[i] = len(digests) * self._block_size
-        return digests, [counts[i] for i in ready]
-
-    def _chain(self, tokens: Sequence[int], known: Sequence[bytes], salt: bytes) -> list[bytes]:
-        """The digests behind the known ones."""
-        start, stop = len(known) * self._block_size, len(tokens) - 1
-        parent = known[-1] if known else None
-        return list(chain_blocks(tokens, salt, self._block_size, parent, start=start, stop=stop))
-
     def _keep(self, request_id: str, receipt: Receipt) -> None:
         self.receipts[request_id] = receipt
         if len(self.receipts) > MAX_RECEIPTS:
             del self.receipts[next(iter(self.receipts))]
 
 
-def chain_blocks(
-    tokens: Sequence[int],
-    salt: bytes,
-    block_size: int,
-    parent: bytes | None = None,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-) -> Iterator[bytes]:
-    """The digests of the full blocks of a prompt, as `PrefixTree` has them. `parent` is the digest before `start`."""
-    data = array("Q", tokens[start:stop]).tobytes()
-    digest = root_digest(salt) if parent is None else parent
-    size = block_size * 8
+def hash_blocks(tokens: Sequence[int], salt: bytes, block_size: int, stop: int | None = None) -> list[bytes]:
+    """The digests of the full blocks of tokens[:stop], as `PrefixTree` has them."""
+    data = array("Q", tokens[:stop]).tobytes()
+    size, digests, digest = block_size * 8, list[bytes](), root_digest(salt)
     for first in range(0, len(data) - size + 1, size):
         digest = blake2b(digest + data[first : first + size], digest_size=DIGEST_BYTES).digest()
-        yield digest
+        digests.append(digest)
+    return digests

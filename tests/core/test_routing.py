@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.core.prefix_tree import PrefixTree
-from quire.core.routing import MAX_RECEIPTS, Average, ReplicaState, Router, chain_blocks
+from quire.core.routing import MAX_RECEIPTS, Average, ReplicaState, Router, hash_blocks
 
 pytestmark = pytest.mark.core
 
@@ -23,7 +23,7 @@ def prompt(seed, length=40):
 
 
 def publish(routing, replica, tokens, salt=b""):
-    routing.replicas[replica].publish(chain_blocks(tokens, salt, SIZE), ())
+    routing.replicas[replica].publish(hash_blocks(tokens, salt, SIZE), ())
 
 
 def test_digests_are_those_of_the_prefix_tree():
@@ -34,10 +34,9 @@ def test_digests_are_those_of_the_prefix_tree():
     for block, start in enumerate(range(0, 12, SIZE)):
         node = tree.insert(node, tuple(tokens[start : start + SIZE]), [block])
         expected.append(node.digest)
-    assert list(chain_blocks(tokens, b"salt", SIZE)) == expected
-    assert list(chain_blocks(tokens[SIZE:], b"salt", SIZE, expected[0])) == expected[1:]
-    assert list(chain_blocks(tokens, b"other", SIZE)) != expected
-    assert list(chain_blocks(tokens[:3], b"salt", SIZE)) == []
+    assert list(hash_blocks(tokens, b"salt", SIZE)) == expected
+    assert list(hash_blocks(tokens, b"other", SIZE)) != expected
+    assert list(hash_blocks(tokens[:3], b"salt", SIZE)) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
