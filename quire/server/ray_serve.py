@@ -8,7 +8,7 @@ Its arguments are the fields of `EngineConfig` and `ServerConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, get_type_hints
@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from quire.config import EngineConfig
-from quire.errors import EngineError, InvalidParams
+from quire.errors import EngineError, InvalidParams, show
 from quire.server.config import ServerConfig
 from quire.server.hosted import open_application
 from quire.server.middleware import RequestMiddleware
@@ -43,10 +43,10 @@ class QuireServer:
         if self._service.client.gone:
             raise EngineError("No engine can be started again; the log says why.")
 
-    async def __del__(self) -> None:
-        """Serve awaits it when the replica ends."""
-        if hasattr(self, "_service"):
-            await self._opened.__aexit__(None, None, None)
+    def __del__(self) -> Coroutine[Any, Any, bool | None] | None:
+        """Serve calls it when the replica ends, and awaits what it returns. Python calls it again afterwards."""
+        opened = self.__dict__.pop("_opened", None)
+        return None if opened is None else opened.__aexit__(None, None, None)
 
 
 def build_app(arguments: Mapping[str, str]) -> Any:
@@ -85,8 +85,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, ServerCo
 
 
 def convert(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    hints = get_type_hints(config)
+    return {name: convert_option(name, value, get_type_hints(config)[name]) for name, value in given.items()}
+
+
+def convert_option(name: str, value: Any, kind: Any) -> Any:
     try:
-        return {name: msgspec.convert(value, hints[name], strict=False) for name, value in given.items()}
+        return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidParams(f"An option has a wrong value: {error}.") from None
+        raise InvalidParams(f"{name} has a wrong value, {show(str(value))}: {error}.") from None
