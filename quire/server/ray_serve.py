@@ -8,7 +8,7 @@ Its arguments are the fields of `EngineConfig` and `ServerConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, get_type_hints
@@ -43,10 +43,9 @@ class QuireServer:
         if self._service.client.gone:
             raise EngineError("No engine can be started again; the log says why.")
 
-    def __del__(self) -> Coroutine[Any, Any, bool | None] | None:
-        """Serve calls it when the replica ends, and awaits what it returns. Python calls it again afterwards."""
-        opened = self.__dict__.pop("_opened", None)
-        return None if opened is None else opened.__aexit__(None, None, None)
+    async def __del__(self) -> None:
+        """Serve awaits it when the replica ends."""
+        await self._opened.__aexit__(None, None, None)
 
 
 def build_app(arguments: Mapping[str, str]) -> Any:
