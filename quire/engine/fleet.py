@@ -369,7 +369,7 @@ class Fleet:
             partial(self._on_step, index),
             partial(self._on_ready, index),
             partial(self._on_restart, index),
-            self._on_end,
+            partial(self._on_end, index),
             partial(self._hand_over, index),
             lambda changes: self._callbacks.on_changes(changes, index),
         )
@@ -406,10 +406,19 @@ class Fleet:
             self.members[index].release(group)
             self._place(group)
 
-    def _on_end(self, error: QuireError) -> None:
-        """A replica will not be started again. Its supervisor's task has not ended yet."""
-        if sum(not member.gone for member in self.members) <= 1:
+    def _on_end(self, index: int, error: QuireError) -> None:
+        """A replica will not be started again. Its supervisor's task has not ended yet.
+
+        If those that are left are all draining, they take requests again.
+        """
+        left = [other for other, member in enumerate(self.members) if other != index and not member.gone]
+        if not left:
             self._fail_waiting(error)
+        elif self._router is not None and all(map(self._is_draining, left)):
+            log.warning("replicas %s take requests again: no other is left", left)
+            for other in left:
+                self._set_draining(other, False)
+            self._place_waiting()
 
 
 def measure_step(state: ReplicaState, outputs: StepOutputs, before: StepOutputs) -> None:

@@ -243,6 +243,21 @@ def test_requests_that_are_aborted_while_they_move(model):
     play(model, scenario)
 
 
+def test_a_drained_replica_takes_requests_when_no_other_is_left(model):
+    async def fail():
+        raise OSError("no process")
+
+    async def scenario(scene):
+        await scene.fleet.drain(1)
+        scene.fleet.members[0]._spawn = fail
+        os.kill(scene.fleet.members[0].process_id, signal.SIGKILL)
+        await wait_until(lambda: not scene.fleet.members[0].health())
+        assert list((await collect(scene.fleet, groups(1, 5)[0]))[1].values()) == [Finish.LENGTH]
+        assert [state["draining"] for state in scene.fleet.describe()] == [False, False]
+
+    play(model, scenario)
+
+
 def test_who_can_be_drained(model):
     async def scenario(scene):
         fleet = scene.fleet
