@@ -144,7 +144,10 @@ def build_engine(
         config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
     summary += note_cache_scales(loaded.unused, kv_dtype, native=ops.native is not None)
-    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
+    is_exact = ops.exact or ops.native is not None
+    info = EngineInfo(
+        config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary, ops_text, is_exact
+    )  # fmt: skip
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
         cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)

@@ -48,6 +48,8 @@ class EngineInfo:
     cache: CacheSize
     device: str
     summary: str
+    kernels: str = ""  # as the summary names them
+    exact: bool = False  # an answer's bits do not depend on what else is in the batch
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.engine.recorder import Recorder
     from quire.text.grammar.constraint import GrammarBackend
     from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -108,6 +109,12 @@ class EngineLoop:
         engine.observers += [PlanObserver(self._announce), self._meter]
         if self._reports_prefixes:
             self._reported_tree.report_changes()
+        self._recorder: Recorder | None = None
+        if start.recording is not None:
+            from quire.engine.recorder import Recorder
+
+            self._recorder = Recorder(start.recording, engine, start.config)
+            engine.observers.append(self._recorder)
 
     def run(self) -> None:
         engine, connection = self._engine, self._connection
@@ -229,6 +236,8 @@ class EngineLoop:
         meter = self._meter
         outputs.predicted_s, outputs.measured_s = meter.predicted_s, meter.measured_s
         outputs.prediction_error = meter.recent_error
+        if self._recorder is not None:
+            outputs.recorded = self._recorder.take()
         self._connection.send(outputs)
         if meter.num_profiles > self._num_profiles and meter.profile is not None:
             self._num_profiles = meter.num_profiles
