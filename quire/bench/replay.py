@@ -55,6 +55,9 @@ def arrivals(recording: Recording, speed: float) -> list[Arrivals]:
 
 def num_wanted(request: RecordedRequest, *, anonymous: bool) -> int:
     """The length of an answer that must not, or cannot, be left to the model."""
+    if request.params.get("use_beam_search"):  # it computes at least one token
+        lengths = request.end.beam_lengths if request.end is not None else None
+        return max(1, max(lengths) if lengths else request.max_tokens)
     return request.num_output if request.was_cut or anonymous else request.max_tokens
 
 

@@ -93,7 +93,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
         found.num_compared += 1
         found.num_cut += left.was_cut or right.was_cut
         place = find_difference(left, right)
-        found.num_tokens += common_length(left.tokens, right.tokens)
+        found.num_tokens += sum(map(common_length, left.answers, right.answers))
         if place is not None:
             found.differences.append(describe(first, second, left, right, place, shared))
     return found

@@ -157,6 +157,8 @@ class Recording:
 def make_request(line: Arrival) -> RecordedRequest:
     if (line.prompt is None) == (line.blocks is None):
         raise ValueError("the request has neither a prompt nor digests of one, or both")
+    if not (line.prompt or line.num_prompt):
+        raise ValueError("an empty prompt")
     if line.blocks is not None and len(line.blocks) != -(-line.num_prompt // PROMPT_BLOCK):
         raise ValueError(f"{len(line.blocks)} digests for a prompt of {line.num_prompt} tokens")
     return RecordedRequest(
