@@ -69,7 +69,7 @@ class Server:
             await self._run(announce)
         finally:
             if self.recording is not None:
-                self.recording.close()
+                self.recording.close(has_served=self.middleware.service is not None)
 
     async def _run(self, announce: Callable[[str, str], None]) -> None:
         """Serve until a signal. `announce` gets the address and the summary of the engine when the server is ready."""

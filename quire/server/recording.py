@@ -42,9 +42,12 @@ class ServerRecording:
     def on_restart(self, reason: str, replica: int) -> None:
         self._writer.add(Restart(replica=replica, at=self._at(), reason=reason))
 
-    def close(self) -> None:
+    def close(self, *, has_served: bool) -> None:
+        """Without a model there is nothing to keep: the same command must not find the file in its way."""
         self._writer.add(Close(at=self._at()))
         self._writer.close()
+        if not has_served:
+            self._writer.path.unlink(missing_ok=True)
 
     def _at(self) -> float:
         return round(time.monotonic() - self.start.begin_s, 6)

@@ -103,4 +103,4 @@ def decompress(path: Path) -> Iterator[bytes]:
     except OSError as error:
         raise InvalidParams(f"{path} cannot be read: {error.strerror}.") from None
     except zlib.error:
-        raise InvalidParams(f"{path} is not compressed as a recording is, or is damaged; use another copy.") from None
+        raise InvalidParams(f"{path} is no recording, or is damaged: gzip cannot decompress it.") from None

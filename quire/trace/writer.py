@@ -17,6 +17,7 @@ from quire.errors import InvalidParams
 from quire.trace.format import Line, encode
 
 FLUSH_S = 0.5
+CLOSE_S = 20.0
 MAX_PENDING_BYTES = 64 << 20
 GZIP = 31  # window bits of zlib for a gzip file
 LEVEL = 1  # a higher level costs several times as much for a tenth of the size
@@ -65,7 +66,9 @@ class TraceWriter:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._fail(f"the disk has not taken the rest within {CLOSE_S:g} s")
 
     def _run(self) -> None:
         compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, GZIP)
