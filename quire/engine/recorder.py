@@ -120,6 +120,8 @@ def trace_id(request_id: str) -> str:
 
 def arrival_line(request: Request, at: float, start: RecordingStart) -> Arrival:
     line = Arrival(id=trace_id(request.id), replica=start.replica, at=at, seed=request.seed)
+    if not start.anonymous:
+        line.name = request.id.partition(":")[2]
     if request.leader is not None:
         line.leader = trace_id(request.leader.id)
         return line

@@ -158,6 +158,7 @@ def request_events(life: Life, replica: int, lane: int) -> Iterator[Event]:
     yield slice_of(
         f"request {request.id}", "request", life.begin, life.end, replica, lane,
         {
+            "name": request.name,
             "prompt_tokens": request.num_prompt,
             "output_tokens": request.num_output,
             "cached_tokens": request.end.cached if request.end is not None else 0,

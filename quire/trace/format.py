@@ -71,6 +71,7 @@ class Arrival(Line, tag="request", kw_only=True):
     """
 
     id: Id
+    name: Text = ""  # the id that the server's log and its clients know
     replica: Count = 0
     at: Seconds
     seed: Annotated[int, Meta(ge=0)]

@@ -28,6 +28,7 @@ class RecordedRequest:
     """One request and its answer. An anonymous recording has lengths instead of tokens."""
 
     id: str
+    name: str
     replica: int  # that got it first
     at: float
     seed: int
@@ -112,7 +113,7 @@ class Recording:
         elif line.leader is not None:
             leader = self._find(line.leader)
             self.requests[line.id] = replace(
-                leader, id=line.id, replica=line.replica, at=line.at, seed=line.seed, leader=line.leader, tokens=[],
+                leader, id=line.id, name=line.name, replica=line.replica, at=line.at, seed=line.seed, leader=line.leader, tokens=[],
                 num_output=0, token_steps=[], end=None,
             )  # fmt: skip
         else:
@@ -163,6 +164,7 @@ def make_request(line: Arrival) -> RecordedRequest:
         raise ValueError(f"{len(line.blocks)} digests for a prompt of {line.num_prompt} tokens")
     return RecordedRequest(
         id=line.id,
+        name=line.name,
         replica=line.replica,
         at=line.at,
         seed=line.seed,

@@ -42,7 +42,7 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch, **options: object) -> Recorde
 
 def make_request(name: str = "0", **more: object) -> Request:
     return Request(
-        name, PROMPT, PARAMS, end_token_ids=frozenset({54_325}), bad_word_ids=((54_326,),), seed=5, max_tokens=9,
+        f"{name}:secret-name", PROMPT, PARAMS, end_token_ids=frozenset({54_325}), bad_word_ids=((54_326,),), seed=5, max_tokens=9,
         salt=b"secret-salt", tenant="secret-tenant", prediction=[54_327], **more,
     )  # fmt: skip
 
@@ -56,15 +56,15 @@ def run(recorder: Recorder) -> bytes:
         recorder.on_add(request, 1.0)
     plan = Plan(1, [leader, follower, resumed], [0, 40, 41], [40, 1, 1], [1, 1, 1])
     updates = [
-        Update("0", [54_330]),
-        Update("1", [54_331], Finish.ERROR, Detail(message="secret-message")),
-        Update("2", [], Finish.LENGTH, Detail(beams=[Hypothesis([54_332, 54_333], 0.0, 0.0, Finish.STOP)])),
+        Update("0:secret-name", [54_330]),
+        Update("1:secret-name", [54_331], Finish.ERROR, Detail(message="secret-message")),
+        Update("2:secret-name", [], Finish.LENGTH, Detail(beams=[Hypothesis([54_332, 54_333], 0.0, 0.0, Finish.STOP)])),
     ]
     recorder.on_commit(plan, Sampled([[54_330], [54_331], []], seconds=0.25), updates, 2.0)
     recorder.on_fail(Plan(2, [leader], [40], [1], [1]), [])
     recorder.on_reset([])
-    recorder.on_abort("0")
-    recorder.on_abort("0")
+    recorder.on_abort("0:secret-name")
+    recorder.on_abort("0:secret-name")
     return recorder.take()
 
 
@@ -79,6 +79,7 @@ def test_a_recording_has_everything_but_the_name_of_the_tenant(monkeypatch):
     lines = run(make_recorder(monkeypatch))
     found = read(lines)
     assert found.requests["0"].prompt == PROMPT
+    assert found.requests["1"].name == "secret-name"
     assert found.requests["0"].tokens == [54_330]
     assert found.requests["1"].tokens == [54_331]
     assert found.requests["1"].prompt == PROMPT
