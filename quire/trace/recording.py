@@ -113,8 +113,8 @@ class Recording:
         elif line.leader is not None:
             leader = self._find(line.leader)
             self.requests[line.id] = replace(
-                leader, id=line.id, name=line.name, replica=line.replica, at=line.at, seed=line.seed, leader=line.leader, tokens=[],
-                num_output=0, token_steps=[], end=None,
+                leader, id=line.id, name=line.name, replica=line.replica, at=line.at, seed=line.seed,
+                leader=line.leader, tokens=[], num_output=0, token_steps=[], end=None,
             )  # fmt: skip
         else:
             self.requests[line.id] = make_request(line)

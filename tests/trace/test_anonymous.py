@@ -42,8 +42,8 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch, **options: object) -> Recorde
 
 def make_request(name: str = "0", **more: object) -> Request:
     return Request(
-        f"{name}:secret-name", PROMPT, PARAMS, end_token_ids=frozenset({54_325}), bad_word_ids=((54_326,),), seed=5, max_tokens=9,
-        salt=b"secret-salt", tenant="secret-tenant", prediction=[54_327], **more,
+        f"{name}:secret-name", PROMPT, PARAMS, end_token_ids=frozenset({54_325}), bad_word_ids=((54_326,),), seed=5,
+        max_tokens=9, salt=b"secret-salt", tenant="secret-tenant", prediction=[54_327], **more,
     )  # fmt: skip
 
 
