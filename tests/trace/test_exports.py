@@ -111,7 +111,7 @@ class TestChrome:
 
 class TestMooncake:
     def test_lines_name_shared_blocks(self):
-        other = [*LONG[:1024], *([5] * 100)]
+        other = [*LONG[:1000], *([5] * 124)]
         made = recording(
             arrival("0", prompt=LONG, at=2.0), *answer("0"), arrival("1", prompt=other, at=1.0), *answer("1", [1])
         )
@@ -119,8 +119,8 @@ class TestMooncake:
         assert (first["timestamp"], first["input_length"], first["output_length"]) == (1000, 1124, 1)
         assert (second["timestamp"], second["input_length"], second["output_length"]) == (2000, 1200, 4)
         assert [len(row["hash_ids"]) for row in (first, second)] == [3, 3]
-        assert first["hash_ids"][:2] == second["hash_ids"][:2]
-        assert first["hash_ids"][2] != second["hash_ids"][2]
+        assert first["hash_ids"][0] == second["hash_ids"][0]
+        assert not set(first["hash_ids"][1:]) & set(second["hash_ids"][1:])
 
     @pytest.mark.parametrize("length", [1, 16, 511, 512, 513, 1024, 1025])
     def test_a_block_for_each_512_tokens(self, length):
