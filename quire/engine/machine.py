@@ -19,5 +19,5 @@ def machine(config: EngineConfig) -> dict[str, Any]:
         "threads": config.threads or cpu.cores,
         "gpu": torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "torch": None if torch is None else torch.__version__,
+        "torch": None if torch is None else str(torch.__version__),
     }

@@ -20,8 +20,8 @@ Cause = Literal["prompt", "parameters", "seed", "weights", "config", "kernels", 
 
 # Options of an engine that change the values it computes. Others change steps, and with them nothing but rounding.
 DECIDING = ("dtype", "kernels", "weights", "quantize", "kv_dtype", "device", "exact", "exit_head")
-# Where the same kernels give the same bits, this is all that may differ between machines.
-SAME_BITS = ("gpu", "torch")
+IN_MACHINE = ("gpu", "torch")  # what else decides bits
+OWN_CPU_KERNELS = "own kernels on a CPU"  # their bits are the same on all machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +210,15 @@ def engine_reasons(first: Recording, second: Recording) -> list[Reason]:
         names = f"{one.kernels} of quire {first.header.quire} and {other.kernels} of quire {second.header.quire}"
         if kernel_family(one) != kernel_family(other) or first.header.quire != second.header.quire:
             reasons.append(Reason("kernels", show(names)))
-    machines = [changed(name, one.machine.get(name), other.machine.get(name)) for name in SAME_BITS]
-    if any(machines):
+    machines = [changed(name, one.machine.get(name), other.machine.get(name)) for name in IN_MACHINE]
+    if any(machines) and not kernel_family(one) == kernel_family(other) == OWN_CPU_KERNELS:
         reasons.append(Reason("machine", ", ".join(filter(None, machines))))
     return reasons
 
 
 def kernel_family(engine: EngineStart) -> str:
     """Without the number of threads and the instruction set, by which quire's own CPU kernels do not round."""
-    return "own kernels on a CPU" if engine.exact and engine.kernels.startswith("own kernels (") else engine.kernels
+    return OWN_CPU_KERNELS if engine.exact and engine.kernels.startswith("own kernels (") else engine.kernels
 
 
 def rounding_reason(

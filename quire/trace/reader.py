@@ -80,7 +80,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     for piece in decompress(path):
         *lines, rest = (rest + piece).split(b"\n")
         num_bytes, num_lines = num_bytes + len(piece), num_lines + len(lines)
-        if len(rest) > MAX_LINE_BYTES or any(len(line) > MAX_LINE_BYTES for line in lines):
+        if len(rest) > MAX_LINE_BYTES:
             raise InvalidParams(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes, the most there may be.")
         if num_bytes > MAX_BYTES or num_lines > MAX_LINES:
             raise InvalidParams(

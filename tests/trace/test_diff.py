@@ -41,7 +41,6 @@ REASONS = {
         'quantize is "none" and "int8"',
     ),
     "kernels": (changed(started=engine(kernels="torch in float32 on cpu", exact=False)), "torch in float32 on cpu"),
-    "machine": (changed(started=engine(machine={"gpu": "H200", "torch": None})), 'gpu is not set and "H200"'),
     "none found": (changed(), "agree"),
 }
 
@@ -69,14 +68,26 @@ class TestReasons:
         assert difference.reasons[0].cause == "batch"
         assert "2 and 2 rows" in difference.reasons[0].detail
 
+    def test_another_gpu(self):
+        def on_gpu(name, tokens):
+            started = engine(kernels="own kernels in bfloat16 on cuda", exact=True, machine={"gpu": name})
+            return changed(started=started, tokens=tokens)
+
+        (reason,) = one_difference(on_gpu("H100", ANSWER), on_gpu("H200", OTHER)).reasons
+        assert (reason.cause, reason.detail) == ("machine", 'gpu is "H100" and "H200"')
+
+    def test_another_torch_beside_kernels_that_do_not_use_it(self):
+        second = changed(started=engine(machine={"torch": "2.10"}))
+        assert one_difference(BASE, second).reasons[0].cause == "none found"
+
     def test_threads_and_instruction_sets_do_not_round(self):
         second = changed(started=engine(kernels="own kernels (avx512) on 2 threads", exact=True))
         assert one_difference(BASE, second).reasons[0].cause == "none found"
 
     def test_what_differs_besides_comes_after(self):
-        second = changed(header(digest="e"), engine(machine={"gpu": "H200"}), seed=3)
+        second = changed(header(digest="e"), engine(kernels="torch", machine={"gpu": "H200"}), seed=3)
         causes = [reason.cause for reason in one_difference(BASE, second).reasons]
-        assert causes == ["seed", "weights", "machine"]
+        assert causes == ["seed", "weights", "kernels", "machine"]
 
     def test_the_seed_of_a_greedy_request_is_no_reason(self):
         params = {"temperature": 0.0}
@@ -149,6 +160,13 @@ class TestPairs:
         assert not right
         assert [first.seed for first, _ in pairs] == list(range(40))
         assert all(first.seed == second.seed and first.prompt == second.prompt for first, second in pairs)
+
+    def test_seeds_that_all_changed(self):
+        """Some have the same prompt, so their ids decide."""
+        changed = {f"r{number}": {"seed": 5_000 + number} for number in range(40)}
+        pairs, _, _ = pair_requests(recording(*many(40)), recording(*many(40, **changed)[::-1]))
+        assert len(pairs) == 40
+        assert all(first.id == second.id for first, second in pairs)
 
     @pytest.mark.parametrize("change", [{"seed": 999}, {"prompt": DIFFERENT_PROMPT}, {"params": {"top_k": 3}}])
     def test_the_one_that_was_changed_meets_its_counterpart(self, change):

@@ -18,6 +18,7 @@ from quire.trace.format import Arrival, End, Step
 from quire.trace.reader import read_recording
 from quire.trace.recording import Recording
 from tests.tools.recordings import engine, header, recording
+from tests.tools.tiny_models import tiny_text_gguf
 
 pytestmark = pytest.mark.model
 
@@ -69,6 +70,9 @@ def few(default_model: Path) -> Recording:
 def test_two_hundred_requests_replay_to_identical_tokens(first, default_model):
     assert len(first.requests) == COUNT + COUNT // 5
     assert first.is_closed
+    assert {name: request.seed for name, request in first.requests.items()} == {
+        name: request.seed for name, request in load().requests.items()
+    }
     found = compare(first, run(first, default_model, max_requests=16, max_tokens_per_step=48, speculate="off"))
     assert found.identical
     assert found.num_compared == len(first.requests)
@@ -176,3 +180,38 @@ def test_the_command_replays_with_the_recorded_options(default_model, tmp_path, 
 def command(words: list[str]) -> None:
     arguments = make_parser(words).parse_args(words)
     arguments.run(arguments)
+
+
+class TestQuantization:
+    """A tiny model of random weights in full precision, the same one rounded, and a file with other weights."""
+
+    def answers(self, path: Path, **options: object) -> Recording:
+        lines = [
+            Arrival(id=str(number), at=0.0, seed=number, max_tokens=24, prompt=[number + 40, 50, 60],
+                    params={"temperature": 0.0, "max_tokens": 24, "ignore_eos": True})
+            for number in range(6)
+        ]  # fmt: skip
+        ends = [End(id=line.id, at=9.0, finish="length") for line in lines]
+        return replay(
+            recording(*lines, *ends), EngineConfig(model=str(path), max_len=64, num_blocks=40, **options), path,
+            speed=float("inf"), report=lambda done, total: None,
+        )  # fmt: skip
+
+    def test_rounding_while_the_model_is_loaded(self, tmp_path):
+        path = tiny_text_gguf(tmp_path / "a.gguf")
+        plain = self.answers(path)
+        assert compare(plain, self.answers(path)).identical
+        found = compare(plain, self.answers(path, quantize="int4"))
+        assert found.causes == {"config": len(found.differences)}
+        assert found.differences[0].reasons[0].detail == 'quantize is "none" and "int4"'
+        for difference in found.differences:
+            check_place(plain, difference)
+
+    def test_another_file(self, tmp_path):
+        path, other = tiny_text_gguf(tmp_path / "a.gguf"), tiny_text_gguf(tmp_path / "b.gguf", embedding_scale=0.04)
+        plain = self.answers(path)
+        found = compare(plain, self.answers(other))
+        assert found.causes == {"weights": len(found.differences)}
+        assert "whose files differ" in found.differences[0].reasons[0].detail
+        for difference in found.differences:
+            check_place(plain, difference)
