@@ -1,9 +1,9 @@
 """Traces of recorded traffic: arrival times, lengths and shared prefixes.
 
-Three published formats are read, and recordings (`quire serve --trace`). Azure's is a CSV of TIMESTAMP, ContextTokens
-and GeneratedTokens. BurstGPT's is a CSV of Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens and
-Log Type. Mooncake's is JSON lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for each
-512 tokens of the prompt: equal ids at the beginning are equal text. `workload.py` makes the text.
+Recordings (`quire serve --trace`) and three published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens
+and GeneratedTokens. BurstGPT's is a CSV of Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens
+and Log Type. Mooncake's is JSON lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for
+each 512 tokens of the prompt: equal ids at the beginning are equal text. `workload.py` makes the text.
 """
 
 from __future__ import annotations
