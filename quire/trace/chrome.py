@@ -27,6 +27,7 @@ FIRST_LANE = 2  # of requests
 class Life:
     """When what became of a request, in seconds. None: it did not come to that."""
 
+    number: int
     request: RecordedRequest
     begin: float
     scheduled: float | None
@@ -38,8 +39,8 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
     scheduled = first_scheduled(recording)
     end = last_moment(recording)
     lives = [
-        live(recording, request, scheduled.get(request.id), end)
-        for request in by_arrival(list(recording.requests.values()))
+        live(recording, number, request, scheduled.get(request.id), end)
+        for number, request in enumerate(by_arrival(list(recording.requests.values())))
     ]
     for replica in sorted({life.request.replica for life in lives} | {step.replica for step in recording.steps}):
         own = [life for life in lives if life.request.replica == replica]
@@ -70,10 +71,10 @@ def micros(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def live(recording: Recording, request: RecordedRequest, scheduled: float | None, last: float) -> Life:
+def live(recording: Recording, number: int, request: RecordedRequest, scheduled: float | None, last: float) -> Life:
     known = [recording.steps[number].done for number in request.token_steps[:1] if number is not None]
     end = max(request.at, request.end.at if request.end is not None else last)
-    return Life(request, request.at, scheduled, known[0] if known else None, end)
+    return Life(number, request, request.at, scheduled, known[0] if known else None, end)
 
 
 def first_scheduled(recording: Recording) -> dict[str, float]:
@@ -175,7 +176,7 @@ def request_events(life: Life, replica: int, lane: int) -> Iterator[Event]:
     yield slice_of("prompt", "request", scheduled, answered, replica, lane, {})
     if answered < life.end:
         yield slice_of("answer", "request", answered, life.end, replica, lane, {})
-    flow = {"name": "first step", "cat": "request", "id": f"{replica}.{request.id}", "pid": replica}
+    flow = {"name": "first step", "cat": "request", "id": life.number, "pid": replica}
     yield {**flow, "ph": "s", "ts": micros(scheduled), "tid": STEPS_LANE}
     yield {**flow, "ph": "f", "bp": "e", "ts": micros(scheduled), "tid": lane}
 
