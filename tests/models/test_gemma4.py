@@ -19,7 +19,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.prompt_logits import prompt_logits
-from quire.errors import BadModelFile, UnsupportedModel, WeightMismatch
+from quire.errors import BadModelFile, InvalidParams, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
 from quire.weights.json_config import config_from_json
 from quire.weights.loader import load_model
@@ -98,6 +98,27 @@ def test_a_published_file(tmp_path: Path) -> None:
     tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, path / "model.safetensors")
     torch.testing.assert_close(logits_of(path, "torch"), expected_logits(model, TOKENS)[:-1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["26b-a4b", "e2b"])
+def test_drafts_of_its_first_layers(name: str, tmp_path: Path) -> None:
+    path = save(gemma4_model(name), tmp_path)
+    if name == "e2b":
+        with (
+            pytest.raises(InvalidParams, match="embeddings for each layer"),
+            engine_of(path, "native", speculate="self:2"),
+        ):
+            pass
+        return
+    answers = []
+    for speculate in ("off", "self:2"):
+        with engine_of(path, "native", speculate=speculate) as client:
+            request = Request("0", TOKENS.tolist(), SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=12)
+            client.add(request)
+            while client.engine.has_work:
+                client.step()
+            answers.append(request.tokens)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
