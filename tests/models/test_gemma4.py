@@ -24,7 +24,7 @@ from quire.kernels import select_torch
 from quire.weights.json_config import config_from_json
 from quire.weights.loader import load_model
 from tests.tools.expert_models import expected_logits
-from tests.tools.gemma4_models import GEMMA4_MODELS, LENGTH, gemma4_model, save
+from tests.tools.gemma4_models import GEMMA4_MODELS, LENGTH, gemma4_model, save, save_gguf
 
 pytestmark = pytest.mark.cpu
 
@@ -80,6 +80,17 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(expected_logits(model, torch.tensor(tokens))[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["31b", "26b-a4b", "e2b"])
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    model = gemma4_model(name)
+    expected = expected_logits(model, TOKENS)[:-1]
+    path = save_gguf(model, tmp_path / "plain.gguf")
+    torch.testing.assert_close(logits_of(path, "native"), expected, atol=TOLERANCE, rtol=0)
+    blocks = logits_of(save_gguf(model, tmp_path / "q8_0.gguf", quantized=True), "native")
+    errors = (blocks - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 0 < errors[:2].max() < 0.06  # for later tokens, rounded numbers may choose another expert
 
 
 def test_a_published_file(tmp_path: Path) -> None:
