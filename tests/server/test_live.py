@@ -119,6 +119,7 @@ def test_a_restart_is_told_and_begins_anew() -> None:
         view.on_restart("signal SIGKILL", 1)
         assert await take(stream) == {"type": "engine", "replica": 1, "ready": False, "reason": "signal SIGKILL"}
         view.on_changes(changes(row(5)), 1)  # on its way when the engine died
+        assert view.mirrors[1].is_empty
         client.ready[1] = True
         view.on_changes(changes(row(2), snapshot=True), 1)
         assert (await take(stream))["ready"]
