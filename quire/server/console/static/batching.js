@@ -39,7 +39,7 @@ export function makeBatching() {
   const charts = Object.entries(POLICIES).map(([name, [title, text]]) => makeChart(name, title, text));
   const notice = h("p", { class: "notice", role: "status", hidden: true });
   const caption = h("p", { class: "dim" });
-  const button = /** @type {HTMLButtonElement} */ (h("button", { type: "button", class: "primary", onclick: () => (running ? running.abort() : runLive()) }, "Run it live"));
+  const button = h("button", { type: "button", class: "primary", onclick: () => (running ? running.abort() : runLive()) }, "Run it live");
   const result = h("p", { class: "dim", role: "status" });
 
   function fields() {
@@ -123,7 +123,8 @@ export function makeBatching() {
     const middle = offs.filter(Number.isFinite).sort((a, b) => a - b)[Math.floor(offs.length / 2)];
     const engine = live.engine.value?.batching;
     const about = engine && !(engine in POLICIES) ? ` This server batches by ${engine}, which none of the charts shows.` : "";
-    return `Measured in ${duration(Math.max(...spans.map((span) => span.endS ?? 0)))}: the simulated times of whole answers are ${percent(middle)} off in the median.${about}`;
+    const seconds = Math.max(...spans.map((span) => span.endS ?? 0));
+    return `Measured in ${duration(seconds)}: the simulated times of whole answers are ${percent(middle)} off in the median.${about}`;
   }
 
   const marks = legend([["wait", "waits"], ["prompt", "prompt"], ["decode", "answer"], ["measured", "measured"]]);
