@@ -25,6 +25,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 # The C++ kernels. pip configures $(NATIVE) when it installs; without pip, the first `make native` does.
 # A build directory cannot change its generator, so there is one for each generator.
 NATIVE = build/native$(if $(NINJA),,-make)
+TEST_PROCESSES ?= 2
 SANITIZED := build/sanitized
 SANITIZED_TESTS ?= tests/kernels/native tests/speculative
 ARM := build/arm
@@ -59,7 +60,7 @@ native: ## Build the C++ kernels into quire/kernels/cpu/. Needs cmake, a C++ com
 
 test: $(INSTALLED_DEV) ## Run every test that this machine can run.
 	@$(BUILD_NATIVE_QUIETLY)
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-core: $(INSTALLED_DEV) ## Run the tests that need no torch (seconds).
 	@$(BIN)/pytest -m core

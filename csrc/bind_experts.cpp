@@ -15,11 +15,11 @@ using nb::literals::operator""_a;
 namespace quire {
 namespace {
 
-void add_route(Program& program, View logits, Address bias, View routes, int experts, int top_k, bool softmax,
+void add_route(Program& program, View logits, Address bias, Address factors, View routes, int experts, int top_k, bool softmax,
                bool normalize, float factor, int groups, int top_groups, int group_scores) {
   auto op = std::make_unique<RouteOp>();
-  op->call = {floats(logits), logits.second, reinterpret_cast<const float*>(bias), floats(routes), routes.second, 0,
-              experts, top_k, softmax, normalize, factor, groups, top_groups, group_scores};
+  op->call = {floats(logits), logits.second, reinterpret_cast<const float*>(bias),
+              reinterpret_cast<const float*>(factors), floats(routes), routes.second, 0, experts, top_k, softmax, normalize, factor, groups, top_groups, group_scores};
   program.add(std::move(op));
 }
 
@@ -43,7 +43,7 @@ void add_experts(Program& program, const PanelStore& gate_up, const PanelStore& 
   op->outer = {down.view, {floats(inner), inner.second, inner_rows}, 0, floats(outputs), outputs.second,
                reinterpret_cast<const float*>(down_bias), Activation::NONE, {nullptr, 0, false}, nullptr, nullptr,
                down_few_rows, 0.0f};
-  program.add(std::move(op));
+  program.add_experts(std::move(op));
 }
 
 // `weight` has the matrices of all heads, `quantized` memory for two rows a token and head.
@@ -65,7 +65,7 @@ void bind_experts(nb::class_<Program>& program) {
   program
       .def("head_linear", add_head_linear, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "heads"_a, "x"_a,
            "x_head"_a, "quantized"_a, "y"_a, "y_head"_a, "rest"_a, "few_rows"_a)
-      .def("route", add_route, nb::kw_only(), "logits"_a, "bias"_a, "routes"_a, "experts"_a, "top_k"_a, "softmax"_a,
+      .def("route", add_route, nb::kw_only(), "logits"_a, "bias"_a, "factors"_a, "routes"_a, "experts"_a, "top_k"_a, "softmax"_a,
            "normalize"_a, "factor"_a, "groups"_a, "top_groups"_a, "group_scores"_a)
       .def("experts", add_experts, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::kw_only(), "gate_up"_a, "down"_a,
            "num_experts"_a, "top_k"_a, "x"_a, "routes"_a, "shared"_a, "shared_gate"_a, "out"_a, "gathered"_a,

@@ -100,9 +100,9 @@ void add_activate(Program& program, View x, View y, int64_t size, const std::str
   program.add(std::move(op));
 }
 
-void add_sum(Program& program, View a, View b, View y, int64_t size) {
+void add_sum(Program& program, View a, View b, View y, int64_t size, float factor, bool multiplies) {
   auto op = std::make_unique<AddOp>();
-  op->call = {floats(a), a.second, floats(b), b.second, floats(y), y.second, 0, size};
+  op->call = {floats(a), a.second, floats(b), b.second, floats(y), y.second, 0, size, factor, multiplies};
   program.add(std::move(op));
 }
 
@@ -313,7 +313,7 @@ void bind_program(nb::module_& module) {
            "y"_a, "bias"_a, "activation"_a, "gated"_a, "few_rows"_a)
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
-      .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a)
+      .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a, "factor"_a, "multiplies"_a)
       .def("gather", add_gather, nb::kw_only(), "x"_a, "y"_a, "size"_a, "order"_a)
       .def("store", add_store, nb::kw_only(), "type"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a,
            "values"_a, "group"_a, "k"_a, "v"_a)

@@ -173,12 +173,14 @@ static void activate_rows(const ActivateCall& call, Worker& worker) {
 
 static void add_rows(const AddCall& call, Worker& worker) {
   const Span rows = share_rows(worker, call.rows, kRowGrain);
+  const f32 factor = set1(call.factor);
   for (int64_t row = rows.first; row < rows.last; row++) {
     const float* a = call.a + row * call.a_stride;
     const float* b = call.b + row * call.b_stride;
     float* y = call.y + row * call.y_stride;
     over_lanes(call.size, [&](int64_t at, int lanes) {
-      store_lanes(y + at, load_lanes(a + at, lanes) + load_lanes(b + at, lanes), lanes);
+      const f32 first = load_lanes(a + at, lanes), second = load_lanes(b + at, lanes);
+      store_lanes(y + at, call.multiplies ? first * second : (first + second) * factor, lanes);
     });
   }
 }

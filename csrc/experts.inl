@@ -81,7 +81,10 @@ static void route_row(const RouteCall& call, int64_t row, float* memory) {
     choice[best] = kTaken;
   }
   const float scale = call.normalize ? call.factor / (total + 1e-20f) : call.factor;
-  for (int rank = 0; rank < call.top_k; rank++) weights[rank] *= scale;
+  for (int rank = 0; rank < call.top_k; rank++) {
+    weights[rank] *= scale;
+    if (call.factors) weights[rank] *= call.factors[static_cast<int64_t>(weights[call.top_k + rank])];
+  }
 }
 
 static void route(const RouteCall& call, Worker& worker) {

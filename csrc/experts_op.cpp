@@ -32,30 +32,40 @@ struct Share {
   }
 };
 
-// Computes a worker's part of `count` products, one after the other. `call_of(i)` returns product i, which has
-// `rows_of(i)` rows. All have the same number of outputs.
-template <class CallOf, class RowsOf>
-void multiply_in_turn(const KernelTable& kernels, size_t count, Worker& worker, CallOf call_of, RowsOf rows_of) {
+int64_t count_units(const MatmulCall& call) {
+  return ceil_div(call.weight.rows / (call.activation == Activation::NONE ? 1 : 2), kUnitOutputs);
+}
+
+// Calls visit(part) for each of a worker's parts of `count` products, in order, until it returns false. `call_of(i)`
+// returns product i, which has `rows_of(i)` rows. All have the same number of outputs.
+template <class CallOf, class RowsOf, class Visit>
+void visit_parts(size_t count, const Worker& worker, CallOf call_of, RowsOf rows_of, Visit visit) {
   if (count == 0) return;
-  const MatmulCall first = call_of(0);
-  const int64_t outputs = first.weight.rows / (first.activation == Activation::NONE ? 1 : 2);
-  const int64_t num_units = ceil_div(outputs, kUnitOutputs);
+  const int64_t num_units = count_units(call_of(0));
   int64_t total = 0, begin = 0;
   for (size_t i = 0; i < count; i++) total += (rows_of(i) + kUnpackingRows) * num_units;
   const Share own{total * worker.index / worker.count(), total * (worker.index + 1) / worker.count()};
-  MatmulPart last{}, part{};
-  bool any = false;
   for (size_t i = 0; i < count; i++) {
     const int64_t unit_cost = rows_of(i) + kUnpackingRows;
-    part.units = own.units(begin, unit_cost, num_units);
+    const Span units = own.units(begin, unit_cost, num_units);
     begin += unit_cost * num_units;
-    if (part.units.first >= part.units.last) continue;
-    part.call = call_of(i);
+    if (units.first < units.last && !visit(MatmulPart{call_of(i), units})) return;
+  }
+}
+
+// Computes a worker's part of `count` products, one after the other. `then` is the part that the worker computes after
+// the last of them, in the next phase; or null.
+template <class CallOf, class RowsOf>
+void multiply_in_turn(const KernelTable& kernels, size_t count, Worker& worker, CallOf call_of, RowsOf rows_of,
+                      const MatmulPart* then) {
+  MatmulPart last{};
+  bool any = false;
+  visit_parts(count, worker, call_of, rows_of, [&](const MatmulPart& part) {
     if (any) kernels.matmul_part(last, &part, worker);
     last = part;
-    any = true;
-  }
-  if (any) kernels.matmul_part(last, nullptr, worker);
+    return any = true;
+  });
+  if (any) kernels.matmul_part(last, then, worker);
 }
 
 }  // namespace
@@ -74,9 +84,9 @@ void ExpertsOp::run(const KernelTable& kernels, const Step& step, Worker& worker
       if (worker.index == 0) sort_pairs(step.num_tokens);
       return;
     case 1: return kernels.gather(now, buckets(), worker);
-    case 2: return multiply(kernels, inner, worker);
+    case 2: return multiply_inner(kernels, worker);
     case 3: return prepare_inner(kernels, worker);
-    case 4: return multiply(kernels, outer, worker);
+    case 4: return multiply_outer(kernels, step.num_tokens, worker);
     default: return kernels.join_experts(now, buckets(), worker);
   }
 }
@@ -148,9 +158,29 @@ void ExpertsOp::order_inner(const Worker& worker) const {
   }
 }
 
-void ExpertsOp::multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const {
-  multiply_in_turn(kernels, list_.size(), worker, [&](size_t i) { return product(all, list_[i]); },
-                   [&](size_t i) { return list_[i].count; });
+// While a worker reads the end of its weights, those that it needs next are prefetched: of the products back.
+void ExpertsOp::multiply_inner(const KernelTable& kernels, Worker& worker) const {
+  const auto rows_of = [&](size_t i) { return list_[i].count; };
+  MatmulPart then{};
+  const auto keep_first = [&](const MatmulPart& part) {
+    then = part;
+    return false;
+  };
+  visit_parts(list_.size(), worker, [&](size_t i) { return product(outer, list_[i]); }, rows_of, keep_first);
+  multiply_in_turn(kernels, list_.size(), worker, [&](size_t i) { return product(inner, list_[i]); }, rows_of,
+                   then.units.first < then.units.last ? &then : nullptr);
+}
+
+// The next weights are those of the product that follows the experts.
+void ExpertsOp::multiply_outer(const KernelTable& kernels, int64_t num_tokens, Worker& worker) const {
+  MatmulPart then{};
+  if (outer.following) {
+    then.call = *outer.following;
+    then.call.rows = num_tokens;
+    then.units = share(worker, count_units(then.call));
+  }
+  multiply_in_turn(kernels, list_.size(), worker, [&](size_t i) { return product(outer, list_[i]); },
+                   [&](size_t i) { return list_[i].count; }, then.units.first < then.units.last ? &then : nullptr);
 }
 
 void HeadLinearOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const {
@@ -158,7 +188,7 @@ void HeadLinearOp::run(const KernelTable& kernels, const Step& step, Worker& wor
   if (phase == 0) return prepare(kernels, num_tokens, worker);
   multiply_in_turn(kernels, static_cast<size_t>(heads), worker,
                    [&](size_t head) { return product(num_tokens, static_cast<int>(head)); },
-                   [&](size_t) { return num_tokens; });
+                   [&](size_t) { return num_tokens; }, nullptr);
 }
 
 void HeadLinearOp::prepare(const KernelTable& kernels, int64_t num_tokens, Worker& worker) const {

@@ -23,7 +23,7 @@ struct RouteOp : Op {
 struct ExpertsOp : Op {
   ExpertsCall call;
   int num_experts;
-  MatmulCall inner, outer;  // with the panels, the biases and the outputs of all experts
+  MatmulCall inner, outer;  // with the panels, biases and outputs of all experts; `outer.following` is the next op's
 
   const char* kind() const override { return "experts"; }
   int phases() const override { return prepares_inner() ? 6 : 5; }
@@ -37,7 +37,8 @@ struct ExpertsOp : Op {
   bool prepares_inner() const { return call.inner_orders || (outer.x.quantized.data && !inner.gated.data); }
   void prepare_inner(const KernelTable& kernels, Worker& worker) const;
   void order_inner(const Worker& worker) const;
-  void multiply(const KernelTable& kernels, const MatmulCall& all, Worker& worker) const;
+  void multiply_inner(const KernelTable& kernels, Worker& worker) const;
+  void multiply_outer(const KernelTable& kernels, int64_t num_tokens, Worker& worker) const;
 
   // Set in the first phase of a run.
   mutable std::vector<Bucket> list_;

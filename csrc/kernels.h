@@ -92,7 +92,7 @@ struct ActivateCall {
   bool gated;
 };
 
-// y = a + b, [rows][size] each.
+// y = (a + b) * factor, or with `multiplies` y = a * b; [rows][size] each.
 struct AddCall {
   const float* a;
   int64_t a_stride;
@@ -101,13 +101,16 @@ struct AddCall {
   float* y;
   int64_t y_stride;
   int64_t rows, size;
+  float factor;
+  bool multiplies;
 };
 
 // How a token's experts follow from its logits (kernels/routing.py).
 struct RouteCall {
   const float* logits;  // [rows][experts]
   int64_t logits_stride;
-  const float* bias;  // [experts] or null
+  const float* bias;     // [experts] or null
+  const float* factors;  // [experts], of the weights; or null
   float* routes;      // [rows][2 * top_k]: the weights, then the experts' numbers
   int64_t routes_stride;
   int64_t rows;

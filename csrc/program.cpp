@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "experts_op.h"
 #include "pack.h"
 
 namespace quire {
@@ -87,8 +88,14 @@ void Program::add(std::unique_ptr<Op> op) {
 }
 
 void Program::add_product(std::unique_ptr<MatmulOp> op) {
-  if (last_product_) last_product_->call.following = &op->call;
-  last_product_ = op.get();
+  if (last_product_) last_product_->following = &op->call;
+  last_product_ = &op->call;
+  add(std::move(op));
+}
+
+// Which experts follow a product is not known before the step.
+void Program::add_experts(std::unique_ptr<ExpertsOp> op) {
+  last_product_ = &op->outer;
   add(std::move(op));
 }
 

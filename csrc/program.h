@@ -68,6 +68,7 @@ class Walk {
 };
 
 struct MatmulOp;
+struct ExpertsOp;
 
 class Program {
  public:
@@ -76,7 +77,8 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void add(std::unique_ptr<Op> op);
-  void add_product(std::unique_ptr<MatmulOp> op);  // sets `following` of the product before it
+  void add_product(std::unique_ptr<MatmulOp> op);  // sets `following` of the product, or of the experts, before it
+  void add_experts(std::unique_ptr<ExpertsOp> op);
   void run(int threads, const Step& step) const;
 
   // As `run`. Adds the nanoseconds of each op to `times`, which has one entry for each op.
@@ -102,7 +104,7 @@ class Program {
   std::vector<Place> places_;  // one for each phase
   std::vector<Stage> phases_, stretches_;
   mutable Walk walk_;
-  MatmulOp* last_product_ = nullptr;
+  MatmulCall* last_product_ = nullptr;
 };
 
 // The ops. Values that depend on the step (rows, positions, tables) are set when an op runs.
@@ -151,7 +153,7 @@ struct ActivateOp : Op {
 struct AddOp : Op {
   AddCall call;
 
-  const char* kind() const override { return "add"; }
+  const char* kind() const override { return call.multiplies ? "multiply" : "add"; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 

@@ -11,7 +11,10 @@ import pytest
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import plot_tables
     from peers import child, engines, plot, report, workload
+
+from quire.bench.report.chart import Bar
 
 pytestmark = pytest.mark.core
 
@@ -130,13 +133,28 @@ class TestReport:
         results = [result("quire", [10.0, 20.0]), result("<a>", [None, 5.0]), result("quire", [20.0, 20.0])]
         root = ElementTree.fromstring(plot.draw(document(results)))
         space = "{http://www.w3.org/2000/svg}"
-        background, legend, bars = 1, 2, 2 * 3
-        assert len(root.findall(f"{space}rect")) == background + legend + bars
-        assert len(root.findall(f"{space}line")) == 2 * 2
-        words = [element.text for element in root.findall(f"{space}text")]
-        assert "15" in words
-        assert "<a>" in words
-        assert words.count("-") == 2
+        charts = root.findall(f"{space}svg")
+        assert len(charts) == 2
+        for chart in charts:
+            assert len(chart.findall(f"{space}rect")) == 3
+            words = [element.text for element in chart.findall(f"{space}text")]
+            assert "<a>" in words
+            assert words.count("-") == 1
+        assert "15" in [element.text for element in charts[1].findall(f"{space}text")]
+        assert bar_of(charts[1], "15 tokens/s, quire").attrib["class"] == "bar c0"
+
+
+def bar_of(chart, tip):
+    return next(shape for shape in chart.iter() if shape.attrib.get("data-tip", "").startswith(tip))
+
+
+def test_the_readme_s_plot_has_the_numbers_of_the_benchmarks():
+    section = "The default model, on an AMD EPYC (Zen 5)"
+    assert (Path(__file__).parents[1] / "docs" / "peers.svg").read_text() == plot_tables.draw(section)
+    prefill, decode = plot_tables.tables(section).values()
+    assert prefill[0][2:] == decode[0][2:]
+    bar = plot_tables.make_bar(["quire", "GGUF", "4,356 (4,329 to 4,380)", "18.3 (15.12x)", "-"])
+    assert bar == Bar("quire", [4356.0, 18.3, None], [(4329.0, 4380.0), None, None])
 
 
 class TestWorkload:

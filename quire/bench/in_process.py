@@ -16,6 +16,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
 from quire.engine.client import InProcess
+from quire.errors import PromptTooLong
 
 Report = Callable[[int, int | None], None]
 
@@ -51,6 +52,8 @@ def answer(
     on_end: Callable[[RequestRecord], None] | None = None,
 ) -> list[RequestRecord]:
     """Answer all requests. `concurrency` is the most that are in the engine at once. Records are in the given order."""
+    for timed in requests:
+        check_length(timed.request, client.info.max_len)
     waiting, running = deque(requests), dict[str, Progress]()
     records: dict[str, RequestRecord] = {}
     numbers = {timed.request.id: number for number, timed in enumerate(requests)}
@@ -76,6 +79,14 @@ def answer(
                 if on_end:
                     on_end(record)
     return [records[timed.request.id] for timed in requests]
+
+
+def check_length(request: Request, max_len: int) -> None:
+    if request.max_len > max_len:
+        raise PromptTooLong(
+            f"{request.num_prompt:,} prompt tokens and {request.max_tokens:,} new ones are more than the engine takes "
+            f"({max_len:,}). Lower --prompt-tokens or --output-tokens, or raise --max-len."
+        )
 
 
 def is_due(timed: TimedRequest, now_s: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from quire.bench.serve.metrics import RequestRecord, errors_by_kind, summarize
@@ -26,7 +26,7 @@ PROMPT_STRIDE = MAX_TOKENS  # tokens of one prompt lie apart from those of anoth
 BLOCK_BASE = 1 << 48  # tokens of blocks that a trace names
 
 
-def arrivals(entries: Sequence[TraceRequest]) -> Iterator[Arrival]:
+def arrivals(entries: Iterable[TraceRequest]) -> Iterator[Arrival]:
     """The requests of a trace. A named block has the same tokens wherever it occurs."""
     numbers: dict[int, int] = {}  # of blocks, whose ids may be hashes
     for number, entry in enumerate(entries):
@@ -80,7 +80,7 @@ def simulate(
     }
 
 
-def without_idle_cache(profile: CapacityProfile, entries: Sequence[TraceRequest]) -> CapacityProfile:
+def without_idle_cache(profile: CapacityProfile, entries: Iterable[TraceRequest]) -> CapacityProfile:
     """If no two prompts share a block, a prefix cache finds nothing, and keeping it would take most of the time. Blocks
     of ended requests can be allocated at once with it too, so times are the same."""
     first_blocks = [entry.blocks[0] for entry in entries if entry.blocks]

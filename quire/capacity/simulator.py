@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from quire.capacity.leap import MIN_STEPS, Leap, may_leap
 from quire.capacity.profile import CapacityProfile
@@ -21,6 +22,7 @@ from quire.core.request import Finish, Request
 from quire.core.step_costs import StepCosts
 from quire.errors import PromptTooLong
 
+REPORTED_STEPS = 33  # of a leap, the last ones: averages of older steps have faded
 WAIT_S = 1e-3  # while a batching policy waits for more requests
 SAMPLED_TOKEN = 1 << 40  # answers share no prefix with prompts
 
@@ -64,15 +66,18 @@ class Simulation:
         cost: Cost | None = None,
         *,
         on_end: Callable[[SimulatedRequest], object] | None = None,
+        on_step: Callable[[int, int, float], object] = lambda num_tokens, num_rows, seconds: None,
         leaps: bool = True,
     ) -> None:
-        """Without `leaps` every step is planned by itself. The times are the same."""
+        """Without `leaps` every step is planned by itself; the times are the same. `on_step` gets the tokens, rows and
+        seconds of steps, of a leap only of the last ones."""
         self.scheduler = profile.sizes.scheduler(policy)
         self.now_s = 0.0
         self.num_steps = 0
         self.busy_s = 0.0
         self._ended: list[SimulatedRequest] = []
         self._on_end = on_end or self._ended.append
+        self._on_step = on_step
         self._leaps = leaps
         self._cost = cost or profile.cost
         self._max_len = profile.sizes.max_len
@@ -156,6 +161,8 @@ class Simulation:
             self._in_flight[0] = ends[0], plan
         self.num_steps += len(leap.times)
         self.busy_s += leap.busy_s
+        for earlier, later in pairwise(leap.times[-REPORTED_STEPS:]):
+            self._on_step(len(leap.rows), len(leap.rows), later - earlier)
         for row in leap.rows:
             self._requests[row.request.id][0].times += leap.times
         return bool(leap.times)
@@ -172,6 +179,7 @@ class Simulation:
         self._in_flight.append((begin_s + seconds, plan))
         self._note_starts(plan, begin_s)
         self._costs.learn(plan, seconds)
+        self._on_step(plan.num_tokens, len(plan), seconds)
         self.num_steps += 1
         self.busy_s += seconds
 

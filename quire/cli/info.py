@@ -125,13 +125,17 @@ def describe_model(name: str) -> dict[str, Any]:
         "positions": config.structure.positions,
         "sampling": config.sampling.as_params(),
         "sampling_from": "the model" if config.sampling.from_model else "quire, because the model sets none",
-        "cache_bytes_per_token_float32": 4 * config.num_layers * config.num_kv_heads * cached_dims(config),
+        "cache_bytes_per_token_float32": 4 * cached_dims(config),
     }
 
 
 def cached_dims(config: ModelConfig) -> int:
-    """Of a key and a value. quire's CPU kernels store the values of a latent, which are a part of it, once more."""
-    return config.head_dim + (config.head_dim if config.latent is None else config.latent.rank)
+    """Of a token's keys and values, in all layers. quire's CPU kernels store the values of a latent, which are a part
+    of it, once more."""
+    if config.latent is not None:
+        return config.num_layers * (config.head_dim + config.latent.rank)
+    heads = [config.layer_heads(layer) for layer in range(config.num_stored_layers)]
+    return sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads)
 
 
 def readable(value: Any) -> str:

@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": "Compare the next-token distributions of two models, or of one with different options.",
     "quantize": "Make a smaller model of a model, and say what that costs.",
     "plan": "Plan for a model: memory, speed, prices and what bounds them, without loading it.",
+    "advise": "Say which options would serve a load better, by simulating each.",
     "simulate": "Simulate a load on a measured engine.",
     "train-draft": "Train a draft head for a model, with nothing but the model.",
     "info": "Describe this machine and a model, without loading it.",

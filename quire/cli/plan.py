@@ -5,21 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_json, engine_config
 from quire.errors import InvalidParams
 
+if TYPE_CHECKING:
+    from quire.bench.plan import Origin
+    from quire.capacity.plan import Planned
+    from quire.config import EngineConfig
+
 # Options that a plan does not depend on. Speculation is planned by --acceptance.
 WITHOUT = ("seed", "swap_memory", "speculate", "exit_head")
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+OF_TRACE = ("slo", "trace_speed", "num_requests", "attainment")
+ATTAINMENT = 0.99
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, metavar="N", help="default %(default)s")
     group.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS, metavar="N", help="default %(default)s")
+    traces = "recorded traffic: how many replicas keep --slo. Azure's or BurstGPT's CSV, or Mooncake's JSON lines"
+    group.add_argument("--trace", type=Path, metavar="FILE", help=traces)
+    group.add_argument("--slo", metavar="LIMITS", help="of --trace, such as ttft=1s,tpot=50ms")
+    group.add_argument("--attainment", type=float, metavar="X", help=f"share of requests within them; {ATTAINMENT}")
+    group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
+    group.add_argument("--num-requests", type=int, metavar="N", help="of the trace; default: its busiest 10,000")
     gpu = "plan for a GPU from its data sheet instead of for this machine: h200, h100, a100, l40s, 4090, ..."
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--price", type=float, metavar="X", help="of the machine for an hour: prices of tokens")
@@ -49,19 +63,58 @@ def run(arguments: argparse.Namespace) -> None:
     }
     if found.engine is not None:
         document |= plan_speed(found.engine, load, price_per_hour=arguments.price, acceptance=arguments.acceptance)
+        if arguments.trace:
+            document["replicas"] = find_replicas(arguments, config, found.engine, found.origin)
+    elif arguments.trace:
+        raise InvalidParams(
+            "No steps of this machine have been measured, so no trace can be simulated. Measure them: quire bench "
+            f"phases {config.model} --save; or plan for a --gpu."
+        )
     if arguments.json:
         print(json.dumps(document))
     else:
         show(document)
 
 
+def find_replicas(
+    arguments: argparse.Namespace, config: EngineConfig, engine: Planned, origin: Origin
+) -> dict[str, Any]:
+    """The fewest replicas that keep --slo on the trace."""
+    from quire.bench.replicas import make_policy
+    from quire.bench.search import Wanted, plan_replicas
+    from quire.bench.serve.metrics import parse_slo
+    from quire.bench.serve.traces import read_trace, slice_trace
+    from quire.capacity.profile import CapacityProfile
+
+    replayed = slice_trace(
+        read_trace(arguments.trace),
+        num_requests=arguments.num_requests,
+        max_prompt_tokens=None,
+        max_output_tokens=None,
+        speed=arguments.trace_speed or 1.0,
+    )
+    profile = CapacityProfile(engine.size.model, origin.machine, engine.sizes, engine.cost, 0.0, 0.0)
+    wanted = Wanted(parse_slo(arguments.slo), arguments.attainment or ATTAINMENT)
+    policy = partial(make_policy, config, engine.sizes.max_requests)
+    return plan_replicas(profile, engine.size, replayed.entries, wanted, policy)
+
+
 def check(arguments: argparse.Namespace) -> None:
-    for name in ("prompt_tokens", "output_tokens"):
+    for name in ("prompt_tokens", "output_tokens", "num_requests"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
-    if arguments.price is not None and not 0 < arguments.price < float("inf"):
-        raise InvalidParams(f"--price is {arguments.price}; give a number above 0.")
+    for name in ("price", "trace_speed"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
+    if arguments.attainment is not None and not 0 < arguments.attainment <= 1:
+        raise InvalidParams(f"--attainment is {arguments.attainment}; give a share above 0, at most 1.")
+    given = [name for name in OF_TRACE if getattr(arguments, name) is not None]
+    if given and arguments.trace is None:
+        raise InvalidParams(f"--{given[0].replace('_', '-')} needs --trace; leave it out.")
+    if arguments.trace and not arguments.slo:
+        raise InvalidParams("--trace needs --slo, the limits that replicas must keep, such as ttft=1s,tpot=50ms.")
     if arguments.acceptance is not None and not 0 <= arguments.acceptance <= 1:
         raise InvalidParams(f"--acceptance is {arguments.acceptance}; give a share from 0 to 1.")
     if arguments.gpu and arguments.profile:
@@ -81,10 +134,31 @@ def show(document: dict[str, Any]) -> None:
     for row in document.get("speculation", ()):
         gain = f"{row['speedup']:.2f} times as fast with {row['num_drafts']} drafts" if row["num_drafts"] else "no gain"
         print(f"speculation at batch {row['batch']:<10,} {gain}")
+    if replicas := document.get("replicas"):
+        show_replicas(replicas, document.get("price"))
     if price := document.get("price"):
         print(
             f"\nA million tokens at {price['per_hour']:g} an hour and batch {price['batch']:,}: "
             f"{price['output']:.4g} out, {price['input']:.4g} in, {price['cached']:.2g} cached"
+        )
+
+
+def show_replicas(found: dict[str, Any], price: dict[str, Any] | None) -> None:
+    limits = ", ".join(f"{name} within {limit:g} ms" for name, limit in found["limits_ms"].items())
+    summary, count = found["summary"], found["replicas"]
+    few, many = found["range"] or (count, count)
+    between = f" ({few:,} to {many:,})" if few < many else ""
+    cost = f", {price['per_hour'] * count:,.2f} an hour" if price else ""
+    print(f"\n{count:,} replica{'s' if count > 1 else ''}{between}{cost}: {limits} for", end=" ")
+    print(f"{100 * summary['attainment']:.1f}% of {found['num_requests']:,} requests")
+    for name in ("ttft", "tpot"):
+        if times := summary[f"{name}_ms"]:
+            print(f"{name.upper()} {times['p50']:,.1f} ms in the median, {times['p99']:,.1f} at the 99th percentile")
+    print(f"found in {found['seconds']:.1f} s by simulating {', '.join(map(str, found['tried']))} replicas")
+    if found["num_left_out"] or found["num_too_long"]:
+        print(
+            f"Of the trace the busiest requests in a row count ({found['num_left_out']:,} left out), and "
+            f"{found['num_too_long']:,} are too long for the engine."
         )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +18,41 @@ from quire.progress import bar
 
 if TYPE_CHECKING:
     from quire.bench.serve.traces import TraceSlice
+    from quire.capacity.profile import CapacityProfile
+    from quire.config import EngineConfig
 
 # Options of an engine that a simulation cannot change: no profile was measured with them, or they decide no cost.
 FIXED = ("seed", "swap_memory", "speculate", "exit_head", "kv_memory")
 OF_TRACE = ("max_prompt_tokens", "max_output_tokens", "trace_speed")  # options of the load
 OF_RATE = ("prompt_tokens", "output_tokens")
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64  # defaults of --rate
+NUM_REQUESTS = 100
+COUNTS = ("num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = add_load(parser)
+    group.add_argument("--slo", metavar="LIMITS", help="limits, such as ttft=1s,tpot=50ms: goodput counts them")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
+    parser.add_argument("--replicas", type=int, metavar="N", help="engines of a server, with the router between them")
+    servers = "servers of that many replicas, which get requests in turn; processes simulate them side by side"
+    parser.add_argument("--servers", type=int, metavar="N", help=servers)
+    parser.add_argument("--ranges", action="store_true", help="90%% ranges, from 20 simulations with resampled costs")
+    parser.add_argument(
+        "--compare", metavar="URL", help="replay the trace on a running server too, and print the errors"
+    )
+    add_json(parser)
+    add_engine_options(parser, without=FIXED)
+
+
+def add_load(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The load: a trace or random requests."""
     group = parser.add_argument_group("load")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="recorded traffic: Azure's CSV or Mooncake's JSON lines"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="recorded traffic: Azure's or BurstGPT's CSV, or Mooncake's JSON lines",
     )
     group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
     group.add_argument("--rate", type=float, metavar="R", help="instead of a trace: R random requests a second")
@@ -35,14 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", type=int, metavar="N", help=f"of --rate; default {OUTPUT_TOKENS}")
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip requests with longer prompts")
     group.add_argument("--max-output-tokens", type=int, metavar="N", help="limit the answers of the trace to N tokens")
-    group.add_argument("--slo", metavar="LIMITS", help="limits in ms, such as ttft:500,tpot:50: goodput counts them")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
-    parser.add_argument("--ranges", action="store_true", help="90%% ranges, from 20 simulations with resampled costs")
-    parser.add_argument(
-        "--compare", metavar="URL", help="replay the trace on a running server too, and print the errors"
-    )
-    add_json(parser)
-    add_engine_options(parser, without=FIXED)
+    return group
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,13 +74,16 @@ def run(arguments: argparse.Namespace) -> None:
     from quire.engine.batching import choose_batching
 
     profile = find_profile(config, arguments.profile)
-    replayed = load(arguments)
     limits = parse_slo(arguments.slo) if arguments.slo else {}
     from quire.core.policy import Policy
 
     def policy() -> Policy:
         return Policy(choose_batching(config, profile.sizes.max_requests), config.order)
 
+    if arguments.replicas or arguments.servers:
+        show_replicas(simulate_replicas(arguments, config, profile, limits), arguments)
+        return
+    replayed = load(arguments)
     document = simulate(profile, replayed.entries, policy(), limits)
     document["trace"] = {
         "num_read": replayed.num_read,
@@ -81,10 +103,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    if (arguments.trace is None) == (arguments.rate is None):
-        raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
+    check_load(arguments)
+    for name in ("compare", "ranges"):
+        if getattr(arguments, name) and (arguments.replicas or arguments.servers):
+            raise InvalidParams(f"--{name} is of one engine; leave it out, or --replicas and --servers.")
     if arguments.compare and arguments.trace is None:
         raise InvalidParams("--compare replays a trace; give --trace.")
+    check_counts(arguments, ("replicas", "servers"))
+
+
+def check_load(arguments: argparse.Namespace) -> None:
+    if (arguments.trace is None) == (arguments.rate is None):
+        raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
     without_effect = OF_TRACE if arguments.trace is None else OF_RATE
     for name in without_effect:
         if getattr(arguments, name) is not None:
@@ -94,10 +124,80 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
-    for name in ("num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens"):
+    check_counts(arguments, COUNTS)
+
+
+def check_counts(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
+
+
+def simulate_replicas(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    profile: CapacityProfile,
+    limits: dict[str, float],
+) -> dict[str, Any]:
+    """The load on several servers of several engines."""
+    from quire.bench.replicas import RandomLoad, RecordedLoad, ServerLoad, make_policy, simulate_servers
+    from quire.bench.simulate import without_idle_cache
+
+    begin_s = time.perf_counter()
+    num_replicas, num_servers = arguments.replicas or 1, arguments.servers or 1
+    read: RandomLoad | RecordedLoad
+    if arguments.trace is None:
+        lengths = arguments.prompt_tokens or PROMPT_TOKENS, arguments.output_tokens or OUTPUT_TOKENS
+        read = RandomLoad(arguments.rate, arguments.num_requests or NUM_REQUESTS, *lengths)
+    else:
+        read = RecordedLoad(load(arguments).entries)
+    totals = simulate_servers(
+        ServerLoad(
+            without_idle_cache(profile, read()),
+            partial(make_policy, config, profile.sizes.max_requests),
+            read,
+            num_replicas,
+            num_servers,
+            limits,
+        )
+    )
+    return {
+        "model": profile.model,
+        "machine": profile.machine,
+        "replicas": num_replicas,
+        "servers": num_servers,
+        "summary": totals.summary(),
+        "engine": {"steps": totals.num_steps, "preemptions": totals.num_preemptions},
+        "wall_s": time.perf_counter() - begin_s,
+        "step_error": {"median": profile.median_error, "p95": profile.p95_error},
+    }
+
+
+def show_replicas(document: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from quire.bench.serve.report import LATENCIES, TAILS, latency
+
+    if arguments.json:
+        print(json.dumps(document))
+        return
+    summary = document["summary"]
+    print(
+        f"{document['model']} on {document['servers']:,} servers of {document['replicas']:,} replicas, each on "
+        f"{document['machine']}, simulated\n"
+    )
+    print(
+        f"{summary['num_ok']:,} requests, {summary['num_failed']:,} refused, in {summary['duration_s']:,.1f} s:",
+        end=" ",
+    )
+    print(
+        f"{summary['requests_per_s'] or 0:,.2f} requests and {summary['output_tokens_per_s'] or 0:,.0f} tokens a second"
+    )
+    if arguments.slo:
+        print(f"{100 * (summary['attainment'] or 0):.1f}% of them within {arguments.slo}")
+    print(f"\n{'ms':<32}" + "".join(f"{tail:>12}" for tail in TAILS))
+    for name, text in LATENCIES.items():
+        print(latency(text, summary[name]))
+    say(f"{document['engine']['steps']:,} steps simulated in {document['wall_s']:.2f} s")
 
 
 def load(arguments: argparse.Namespace) -> TraceSlice:
@@ -107,7 +207,7 @@ def load(arguments: argparse.Namespace) -> TraceSlice:
     if arguments.trace is None:
         entries = random_entries(
             arguments.rate,
-            arguments.num_requests or 100,
+            arguments.num_requests or NUM_REQUESTS,
             arguments.prompt_tokens or PROMPT_TOKENS,
             arguments.output_tokens or OUTPUT_TOKENS,
             0,

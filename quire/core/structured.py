@@ -25,7 +25,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the first five fields is given. The whole answer has that format.
+    """Exactly one of the first five fields is given. The whole answer has that format, unless there is a frame.
 
     json                    a JSON value that fits this schema: a dict, its JSON text, or True for any value
     json_object             any JSON object
@@ -34,6 +34,7 @@ class StructuredOutputs:
     grammar                 a text of this grammar: Lark as llguidance reads it, or GBNF with `root ::= ...`
     whitespace_pattern      a pattern for whitespace between JSON tokens; None allows line breaks and indentation
     disable_any_whitespace  no whitespace between JSON tokens
+    frame                   a Lark grammar around the format, which it refers to as `@answer`: for reasoning before it
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -43,6 +44,7 @@ class StructuredOutputs:
     grammar: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    frame: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -63,6 +65,8 @@ class StructuredOutputs:
             _check_text("regex", self.regex, MAX_REGEX_BYTES)
         if self.grammar is not None:
             _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
+        if self.frame is not None:
+            _check_text("frame", self.frame, MAX_GRAMMAR_BYTES)
         if self.choice is not None:
             self._freeze("choice", _choices(self.choice))
 

@@ -30,7 +30,7 @@ class LatentSize(NamedTuple):
     rotated: int
 
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576
 HEAD_DIM_UNIT = 16
 EXPERT_UNIT = 32
@@ -155,10 +155,10 @@ def select_on_gpu(model: ModelConfig, device: str, exact: bool) -> Kernels:
         )
     if model.latent is not None:
         check_gpu_latent(model.latent)
-    elif model.head_dim not in GPU_HEAD_DIMS:
+    elif odd := [dim for dim in sorted(model.head_dims) if dim not in GPU_HEAD_DIMS]:
         raise UnsupportedModel(
             f"quire's own GPU kernels need heads of {GPU_HEAD_DIMS[0]} to {GPU_HEAD_DIMS[-1]} dimensions, and this "
-            f"model's have {model.head_dim}. Set kernels to 'torch', which is slower."
+            f"model's have {odd[0]}. Set kernels to 'torch', which is slower."
         )
     try:
         return select_torch(device, exact=exact)
@@ -204,7 +204,7 @@ def find_obstacle(model: ModelConfig, dtype: str, device: str) -> str | None:
         return f"quire's own CPU kernels need experts of multiples of {EXPERT_UNIT}, and this model's have {size}"
     if model.latent is not None:
         return find_latent_obstacle(model.latent)
-    return find_head_obstacle(model.head_dim, "model")
+    return next(filter(None, (find_head_obstacle(dim, "model") for dim in sorted(model.head_dims))), None)
 
 
 def find_odd_size(model: ModelConfig, experts: ExpertsConfig) -> int | None:

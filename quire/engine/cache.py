@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -80,6 +80,11 @@ class CacheLayout:
     stacks: tuple[tuple[int, int], ...]  # planes of equal size: their number, and bytes of a block in each
 
     @property
+    def stored(self) -> tuple[LayerLayout, ...]:
+        """The layers without those that share another's keys and values."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """One for each self-attention group."""
         return tuple(kind.window for kind in self.groups if kind.cache_type is CacheType.SELF_ATTENTION)
@@ -104,7 +109,7 @@ class CacheLayout:
     def padding(self) -> float:
         """The unused fraction of a typical request's blocks."""
         tokens = [tokens_held(kind) for kind in self.groups]
-        used = sum(tokens[layer.group] * block_bytes(layer.block) for layer in self.layers)
+        used = sum(tokens[layer.group] * block_bytes(layer.block) for layer in self.stored)
         return 1 - used / (sum(tokens) * self.block_bytes)
 
 
@@ -124,7 +129,27 @@ def lay_out(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLa
     If all layers have the same size, each group has as many layers as the rarest kind, and each layer of a group has a
     plane for keys and one for values. If all layers are of one kind, they form one group with the same planes.
     Otherwise `choose_block_bytes` chooses the block size, and layers are packed into blocks.
+
+    A layer that shares another's keys and values has that layer's layout.
     """
+    sources = [find_source(specs, layer) for layer in range(len(specs))]
+    stored = [layer for layer, source in enumerate(sources) if layer == source]
+    layout = lay_out_stored([specs[layer] for layer in stored], [blocks[layer] for layer in stored])
+    layouts = dict(zip(stored, layout.layers, strict=True))
+    return replace(layout, layers=tuple(layouts[source] for source in sources))
+
+
+def find_source(specs: Sequence[CacheSpec], layer: int) -> int:
+    """The layer whose keys and values a layer reads."""
+    spec = specs[layer]
+    if not isinstance(spec, KVCacheSpec) or spec.shares is None:
+        return layer
+    assert replace(spec, shares=None) == specs[layer - spec.shares], layer
+    return layer - spec.shares
+
+
+def lay_out_stored(specs: Sequence[CacheSpec], blocks: Sequence[BlockShape]) -> CacheLayout:
+    """As `lay_out`, of layers that all store their own."""
     kinds = sort_by_kind(specs)
     if len(kinds) == 1 or len({(nbytes(block.k, block), nbytes(block.v, block)) for block in blocks}) == 1:
         group_size = min(map(len, kinds.values()))
@@ -285,8 +310,20 @@ class CacheTensors:
                 f"This process may not map {size.nbytes:,} bytes for the cache ({error}). "
                 "Lower kv_memory (--kv-memory) or raise the limit (ulimit -v)."
             ) from None
-        self.layers = [self._view_layer(layer, size.block_size) for layer in layout.layers]
+        views = {layer: self._view_layer(layer, size.block_size) for layer in layout.stored}
+        self.layers = [views[layer] for layer in layout.layers]
+        self._stored_ids: list[int] = []
+        self._stored: list[LayerCache] = []
         self.host = HostBlocks(self._stacks, num_host_blocks, arrays)
+
+    @property
+    def stored_layers(self) -> list[LayerCache]:
+        """Each of `layers` once: layers that share keys and values have the same object. The list is made once, too,
+        because backends describe it for their kernels when it is another one."""
+        ids = [id(layer) for layer in self.layers]
+        if ids != self._stored_ids:
+            self._stored_ids, self._stored = ids, list(dict(zip(ids, self.layers, strict=True)).values())
+        return self._stored
 
     def swap_blocks(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks to the host, each (block, host block), then others back, each (host block, block)."""
@@ -311,7 +348,7 @@ class CacheTensors:
         assert self._move_kv is not None
         assert all(keep_sources(pairs) for pairs in moves), moves
         if any(moves):
-            self._move_kv(self.layers, [self._put_slots(pairs) for pairs in moves])
+            self._move_kv(self.stored_layers, [self._put_slots(pairs) for pairs in moves])
 
     def _put_slots(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
         """Sources and targets."""

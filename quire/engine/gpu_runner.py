@@ -147,7 +147,7 @@ class GpuRunner(ModelRunner):
         buffers.has_drafter = drafter is not None
         self.num_accepted = torch.zeros(buffers.max_rows, dtype=torch.int32, device=device)  # by row of the step
         self._accepted_paths = torch.zeros(buffers.max_rows, MAX_NODES, dtype=torch.int32, device=device)
-        self._move_tokens = TokenMover(cache.layers, len(buffers.tables), device)
+        self._move_tokens = TokenMover(cache.stored_layers, len(buffers.tables), device)
         self.sampler = GpuSampler(model.head, buffers, ops)
         self.max_rows = buffers.max_rows
         self._host_outputs = deque(

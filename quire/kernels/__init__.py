@@ -41,7 +41,8 @@ class Kernels:
     arrays: Arrays
     rms_norm: Callable[..., Any]  # a tensor, or (normed, sum) where a residual is passed
     layer_norm: Callable[..., Any]  # as rms_norm
-    add: Callable[[Tensor, Tensor], Tensor]
+    add: Callable[..., Tensor]
+    multiply: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[..., tuple[Tensor, Tensor]]
     store_kv: Callable[..., None]
     move_kv: Callable[[Sequence[LayerCache], Sequence[tuple[Array, Array]]], None]

@@ -26,6 +26,7 @@ class KVCacheSpec:
     window: int | None = None  # tokens that a token sees, itself included; None for all
     is_cross: bool = False  # cross-attention: the encoder's tokens; filled once, does not grow
     dtype: str | None = None  # None: the engine's kv_dtype
+    shares: int | None = None  # it stores nothing and reads what the layer so many layers before it stores
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ __all__ = [
     "logits",
     "logprobs",
     "move_kv",
+    "multiply",
     "penalize",
     "record",
     "rms_norm",
@@ -86,9 +87,15 @@ def layer_norm(
     return normed if residual is None else (normed, x)
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """Two tensors of one shape -> their sum. Used where no norm adds them: token and position embeddings."""
-    return x + y
+def add(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+    """Two tensors of one shape -> their sum, times `factor`. Used where no norm adds them: token and position
+    embeddings, for example."""
+    return x + y if factor == 1.0 else (x + y) * factor
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Two tensors of one shape -> their product, element by element."""
+    return x * y
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

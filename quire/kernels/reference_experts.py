@@ -14,10 +14,13 @@ from quire.kernels.routing import ExpertWeights, Routing
 SILU_FACTOR = 1.702  # of gpt-oss's gate
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [tokens, experts], bias [experts] -> ids [tokens, top_k] int64, weights [tokens, top_k] float32.
 
-    The best expert comes first. The bias is added to the scores for the choice only, not for the weights.
+    The best expert comes first. The bias is added to the scores for the choice only, not for the weights. `factors`
+    [experts] float32 multiply the weights last.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
@@ -28,7 +31,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(1, ids)
     if routing.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * routing.factor
+    weights = weights * routing.factor
+    return ids, weights if factors is None else weights * factors[ids]
 
 
 def in_top_groups(choice: Tensor, routing: Routing) -> Tensor:

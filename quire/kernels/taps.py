@@ -23,7 +23,7 @@ class Taps:
 
     def keep(self, x: Any, residual: Any) -> None:
         """Called by the model after each of these layers."""
-        self.states.append(x + residual)
+        self.states.append(x if residual is None else x + residual)
 
     def __post_init__(self) -> None:
         assert list(self.layers) == sorted(set(self.layers)), self.layers

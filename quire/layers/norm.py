@@ -56,4 +56,18 @@ class LayerNorm:
         return normed, total
 
 
+class UnitNorm:
+    """An RMSNorm without weights."""
+
+    def __init__(self, ops: Kernels, *, size: int, eps: float) -> None:
+        self.weight = ops.arrays.put([1.0] * size, "float32")
+        self.eps = eps
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> [..., size]"""
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        return normed
+
+
 Norm = RMSNorm | LayerNorm

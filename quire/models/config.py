@@ -103,6 +103,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Config:
+    """What Gemma 4 has beside the values that all families share, which are those of layers with a window."""
+
+    global_head_dim: int  # in layers without a window
+    global_kv_heads: int
+    keys_are_values: bool = False  # in layers without a window
+    num_sharing: int = 0  # the last layers read the cache of the last layer of their kind before them
+    sharing_size: int = 0  # intermediate size of their MLPs; 0: that of the others
+    per_layer_size: int = 0  # of the embeddings that each layer has of its own; 0: there are none
+    per_layer_vocab: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only transformer."""
 
@@ -130,12 +143,28 @@ class ModelConfig:
     norm_offset: bool = False  # norms multiply by (1 + weight), as Gemma's safetensors are stored
     embedding_multiplier: float = 1.0
     experts: ExpertsConfig | None = None
+    gemma4: Gemma4Config | None = None
     latent: LatentConfig | None = None  # then `head_dim` is the latent's, and there is one key head
     attention_sinks: bool = False  # one more term in the softmax of each head
     structure: Structure = field(default_factory=Structure)  # of families that `models/transformer.py` builds
     num_mtp_layers: int = 0  # layers for multi-token prediction, which only draft: `weights/mtp.py`
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def head_dims(self) -> set[int]:
+        return {self.head_dim} if self.gemma4 is None else {self.head_dim, self.gemma4.global_head_dim}
+
+    def layer_heads(self, layer: int) -> tuple[int, int]:
+        """A layer's number of key heads, and the dimensions of one."""
+        if self.gemma4 is None or self.windows[layer] is not None:
+            return self.num_kv_heads, self.head_dim
+        return self.gemma4.global_kv_heads, self.gemma4.global_head_dim
+
+    @property
+    def num_stored_layers(self) -> int:
+        """The layers that have keys and values of their own. They come first."""
+        return self.num_layers - (0 if self.gemma4 is None else self.gemma4.num_sharing)
 
     @property
     def scale(self) -> float:

@@ -32,19 +32,12 @@ if TYPE_CHECKING:
 class Layer(Protocol):
     attention: Attention | LatentAttention
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        paging: Paging,
-        cache: LayerCache,
-        ends: Ends | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x and residual, [tokens, hidden_size] each -> the next x and residual. The hidden state is their sum.
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """(x, residual, positions, paging, cache, ends, *own) -> the next x and residual, [tokens, hidden_size] each.
+        The hidden state is their sum.
 
-        Norms compute the sum. Both arguments may be overwritten. The first layer gets no residual. With `ends`, the
-        outputs have only the rows of those tokens.
+        Norms compute the sum. Both arguments may be overwritten. The first layer gets no residual, and a layer may
+        return none. With `ends`, the outputs have only the rows of those tokens. `own` are `Decoder.layer_inputs`.
         """
         ...
 
@@ -84,6 +77,10 @@ class Decoder:
         """The input of the first layer, [n, hidden_size]. A family may add positions, or norm it."""
         return self.embedding(tokens)
 
+    def layer_inputs(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor] | None:
+        """What each layer gets beside the hidden state, if a family has such inputs; x is the first layer's input."""
+        return None
+
     def __call__(
         self,
         tokens: Tensor,
@@ -100,7 +97,8 @@ class Decoder:
         """
         assert len(kv) == len(self.layers)
         x = self.embed(tokens, positions)
-        x, residual = self.run_layers(range(len(kv)), x, positions, paging, kv, ends, taps)
+        inputs = self.layer_inputs(tokens, x)
+        x, residual = self.run_layers(range(len(kv)), x, positions, paging, kv, ends, taps, inputs)
         return self.norm.add(x, residual)[0]
 
     def run_layers(
@@ -112,13 +110,15 @@ class Decoder:
         kv: Sequence[LayerCache],
         ends: Ends | None = None,
         taps: Taps | None = None,
+        inputs: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Some of the layers. x [n, hidden_size] is the hidden state before them. Returns the next x and residual."""
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index in layers:
+            own = () if inputs is None else (inputs[index],)
             x, residual = self.layers[index](
-                x, residual, positions, paging, kv[index], ends if index == last else None
+                x, residual, positions, paging, kv[index], ends if index == last else None, *own
             )  # fmt: skip
             if taps is not None and index in taps.layers:
                 taps.keep(x, residual)
@@ -157,8 +157,11 @@ def build_attention(
     if config.structure.qk_norm is not None:
         norm = partial(build_norm, config, source, ops)
         widths = [heads if is_wide else 1 for heads in (config.num_heads, config.num_kv_heads)]
-        q, k = (norm(f"{name}.{each}_norm", width * config.head_dim) for each, width in zip("qk", widths, strict=True))
-        norms = q, k
+        q, k = (
+            partial(norm, f"{name}.{each}_norm", width * config.head_dim)
+            for each, width in zip("qk", widths, strict=True)
+        )
+        norms = q(), None if options.get("shares") else k()
     return Attention(
         source,
         ops,

@@ -12,6 +12,7 @@ from quire.layers.source import Source
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.gemma3 import Gemma3
+from quire.models.gemma4 import Gemma4
 from quire.models.llama import Llama
 from quire.models.transformer import Transformer
 
@@ -24,6 +25,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source, Kernels], Decoder]] = {
     "falcon_40b": Transformer,  # as Falcon, with grouped key heads and two norms a layer
     "gemma2": Transformer,  # norms before and after, soft caps
     "gemma3": Gemma3,
+    "gemma4": Gemma4,  # head sizes by layer, keys that are values, caches that layers share, experts beside the MLP
     "glm": Transformer,  # half of a head rotates
     "glm4": Transformer,  # as GLM, with norms before and after
     "gpt2": Transformer,  # learned positions, transposed matrices, LayerNorms, an MLP without a gate

@@ -1,7 +1,7 @@
-"""Chat, as all APIs of the server share it: messages and tools to a prompt, generated text to text and tool calls.
+"""Chat, as all APIs of the server share it: messages and tools to a prompt, answers to reasoning, text and calls.
 
-A route makes a `ChatInput` from its fields. `ChatTemplates.prepare` finds the chat template and returns a `ChatPrompt`.
-`Service.open_chat` renders and tokenizes it. A `ChatParser` reads the generated text.
+A route makes a `ChatInput` from its fields. `ChatTemplates.prepare` finds the chat template, renders it and returns a
+`ChatPrompt`. `Service.open_chat` tokenizes it. A `ChatParser` reads the generated text.
 
 A chat template is a program from a model file or from a request. It may run for a second, so it runs in a thread and
 never on the event loop. Templates from requests have their own threads: a slow one delays no other request.
@@ -16,17 +16,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from quire.errors import InvalidParams, TemplateError
+from quire.errors import InvalidParams, TemplateError, show
+from quire.text.answer_format import AnswerFormat
 from quire.text.detokenizer import TextEnd
 from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.templates.messages import prepare_messages
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tools.definitions import NO_TOOLS, Tool, ToolChoice
-from quire.text.tools.events import Event, TextDelta, ToolCallStart
-from quire.text.tools.formats import ToolFormat, special_markers
-from quire.text.tools.grammar import tool_call_grammar
-from quire.text.tools.parser import ToolParser
+from quire.text.tools.events import Event, ReasoningDelta, ToolCallStart
 
 Result = TypeVar("Result")
 
@@ -43,6 +41,7 @@ class ChatInput:
     prefill               the beginning of the answer; the model continues it
     chat_template         the template of the request; None is the model's
     add_generation_prompt, chat_template_kwargs   further variables of the template
+    reasoning_effort      how much the model reasons, if its template has a setting for that; "none": not at all
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -53,6 +52,8 @@ class ChatInput:
     chat_template: str | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
+    reasoning_effort: str | None = None
+    is_thinking_disabled: bool = False  # the same as an effort of "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,52 +67,34 @@ class CompiledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A ChatInput and the template that renders it."""
+    """A rendered ChatInput, and how the answer to it is written."""
 
     chat: ChatInput
-    compiled: CompiledTemplate
+    text: str
+    format: AnswerFormat
     tokenizer: Tokenizer
-
-    @property
-    def tool_format(self) -> ToolFormat:
-        return self.compiled.capabilities.format
-
-    @property
-    def has_tools(self) -> bool:
-        return self.chat.tool_choice.mode != "none"
 
     def sampling_params(self) -> dict[str, Any]:
         """The sampling parameters that follow from tools and structured outputs."""
-        structured = self.chat.structured_outputs
-        if not self.has_tools:
-            return {} if structured is None else {"structured_outputs": structured}
-        if structured is not None and not self.chat.tool_choice.is_forced:
-            raise InvalidParams(
-                "The answer is to be JSON and may be a call of a tool as well; ask for one of the two: set tool_choice "
-                "so that there must be a call, or none, or leave the format out."
-            )
-        markers = special_markers(self.tool_format, self.tokenizer)
-        grammar = tool_call_grammar(self.tool_format, self.chat.tool_choice, markers)
-        return {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
+        structured = self.format.structured_outputs(self.chat.structured_outputs, self.tokenizer)
+        return {} if structured is None else {"structured_outputs": structured}
 
     def kept_token_ids(self) -> frozenset[int]:
-        """Special tokens that mark tool calls. They stay in the text, because the parser reads them."""
-        if not self.has_tools:
-            return frozenset()
-        return frozenset(special_markers(self.tool_format, self.tokenizer).values())
+        """Special tokens that mark reasoning and tool calls. They stay in the text, because the parser reads them."""
+        return frozenset(self.format.special_markers(self.tokenizer).values())
 
     def parser(self) -> ChatParser:
         """A parser for one answer to this prompt."""
-        return ChatParser(ToolParser(self.tool_format, self.chat.tool_choice) if self.has_tools else None)
+        return ChatParser(self.format)
 
     @property
     def make_text_end(self) -> Callable[[], TextEnd] | None:
         """If only one call is allowed, an answer ends with the token that completes it, however many tokens a step has
         made. So usage and log probabilities do not depend on drafts, or on when a request is aborted."""
-        return self._text_end if self.has_tools and not self.chat.tool_choice.parallel else None
+        return self._text_end if self.format.has_tools and not self.chat.tool_choice.parallel else None
 
     def _text_end(self) -> TextEnd:
-        parser = ToolParser(self.tool_format, self.chat.tool_choice)
+        parser = self.format.parser()
 
         def ends(text: str) -> bool:
             parser.push(text)
@@ -119,29 +102,13 @@ class ChatPrompt:
 
         return ends
 
-    async def render(self) -> str:
-        """The text of the prompt."""
-        chat, variables = self.chat, self.chat.chat_template_kwargs or {}
-        if reserved := RESERVED_VARIABLES & set(variables):
-            name = f"chat_template_kwargs.{min(reserved)}"
-            raise InvalidParams(f"{name}: this has a field of its own; leave it out here.")
-
-        def work() -> str:
-            shown = chat.tools if self.has_tools else ()
-            messages = [system_role(message) for message in chat.messages]
-            prepared = prepare_messages(messages, shown, self.compiled.capabilities)
-            return self.compiled.template.render(
-                prepared.messages, prepared.tools, add_generation_prompt=chat.add_generation_prompt, **variables
-            )
-
-        return await run_in(self.compiled.threads, work) + chat.prefill
-
 
 class ChatParser:
-    """Reads one answer as text and tool calls while it grows."""
+    """Reads one answer as reasoning, text and tool calls while it grows."""
 
-    def __init__(self, parser: ToolParser | None) -> None:
-        self._parser = parser
+    def __init__(self, format: AnswerFormat) -> None:
+        self._format = format
+        self._parser = format.parser()
         self._num_chars = 0
         self._is_complete = False
         self.events: list[Event] = []
@@ -150,20 +117,21 @@ class ChatParser:
     @property
     def finished(self) -> bool:
         """The request allows one call, and that call is complete. What follows in the answer is ignored."""
-        return self._parser is not None and self._parser.finished
+        return self._parser.finished
 
     def push(self, text: str, *, is_last: bool) -> list[Event]:
         """The new events. `text` is the whole answer so far."""
         if self._is_complete:
             return []
         delta, self._num_chars, self._is_complete = text[self._num_chars :], len(text), is_last
-        if self._parser is None:
-            new: list[Event] = [TextDelta(delta)] if delta else []
-        else:
-            new = self._parser.push(delta) + (self._parser.finish() if is_last else [])
-            self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in new)
+        new = self._parser.push(delta) + (self._parser.finish() if is_last else [])
+        self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in new)
         self.events += new
         return new
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        has_reasoning = any(isinstance(event, ReasoningDelta) for event in self.events)
+        return self._format.count_reasoning_tokens(token_ids, tokenizer) if has_reasoning else 0
 
 
 class ChatTemplates:
@@ -179,7 +147,28 @@ class ChatTemplates:
         self._request_templates: OrderedDict[str, CompiledTemplate] = OrderedDict()
 
     async def prepare(self, chat: ChatInput) -> ChatPrompt:
-        return ChatPrompt(chat, await self.find(chat.chat_template), self._tokenizer)
+        """Render the prompt."""
+        compiled, variables = await self.find(chat.chat_template), chat.chat_template_kwargs or {}
+        if reserved := RESERVED_VARIABLES & set(variables):
+            name = f"chat_template_kwargs.{min(reserved)}"
+            raise InvalidParams(f"{name}: this has a field of its own; leave it out here.")
+        effort = "none" if chat.is_thinking_disabled else chat.reasoning_effort
+        variables = {**variables, **effort_variables(compiled.template.source, effort)}
+
+        def work() -> str:
+            shown = chat.tools if chat.tool_choice.mode != "none" else ()
+            messages = [system_role(message) for message in chat.messages]
+            prepared = prepare_messages(messages, shown, compiled.capabilities)
+            return compiled.template.render(
+                prepared.messages, prepared.tools, add_generation_prompt=chat.add_generation_prompt, **variables
+            )
+
+        text = await run_in(compiled.threads, work)
+        format = AnswerFormat.of(compiled.capabilities, chat.tool_choice, text)
+        if effort == "none" and format.phase != "answer":
+            raise InvalidParams("This model's chat template has no way to turn reasoning off; leave that out.")
+        prefill, format = format.after_prefill(chat.prefill)
+        return ChatPrompt(chat, text + prefill, format, self._tokenizer)
 
     async def find(self, source: str | None) -> CompiledTemplate:
         """The compiled template of a request, or of the model if `source` is None."""
@@ -217,6 +206,20 @@ class ChatTemplates:
 
 async def run_in(threads: Executor, work: Callable[[], Result]) -> Result:
     return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def effort_variables(source: str, effort: str | None) -> dict[str, Any]:
+    """The variables of a chat template that set how much the model reasons."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False} if "enable_thinking" in source else {}
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    raise InvalidParams(
+        f"A reasoning_effort of {show(effort)} is not possible: the chat template has no setting for it; leave it out.",
+        "reasoning_effort",
+    )
 
 
 def system_role(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -228,6 +228,7 @@ class ChatMessage(Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

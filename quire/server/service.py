@@ -133,10 +133,9 @@ class Service:
         self, prompt: ChatPrompt, params: SamplingParams, context: RequestContext, priority: int = 0
     ) -> OutputProcessor:
         await self.check_grammar(params)
-        kept, text = prompt.kept_token_ids(), await prompt.render()
-        tokens = await self.encode_prompt(text, add_special_tokens=False)
+        kept, tokens = prompt.kept_token_ids(), await self.encode_prompt(prompt.text, add_special_tokens=False)
         return await self.open(
-            {"prompt": text, "prompt_token_ids": tokens}, params, context, priority, kept, prompt.make_text_end
+            {"prompt": prompt.text, "prompt_token_ids": tokens}, params, context, priority, kept, prompt.make_text_end
         )
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -223,7 +222,7 @@ class Service:
 async def stream_chat(
     service: Service, output_processor: OutputProcessor, parser: ChatParser
 ) -> AsyncGenerator[list[Event], None]:
-    """The one answer to a prompt as text and tool calls, while it grows. It ends early if the parser is finished."""
+    """The one answer to a prompt as reasoning, text and calls while it grows. It ends early if the parser is done."""
     answer = output_processor.output.outputs[0]
     async with aclosing(service.generate([output_processor])) as stream:  # type: ignore[type-var]
         async for _ in stream:

@@ -51,7 +51,7 @@ class TemplateRequest(RequestModel):
             add_generation_prompt=self.add_generation_prompt is not False,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        return await (await context.service.templates.prepare(chat)).render()
+        return (await context.service.templates.prepare(chat)).text
 
 
 class TokenizeRequest(TemplateRequest):
@@ -134,9 +134,8 @@ async def chat_tokenize(request: Request, body: ChatCompletionRequest) -> Respon
     """The text and tokens of the prompt of a chat completion."""
     context = request_context(request, body.model)
     prompt = await context.service.templates.prepare(chat_input(body))
-    text = await prompt.render()
-    tokens = await token_spans(context.service.tokenizer, text, add_special_tokens=False)
-    return JSONResponse({"tokenize_response": tokens, "templated_text": text})
+    tokens = await token_spans(context.service.tokenizer, prompt.text, add_special_tokens=False)
+    return JSONResponse({"tokenize_response": tokens, "templated_text": prompt.text})
 
 
 async def token_spans(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[dict[str, Any]]:

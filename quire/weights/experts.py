@@ -35,17 +35,20 @@ def safetensors_part(part: Part, family: str) -> Part:
     if family == "gpt_oss":
         return _gpt_oss_part(part, prefix, matrix, kind)
     if family == "granitemoe":
-        return _granite_part(part, prefix.replace(".mlp.", ".block_sparse_moe."), matrix)
+        moe = prefix.replace(".mlp.", ".block_sparse_moe.")
+        return _stacked_part(part, matrix, f"{moe}input_linear.weight", f"{moe}output_linear.weight")
+    if family == "gemma4":
+        moe = prefix.replace(".mlp.", ".experts.")
+        return _stacked_part(part, matrix, f"{moe}gate_up_proj", f"{moe}down_proj")
     return part
 
 
-def _granite_part(part: Part, prefix: str, matrix: str) -> Part:
+def _stacked_part(part: Part, matrix: str, gate_up: str, down: str) -> Part:
     """All experts in two tensors: gate and up [experts, 2 * size, hidden], and down [experts, hidden, size]."""
     if matrix == "down":
-        return replace(part, name=f"{prefix}output_linear.weight", stacked=True)
+        return replace(part, name=down, stacked=True)
     offset = part.rows if matrix == "up" else 0
-    name = f"{prefix}input_linear.weight"
-    return replace(part, name=name, offset=offset, fused_rows=2 * part.rows, stacked=True)
+    return replace(part, name=gate_up, offset=offset, fused_rows=2 * part.rows, stacked=True)
 
 
 def _gpt_oss_part(part: Part, prefix: str, matrix: str, kind: str) -> Part:

@@ -13,6 +13,7 @@ from quire.models.config import ModelConfig, Rope
 from quire.weights.fields import Fields
 from quire.weights.json_classics import CLASSICS
 from quire.weights.json_experts import EXPERT_FAMILIES
+from quire.weights.json_gemma4 import read_gemma4
 from quire.weights.json_modern import MODERN
 from quire.weights.json_plain import MAX_LAYERS, Windows, plain_config, qwen_windows, windows_by_type
 from quire.weights.rope import gemma_ropes_from_json
@@ -42,7 +43,7 @@ def config_from_json(
     read = FAMILIES.get(model_type)
     if read is None:
         raise top.unsupported(f"model type {model_type!r} is not supported; quire has {', '.join(FAMILIES)}.")
-    text = top if model_type != "gemma3" else top.section("text_config")
+    text = top.section("text_config") if model_type in ("gemma3", "gemma4") else top
     if text is None:
         raise top.bad("text_config is missing")
     eos = [fields.token_ids("eos_token_id") for fields in (Fields(generation or {}, where), top, text)]
@@ -116,6 +117,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3": read_qwen3,
     "gemma3_text": read_gemma3,
     "gemma3": read_gemma3,
+    "gemma4_text": read_gemma4,
+    "gemma4": read_gemma4,
     "mimo": read_mimo,
     **CLASSICS,
     **MODERN,

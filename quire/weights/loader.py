@@ -23,7 +23,7 @@ from quire.weights.config import read_directory_config, read_gguf_config
 from quire.weights.fields import read_json
 from quire.weights.gguf import GGUFFile
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
-from quire.weights.names import is_draft_layer, may_stay_unread
+from quire.weights.names import is_draft_layer, is_key_of_sharing_layer, may_stay_unread
 from quire.weights.survey import Survey, check
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ def survey(config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> list[St
     }
     if config.family == "deepseek":
         ignored |= {name for name in available if is_draft_layer(name, config.num_layers)}
+    if config.gemma4 is not None:
+        ignored |= {name for name in available if is_key_of_sharing_layer(name, config.num_stored_layers)}
     expected: dict[str, Shape] = {}
     for stored in found:
         expected.update(stored.tensors)

@@ -68,6 +68,12 @@ SAFETENSORS_SPELLING = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
     "gpt_oss": {".mlp.gate.": ".mlp.router.", ".sinks.weight": ".sinks"},
     "granitemoe": {".mlp.gate.": ".block_sparse_moe.router.layer."},
+    "gemma4": {
+        ".mlp.gate.": ".router.proj.",
+        ".mlp.router_norm.weight": ".router.scale",
+        ".mlp.expert_factors.weight": ".router.per_expert_scale",
+        ".layer_scale.weight": ".layer_scalar",
+    },
 }
 
 # Multimodal checkpoints store the text model under one of these prefixes. The first that matches is replaced.
@@ -81,7 +87,7 @@ UNREAD_GGUF = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight"
 )
 UNREAD_SAFETENSORS = re.compile(
-    r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*|.*\.self_attn\.masked_bias|"
+    r".*\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*|.*\.self_attn\.masked_bias|"
     r"model\.mtp_layers\..*|.*\.(attn|attention|self_attention)\.(masked_)?bias"
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -119,6 +125,12 @@ def is_draft_layer(name: str, num_layers: int) -> bool:
     """Whether it belongs to a layer behind the last one, which predicts more tokens. DeepSeek-V3 has one."""
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
     return match is not None and int(match[1]) >= num_layers
+
+
+def is_key_of_sharing_layer(name: str, num_stored: int) -> bool:
+    """Whether it makes keys or values in a layer that reads another layer's. Published files of Gemma 4 have some."""
+    match = re.match(r"(?:.*\.layers\.(\d+)\.self_attn\.[kv]_|blk\.(\d+)\.attn_[kv][._])", name)
+    return match is not None and int(match[1] or match[2]) >= num_stored
 
 
 def may_stay_unread(name: str, *, tied: bool) -> bool:

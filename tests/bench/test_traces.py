@@ -172,3 +172,14 @@ class TestPrompts:
         assert ratio == TokenRatio(3.0, 2.0)
         assert 3 + 2 * ratio.words(1001) == 1001
         assert ratio.words(1) == 1
+
+
+def test_burst_gpt_is_read(tmp_path):
+    path = tmp_path / "burst.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,100,0,100,API log\n"
+    )
+    assert [(entry.at_s, entry.prompt_tokens, entry.output_tokens) for entry in read_trace(path)] == [
+        (5.0, 472, 18), (45.5, 100, 0),
+    ]  # fmt: skip

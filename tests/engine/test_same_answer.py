@@ -15,12 +15,17 @@ from quire.core.policy import Policy, Static
 from quire.core.request import Request
 from quire.kernels.cache_spec import CacheSpec, KVCacheSpec, StateSpec
 from quire.models.config import ModelConfig
-from tests.tools.tiny import FAMILIES, LLAMA, TinyEngine, tiny_model
+from tests.tools.tiny import FAMILIES, LLAMA, MIXTURES, TinyEngine, tiny_model
 
 pytestmark = pytest.mark.cpu
 
-TINY_CACHE = {"mistral": 11, "gemma3": 40}  # just enough for the longest request; windows need less, groups more
-MODELS = {family: tiny_model(config) for family, config in FAMILIES.items()}
+KINDS = FAMILIES | {"gemma4": MIXTURES["gemma4"]}
+TINY_CACHE = {
+    "mistral": 11,
+    "gemma3": 40,
+    "gemma4": 40,
+}  # just enough for the longest request; windows need less, groups more
+MODELS = {family: tiny_model(config) for family, config in KINDS.items()}
 
 
 def questions(sampled: bool, count: int = 12, seed: int = 1) -> list[Request]:
@@ -48,7 +53,7 @@ def questions(sampled: bool, count: int = 12, seed: int = 1) -> list[Request]:
 
 
 def alone(family: str, requests: list[Request]) -> list[list[int]]:
-    config = FAMILIES[family]
+    config = KINDS[family]
     return [
         TinyEngine(config, model=MODELS[family], prefix_cache=False, max_tokens=512).answer([fresh(request)])[0]
         for request in requests
@@ -60,9 +65,9 @@ def fresh(request: Request) -> Request:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_batch_chunks_order_preemption_and_cache(family: str, sampled: bool) -> None:
-    config, model = FAMILIES[family], MODELS[family]
+    config, model = KINDS[family], MODELS[family]
     expected = alone(family, questions(sampled))
     shapes: dict[str, Callable[[], TinyEngine]] = {
         "one batch": lambda: TinyEngine(config, model=model),
@@ -84,21 +89,21 @@ def test_batch_chunks_order_preemption_and_cache(family: str, sampled: bool) -> 
             assert engine.scheduler.counters.cached_tokens > hits + 100
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_preempted_at_random_moments(family: str) -> None:
     requests = questions(sampled=True)
     expected = alone(family, requests)
-    engine = TinyEngine(FAMILIES[family], model=MODELS[family], max_tokens=24, max_requests=16)
+    engine = TinyEngine(KINDS[family], model=MODELS[family], max_tokens=24, max_requests=16)
     assert engine.answer_preempted(requests, seed=4) == expected
     assert engine.scheduler.counters.preemptions > 5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_preempted_and_kept_on_the_host(family: str) -> None:
     requests = questions(sampled=True)
     expected = alone(family, requests)
     options = {"max_tokens": 24, "max_requests": 16, "prefix_cache": False, "num_host_blocks": 1000}
-    engine = TinyEngine(FAMILIES[family], model=MODELS[family], **options)
+    engine = TinyEngine(KINDS[family], model=MODELS[family], **options)
     assert engine.answer_preempted(requests, seed=4) == expected
     assert engine.scheduler.counters.swaps > 5
     assert engine.scheduler.swap.num_free == 1000
@@ -179,7 +184,7 @@ def draft_specs(config: ModelConfig) -> list[CacheSpec]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_groups_that_do_not_grow_beside_those_that_do(family: str) -> None:
-    config, model = FAMILIES[family], MODELS[family]
+    config, model = KINDS[family], MODELS[family]
     more = [KVCacheSpec(1, 16, is_cross=True), StateSpec((3, 5), "float32")]
     expected = TinyEngine(config, model=model).answer(questions(sampled=True))
     requests = questions(sampled=True)
@@ -191,13 +196,13 @@ def test_groups_that_do_not_grow_beside_those_that_do(family: str) -> None:
     assert engine.scheduler.kv.pool.num_free == 200
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_layers_of_others_in_the_same_blocks(family: str) -> None:
     """A draft model's, of another shape: where there are windows, blocks of the model's own layers lie apart then."""
-    config, model = FAMILIES[family], MODELS[family]
+    config, model = KINDS[family], MODELS[family]
     more = draft_specs(config)
     expected = TinyEngine(config, model=model).answer(questions(sampled=True))
     engine = TinyEngine(config, model=model, more_specs=more, num_blocks=100, max_requests=16, num_host_blocks=20)
-    assert all(layer.k.is_contiguous() == (family != "gemma3") for layer in engine.runner.cache.layers)
+    assert all(layer.k.is_contiguous() == (family not in ("gemma3", "gemma4")) for layer in engine.runner.cache.layers)
     assert engine.answer_preempted(questions(sampled=True), seed=3) == expected
     assert engine.scheduler.counters.swaps

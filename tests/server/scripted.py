@@ -25,6 +25,7 @@ class ScriptedService:
     error: Exception | None = None
     num_closed: int = 0
     model: str = "scripted"
+    tokenizer: Any = None
     output_processors: list[Any] = field(default_factory=list)
 
     async def generate(self, output_processors: Sequence[Any]) -> AsyncIterator[set[Any]]:

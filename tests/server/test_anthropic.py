@@ -15,9 +15,10 @@ from quire.server.anthropic.messages import MessageBuilder, MessageGeneration
 from quire.server.anthropic.protocol import MessagesRequest, chat_input
 from quire.server.chat import ChatParser
 from quire.server.error_response import anthropic_error
-from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.answer_format import AnswerFormat
+from quire.text.reasoning.formats import THINK
+from quire.text.tools.definitions import NO_TOOLS, ToolChoice, make_tool
 from quire.text.tools.formats import HERMES
-from quire.text.tools.parser import ToolParser
 from tests.server.running import Running, wait_for
 from tests.server.scripted import ScriptedService, make_output_processor
 from tests.server.test_responses import running
@@ -25,6 +26,8 @@ from tests.server.test_responses import running
 pytestmark = pytest.mark.server
 
 MODEL = "smollm2:135m"
+REASONING = AnswerFormat(HERMES, NO_TOOLS, THINK, "either")
+TEXT_ONLY = AnswerFormat(HERMES, NO_TOOLS, None, "answer")
 STORY: Any = [{"role": "user", "content": "Tell me a story."}]
 SEEDED: dict[str, Any] = {"max_tokens": 24, "extra_body": {"temperature": 0.8, "seed": 7}}
 GREEDY: dict[str, Any] = {"max_tokens": 16, "extra_body": {"temperature": 0.0}}
@@ -211,6 +214,7 @@ class TestRefusals:
             ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
             ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
             ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]}]}, "thinking"),
+            ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "thinking"),
             ({"messages": [{"role": "user", "content": [
                 {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_use"),
             ({"messages": []}, "messages"),
@@ -273,8 +277,8 @@ class TestParts:
     def test_words_and_calls(self):
         said = ["Well. ", '<tool_call>\n{"name": "look", "arguments"', ': {"a": [1]}}\n</tool_call>']
         tool = make_tool("tools[0]", name="look")
-        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(tool,)))
-        generation, _ = make_generation(said, parser=parser)
+        format = AnswerFormat(HERMES, ToolChoice(mode="auto", tools=(tool,)), None, "answer")
+        generation, _ = make_generation(said, format=format)
         events = asyncio.run(gather(generation))
         words, call = generation.builder.document["content"]
         assert words == {"type": "text", "text": "Well."}
@@ -285,10 +289,29 @@ class TestParts:
         started = next(event for event in events if event.get("index") == 1)
         assert started["content_block"]["input"] == {}
 
+    def test_reasoning_is_a_thinking_block(self):
+        generation, _ = make_generation(["<think>Let me", " see.</think>", " Yes."], format=REASONING)
+        events = asyncio.run(gather(generation))
+        thinking, words = generation.builder.document["content"]
+        assert thinking == {"type": "thinking", "thinking": "Let me see.", "signature": ""}
+        assert words == {"type": "text", "text": "Yes."}
+        deltas = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
+        assert deltas == ["thinking_delta", "thinking_delta", "text_delta"]
+
+    def test_thinking_blocks_are_sent_back(self):
+        blocks = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Yes."}]
+        body = MessagesRequest(
+            max_tokens=1,
+            messages=[{"role": "assistant", "content": blocks}, {"role": "user", "content": "Sure?"}],  # type: ignore[list-item]
+        )
+        assert chat_input(body).messages[0] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+
     def test_a_call_that_is_cut_keeps_what_there_is(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": "x']
-        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(make_tool("tools[0]", name="look"),)))
-        generation, _ = make_generation(said, finish="length", parser=parser)
+        format = AnswerFormat(
+            HERMES, ToolChoice(mode="auto", tools=(make_tool("tools[0]", name="look"),)), None, "answer"
+        )
+        generation, _ = make_generation(said, finish="length", format=format)
         asyncio.run(gather(generation))
         (call,) = generation.builder.document["content"]
         assert call["input"]["a"] == 1
@@ -322,11 +345,11 @@ class TestParts:
 
 
 def make_generation(
-    texts: list[str], parser: ToolParser | None = None, **more: Any
+    texts: list[str], format: AnswerFormat = TEXT_ONLY, **more: Any
 ) -> tuple[MessageGeneration, ScriptedService]:
     service, output_processor = ScriptedService(texts, **more), make_output_processor()
     builder = MessageBuilder("scripted", output_processor)  # type: ignore[arg-type]
-    return MessageGeneration(service, output_processor, ChatParser(parser), builder), service  # type: ignore[arg-type]
+    return MessageGeneration(service, output_processor, ChatParser(format), builder), service  # type: ignore[arg-type]
 
 
 async def gather(generation: MessageGeneration) -> list[dict[str, Any]]:

@@ -314,6 +314,7 @@ class TestRefusals:
         [
             ({"truncation": "auto"}, "truncation"),
             ({"reasoning": {"effort": "low"}}, "reasoning"),
+            ({"reasoning": {"summary": "auto"}}, "summary"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"max_tool_calls": 3}, "max_tool_calls"),
             ({"text": {"verbosity": "low"}}, "verbosity"),
@@ -326,7 +327,7 @@ class TestRefusals:
             ({"background": True, "store": False}, "background"),
             ({"temperature": -1}, "temperature"),
             ({"max_output_tokens": 100_000}, "max_tokens"),
-            ({"input": [{"type": "reasoning", "summary": []}]}, "reasoning"),
+            ({"input": [{"type": "reasoning", "summary": []}]}, "content"),
             ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
             ({"input": []}, "messages"),
             ({"extra_body": {"colour": "blue"}}, "colour"),

@@ -20,14 +20,19 @@ from quire.server.openai.responses.builder import ResponseBuilder
 from quire.server.openai.responses.generation import ResponseGeneration
 from quire.server.openai.responses.protocol import as_messages
 from quire.server.openai.responses.store import ResponseStore, StoredResponse, TenantResponses
-from quire.text.tools.definitions import ToolChoice, make_tool
+from quire.text.answer_format import AnswerFormat
+from quire.text.reasoning.formats import THINK
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tools.definitions import NO_TOOLS, ToolChoice, make_tool
 from quire.text.tools.formats import HERMES
-from quire.text.tools.parser import ToolParser
 from tests.server.openapi_schema import validate_event
 from tests.server.scripted import ScriptedService, make_output_processor
+from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.server
 
+REASONING = AnswerFormat(HERMES, NO_TOOLS, THINK, "reasoning")
+TEXT_ONLY = AnswerFormat(HERMES, NO_TOOLS, None, "answer")
 TOOL = make_tool("tools[0]", name="look", parameters={"type": "object", "properties": {}})
 
 
@@ -46,7 +51,7 @@ def make_document(response_id: str, status: str) -> dict[str, Any]:
 def make_generation(
     service: ScriptedService, stored: StoredResponse, responses: TenantResponses | None = None, **more: Any
 ) -> ResponseGeneration:
-    parser = ChatParser(more.pop("parser", None))
+    parser = ChatParser(more.pop("format", TEXT_ONLY))
     return ResponseGeneration(service, make_output_processor(), parser, stored, responses, **more)  # type: ignore[arg-type]
 
 
@@ -104,18 +109,34 @@ class TestEndings:
 
     def test_calls_between_texts(self):
         said = ["Well. ", '<tool_call>\n{"name": "look", ', '"arguments": {"a": 1}}\n</tool_call>', " And then."]
-        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,)))
-        events = asyncio.run(gather(make_generation(ScriptedService(said), make_stored(), parser=parser).stream()))
+        format = AnswerFormat(HERMES, ToolChoice(mode="auto", tools=(TOOL,)), None, "answer")
+        events = asyncio.run(gather(make_generation(ScriptedService(said), make_stored(), format=format).stream()))
         first, call, last = events[-1]["response"]["output"]
         assert (first["type"], call["type"], last["type"]) == ("message", "function_call", "message")
         assert json.loads(call["arguments"]) == {"a": 1}
         assert [item["status"] for item in (first, call, last)] == ["completed"] * 3
 
+    def test_reasoning_is_an_item_that_goes_back_with_the_answer(self):
+        service = ScriptedService(["Let me", " see.</think>", "Yes."], tokenizer=Tokenizer.from_gguf(byte_level()))
+        events = asyncio.run(gather(make_generation(service, make_stored(), format=REASONING).stream()))
+        reasoning, message = events[-1]["response"]["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+        assert message["content"][0]["text"] == "Yes."
+        kinds = [event["type"] for event in events]
+        assert kinds.count("response.reasoning_text.delta") == 2
+        assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+        assert as_messages([reasoning, message], None) == [
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "Let me see."}
+        ]
+        call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+        (called,) = as_messages([reasoning, call], None)
+        assert (called["reasoning_content"], len(called["tool_calls"])) == ("Let me see.", 1)
+
     def test_a_call_that_is_cut_is_incomplete(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": ']
-        parser = ToolParser(HERMES, ToolChoice(mode="required", tools=(TOOL,)))
+        format = AnswerFormat(HERMES, ToolChoice(mode="required", tools=(TOOL,)), None, "answer")
         service = ScriptedService(said, finish="length")
-        events = asyncio.run(gather(make_generation(service, make_stored(), parser=parser).stream()))
+        events = asyncio.run(gather(make_generation(service, make_stored(), format=format).stream()))
         (call,) = events[-1]["response"]["output"]
         assert call["status"] == "incomplete"
         assert call["arguments"] == '{"a": '
@@ -123,9 +144,9 @@ class TestEndings:
 
     def test_the_one_call_that_was_wanted_ends_the_answer(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "More", " and more"]
-        parser = ToolParser(HERMES, ToolChoice(mode="auto", tools=(TOOL,), parallel=False))
+        format = AnswerFormat(HERMES, ToolChoice(mode="auto", tools=(TOOL,), parallel=False), None, "answer")
         service = ScriptedService(said)
-        events = asyncio.run(gather(make_generation(service, make_stored(), parser=parser).stream()))
+        events = asyncio.run(gather(make_generation(service, make_stored(), format=format).stream()))
         assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
         assert events[-1]["response"]["usage"]["output_tokens"] == 1
         assert service.num_closed == 1

@@ -26,7 +26,7 @@ def make(source=None, *, allow=True):
 
 def render(templates, source=None, messages=HELLO, **options):
     async def work():
-        return await (await templates.prepare(ChatInput(messages=messages, chat_template=source, **options))).render()
+        return (await templates.prepare(ChatInput(messages=messages, chat_template=source, **options))).text
 
     try:
         return asyncio.run(work())
@@ -45,6 +45,24 @@ def test_a_request_may_bring_one_only_where_the_server_allows_it():
     with pytest.raises(InvalidParams, match="--allow-request-templates"):
         render(make(PLAIN, allow=False), PLAIN)
     assert render(make(PLAIN, allow=False)) == "user: hello\n"
+
+
+THINKS = PLAIN + "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"
+
+
+def test_a_prefill_closes_reasoning_that_the_template_has_opened():
+    assert render(make(THINKS), prefill="Yes").endswith("<think>\n</think>\n\nYes")
+
+
+def test_reasoning_is_set_by_the_variables_of_the_template():
+    assert render(make(THINKS), reasoning_effort="none").endswith("</think>")
+    assert render(make(THINKS), is_thinking_disabled=True).endswith("</think>")
+    assert render(make(PLAIN), is_thinking_disabled=True) == "user: hello\n"
+    assert render(make(PLAIN + "{{ reasoning_effort }}"), reasoning_effort="low").endswith("low")
+    with pytest.raises(InvalidParams, match="no setting for it"):
+        render(make(THINKS), reasoning_effort="low")
+    with pytest.raises(InvalidParams, match="no way to turn reasoning off"):
+        render(make(THINKS.replace("enable_thinking", "other")), reasoning_effort="none")
 
 
 def test_variables_of_its_own_cannot_be_replaced():

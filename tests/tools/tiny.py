@@ -20,7 +20,7 @@ from quire.engine.torch_runner import TorchRunner
 from quire.kernels import Kernels, select_torch
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.routing import Routing
-from quire.models.config import ExpertsConfig, LatentConfig, ModelConfig, Rope
+from quire.models.config import ExpertsConfig, Gemma4Config, LatentConfig, ModelConfig, Rope
 from quire.models.decoder import Decoder
 from quire.models.registry import MODELS
 from quire.models.structure import Structure
@@ -94,6 +94,13 @@ MIXTURES = {
     "latent": replace(
         SMALL, family="deepseek", head_dim=80, num_kv_heads=1, rope=Rope(16, interleaved=True), attention_scale=0.2,
         experts=GROUPED, latent=LatentConfig(rank=64, rotated_dim=16, key_dim=32, value_dim=32, query_rank=32),
+    ),
+    "gemma4": replace(
+        SMALL, family="gemma4", num_layers=4, windows=(9, None, 9, None), rope=Rope(32, 1000.0),
+        local_rope=Rope(16, 100.0), activation="gelu_tanh", attention_scale=1.0, structure=Structure(qk_norm="head"),
+        experts=ExpertsConfig(Routing(6, 2), intermediate_size=32, layers=(True,) * 4, activation="gelu_tanh"),
+        gemma4=Gemma4Config(32, 1, keys_are_values=True, num_sharing=2, sharing_size=160, per_layer_size=32,
+            per_layer_vocab=97),
     ),
 }  # fmt: skip
 

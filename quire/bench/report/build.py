@@ -57,17 +57,20 @@ def make_facts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
         document = result.document
         yield f"{prefix}command", str(document["command"])
         yield f"{prefix}measured", f"{document['time'].replace('T', ' ')}, quire {document['quire']}"
-        if machine := document.get("machine"):
-            yield f"{prefix}machine", describe_machine(machine)
-        if url := document.get("url"):
-            yield f"{prefix}server", str(url)
+        if "machine" in document:
+            yield f"{prefix}machine", describe_machine(document["machine"])
+        if "url" in document:
+            yield f"{prefix}server", str(document["url"])
+            yield f"{prefix}client", describe_machine(document["client"]["machine"])
 
 
 def describe_machine(machine: dict[str, Any]) -> str:
-    texts = [machine["gpu"]] if machine["gpu"] else []
-    texts.append(f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads")
+    """Of a client only the CPU is known."""
+    texts = [machine["gpu"]] if machine.get("gpu") else []
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    texts.append(f"{machine['cpu']}, {machine['cores']} cores{threads}")
     texts.append(f"Python {machine['python']}")
-    if machine["torch"]:
+    if machine.get("torch"):
         texts.append(f"torch {machine['torch']}")
     return "; ".join(texts)
 

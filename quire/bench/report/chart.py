@@ -76,10 +76,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One series of bars, a value for each group. None is a missing bar."""
+    """One series of bars, a value for each group. None is a missing bar. A range is a line on its bar."""
 
     name: str
     values: Sequence[float | None]
+    ranges: Sequence[tuple[float, float] | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,9 @@ def bar_chart(
             value, x = bar.values[place], middle + (number - len(bars) / 2) * bar_width
             tip = ", ".join(filter(None, (f"{short(value)} {y_label}", bar.name, f"{x_label} {group}")))
             canvas.shapes += draw_bar(canvas, value, x, bar_width, scale, number, tip)
+            if bar.ranges and (ends := bar.ranges[place]):
+                line = [(x + bar_width / 2, scale(end)) for end in ends]
+                canvas.shapes.append(path(line, "axis"))
     canvas.shapes.append(path([(canvas.left, canvas.base), (canvas.right, canvas.base)], "axis"))
     canvas.shapes.append(text(canvas.right, canvas.height - 6, x_label, "label", "end"))
     return canvas.svg(title)

@@ -15,7 +15,7 @@ from quire.bench.report.load import (
     time_figures,
 )
 from quire.bench.report.page import Figure, Section, Table
-from quire.bench.report.result import Result
+from quire.bench.report.result import Result, labelled
 from quire.bench.report.svg import short
 from quire.bench.serve.report import notes, number
 
@@ -55,7 +55,7 @@ def bars_by(results: Sequence[Result], key: str, groups: Sequence[Any], figure: 
 def offline_table(results: Sequence[Result]) -> Table:
     names = [*OFFLINE, "total_s"]
     rows = [
-        [first_cell(results, result, str(row["batch"])), *(number(row[name]) for name in names)]
+        [labelled(results, str(row["batch"]), result.name), *(number(row[name]) for name in names)]
         for result in results
         for row in result.document["rows"]
     ]
@@ -63,24 +63,20 @@ def offline_table(results: Sequence[Result]) -> Table:
     return Table("", header, rows)
 
 
-def first_cell(results: Sequence[Result], result: Result, text: str) -> str:
-    """Of a table's row: with the name of the result, if there are several."""
-    return f"{result.name}: {text}" if len(results) > 1 else text
-
-
 def serve(results: Sequence[Result]) -> Iterator[Section]:
     runs = [load_run(result.name, result.document) for result in results]
     missing = [run.name for run in runs if not run.requests]
-    texts = [text for result in results for text in [f"Load: {result.document['load']}.", *notes(result.document)]]
+    texts = [labelled(results, text, result.name) for result in results for text in describe_load(result.document)]
     if missing:
         texts.append(f"Without rows of requests (--json-requests), so without distributions: {', '.join(missing)}.")
     figures = [*latency_figures(runs), *time_figures(runs)]
-    figures += [gantt_figure(run, title(results, "Requests", run.name)) for run in runs if run.requests]
+    figures += [gantt_figure(run, labelled(results, "Requests", run.name)) for run in runs if run.requests]
     yield Section("A server under load", texts, figures, list(load_tables(runs)))
 
 
-def title(results: Sequence[Any], text: str, name: str) -> str:
-    return f"{text}: {name}" if len(results) > 1 else text
+def describe_load(document: dict[str, Any]) -> Iterator[str]:
+    yield f"Load: {document['load']}."
+    yield from notes(document)
 
 
 def load_run(name: str, document: dict[str, Any]) -> LoadRun:
@@ -102,7 +98,7 @@ def batching(results: Sequence[Result]) -> Iterator[Section]:
             texts.append(f"{document['different']} answers differ: with these kernels rounding depends on the batch.")
         figures = [*summary_bars(runs), *latency_figures(runs, ("ttft_ms",))]
         figures += [gantt_figure(run, f"{run.name.capitalize()} batching", duration_s) for run in runs]
-        yield Section(title(results, "Batching", result.name), texts, figures, list(load_tables(runs)))
+        yield Section(labelled(results, "Batching", result.name), texts, figures, list(load_tables(runs)))
 
 
 def summary_bars(runs: Sequence[LoadRun]) -> Iterator[Figure]:
@@ -148,7 +144,7 @@ def speculation(results: Sequence[Result]) -> Iterator[Section]:
         )
         if different := rows[-1]["different"]:
             text += f" {different} answers differ: with these kernels rounding depends on the tokens of a step."
-        yield Section(title(results, "Speculation", result.name), [text], figures, [Table("", header, cells)])
+        yield Section(labelled(results, "Speculation", result.name), [text], figures, [Table("", header, cells)])
 
 
 def bars(name: str, groups: Sequence[str], series: Sequence[Bar], unit: str) -> Figure:
@@ -173,13 +169,13 @@ def prefix(results: Sequence[Result]) -> Iterator[Section]:
         shared = [(100 * row["share"], row) for row in document["shared"]]
         turns = [(float(row["turn"]), row) for row in document["turns"]]
         yield Section(
-            title(results, "Prompts that begin alike", result.name),
+            labelled(results, "Prompts that begin alike", result.name),
             [text],
             list(prefix_figures(shared, "shared by all prompts, %", None)),
             [prefix_table("shared", [(f"{x:g}%", row) for x, row in shared])],
         )
         yield Section(
-            title(results, "Conversations", result.name),
+            labelled(results, "Conversations", result.name),
             [f"Each turn sends all that was said before and {load['message_tokens']:,} new tokens."],
             list(prefix_figures(turns, "turn", [x for x, _ in turns])),
             [prefix_table("turn", [(f"{x:g}", row) for x, row in turns])],

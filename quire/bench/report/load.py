@@ -160,7 +160,7 @@ def load_tables(runs: Sequence[LoadRun]) -> Iterator[Table]:
     )
     several = len(runs) > 1
     rows = [
-        [f"{text}: {run.name}" if several else text, *(number(tails.get(tail)) for tail in TAILS)]
+        [f"{run.name}: {text}" if several else text, *(number(tails.get(tail)) for tail in TAILS)]
         for key, text in LATENCIES.items()
         for run in runs
         for tails in [run.summary[key] or {}]

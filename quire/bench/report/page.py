@@ -54,7 +54,7 @@ class Report:
 
 
 def render(report: Report) -> str:
-    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = read("chart.css") + read("page.css"), read("page.js")
     policy = (
         f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'; "
         "form-action 'none'"
@@ -76,6 +76,10 @@ def render(report: Report) -> str:
             f'</main>\n<div id="tip" role="status" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n',
         ]
     )
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def digest(text: str) -> str:
@@ -105,7 +109,7 @@ def show_figure(figure: Figure) -> str:
     style = ' class="wide"' if figure.wide else ""
     return (
         f"<figure{style}><figcaption><h3>{escape(figure.title)}</h3>{note}</figcaption>"
-        f'<div class="scroll">{figure.svg}</div></figure>'
+        f'<div class="scroll" tabindex="0">{figure.svg}</div></figure>'
     )
 
 
@@ -116,9 +120,8 @@ def show_table(table: Table) -> str:
         for first, *rest in table.rows
     )
     caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    return (
-        f'<div class="scroll"><table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
-    )
+    body = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{caption}{body}</table></div>'
 
 
 def show_json(name: str, document: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.bench.report.chart import WIDE, Axis, Mark, Point, Series, line_chart
 from quire.bench.report.page import Figure, Section, Table
-from quire.bench.report.result import Result
+from quire.bench.report.result import Result, labelled
 from quire.bench.report.svg import short
 from quire.bench.serve.report import number
 
@@ -31,8 +31,7 @@ def phases(results: Sequence[Result]) -> Iterator[Section]:
             f"{100 * error['p95']:.1f}% at the 95th percentile.",
         ]
         figures = [roofline(rows, limits), *speed_figures(rows), accuracy(rows)]
-        title = "Prefill and decode" + (f": {result.name}" if len(results) > 1 else "")
-        yield Section(title, texts, figures, [table(rows)])
+        yield Section(labelled(results, "Prefill and decode", result.name), texts, figures, [table(rows)])
 
 
 def roofline(rows: Sequence[Row], limits: dict[str, Any]) -> Figure:

@@ -54,3 +54,8 @@ def unique_names(results: Sequence[Result]) -> list[Result]:
         count = sum(other.name.split(" (")[0] == result.name for other in named)
         named.append(Result(f"{result.name} ({count + 1})", result.document) if count else result)
     return named
+
+
+def labelled(results: Sequence[Result], text: str, name: str) -> str:
+    """A text with the name of its result, if there are several."""
+    return f"{name}: {text}" if len(results) > 1 else text

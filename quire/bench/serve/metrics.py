@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from quire.errors import InvalidParams
 
+UNITS_MS = {"ms": 1.0, "s": 1e3}
 UNFINISHED = "unfinished"  # kind of failure: still running when the measurement was stopped
 
 
@@ -92,18 +93,19 @@ LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """From "ttft:500,tpot:50" to milliseconds by name."""
+    """From "ttft:500,tpot:50" or "ttft=0.5s,tpot=50ms" to milliseconds by name. A number without a unit is of them."""
     limits: dict[str, float] = {}
     for entry in text.split(","):
-        name, _, value = entry.partition(":")
+        name, _, value = entry.replace("=", ":").partition(":")
+        unit = next((unit for unit in UNITS_MS if value.endswith(unit)), "")
         try:
-            limit = float(value)
+            limit = float(value.removesuffix(unit)) * UNITS_MS.get(unit, 1.0)
         except ValueError:
             limit = math.nan
         if name not in LATENCIES or name in limits or not 0 < limit < math.inf:
             raise InvalidParams(
                 f"--slo is {text!r}; give milliseconds for each of {', '.join(LATENCIES)} that matters, once, such as "
-                "ttft:500,tpot:50."
+                "ttft:500,tpot:50 or ttft=1s,tpot=50ms."
             )
         limits[name] = limit
     return limits

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from quire.bench.serve.traces import TraceSlice
 from quire.bench.serve.workload import load_trace, make_requests, warmup
 from quire.config import DEFAULT_MODEL
 from quire.file_limit import raise_file_limit
+from quire.kernels import isa
 
 Report = Callable[[int, int | None], None]
 
@@ -165,7 +167,9 @@ def rows(records: list[RequestRecord]) -> list[dict[str, Any]]:
 def describe_client(measured: Measurement) -> dict[str, Any]:
     """The cost of the client itself, which shares the machine with a local server."""
     num_chunks = sum(record.num_chunks for record in measured.records)
+    cpu = isa.read_cpu()
     return {
+        "machine": {"cpu": cpu.model, "cores": cpu.cores, "python": platform.python_version()},
         "loop": event_loop.loop_name(),
         "cpu_s": measured.cpu_s,
         "cpu_share": measured.cpu_s / measured.wall_s if measured.wall_s else None,

@@ -1,6 +1,7 @@
 """Traces of recorded traffic: arrival times, lengths and shared prefixes.
 
-Two published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens and GeneratedTokens. Mooncake's is JSON
+Three published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens and GeneratedTokens. BurstGPT's is a
+CSV of Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens and Log Type. Mooncake's is JSON
 lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for each 512 tokens of the prompt:
 equal ids at the beginning are equal text. `workload.py` makes the text.
 """
@@ -22,6 +23,7 @@ from quire.errors import InvalidParams
 BLOCK_TOKENS = 512
 MAX_TOKENS = 1 << 24  # of a prompt or an answer
 TIME = re.compile(r"([\d-]+[ T][\d:]+)(\.\d+)?(Z|[+-][\d:]+)?")
+BURST_GPT = ("Timestamp", "Request tokens", "Response tokens")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -58,7 +60,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             is_json = file.read(1) == "{"
             file.seek(0)
-            entries = list(read_mooncake(file, path) if is_json else read_azure(file, path))
+            entries = list(read_mooncake(file, path) if is_json else read_csv(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParams(f"--trace {path} cannot be read: {error}.") from None
     if not entries:
@@ -66,17 +68,19 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return sorted(entries, key=lambda entry: entry.at_s)
 
 
-def read_azure(file: TextIO, path: Path) -> Iterator[TraceRequest]:
+def read_csv(file: TextIO, path: Path) -> Iterator[TraceRequest]:
+    """Azure's or BurstGPT's. A request of BurstGPT's that failed has no answer."""
     rows = csv.DictReader(file)
-    if not set(AZURE) <= set(rows.fieldnames or ()):
+    columns = next((names for names in (AZURE, BURST_GPT) if set(names) <= set(rows.fieldnames or ())), None)
+    if columns is None:
         raise InvalidParams(
-            f"--trace {path} is neither JSON lines nor a CSV whose first line names {', '.join(AZURE)}: it begins with "
-            f"{','.join(rows.fieldnames or ())[:80]!r}."
+            f"--trace {path} is neither JSON lines nor a CSV whose first line names {', '.join(AZURE)} or "
+            f"{', '.join(BURST_GPT)}: it begins with {','.join(rows.fieldnames or ())[:80]!r}."
         )
     for row in rows:
         try:
-            at, prompt, output = (row[name] for name in AZURE)
-            yield TraceRequest(parse_time(at), int(prompt), int(output))
+            at, prompt, output = (row[name] for name in columns)
+            yield TraceRequest(parse_time(at) if columns is AZURE else float(at), int(prompt), int(output))
         except (TypeError, ValueError) as error:
             raise bad_line(path, rows.line_num, error) from None
 

@@ -17,9 +17,9 @@ WITHOUT = ("prefix_cache", "order", "seed", "speculate", "exit_head")  # chosen 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shares = "shares of a prompt that all prompts have in common; default %(default)s"
-    parser.add_argument("--shares", default="0,0.25,0.5,0.75,0.9", metavar="X,X,...", help=shares)
+    parser.add_argument("--shares", default="0,0.5,0.75,0.9", metavar="X,X,...", help=shares)
     for flag, default, text in (
-        ("--num-requests", 12, "requests of each share"),
+        ("--num-requests", 8, "requests of each share"),
         ("--prompt-tokens", 512, "tokens in each prompt, and those that the messages of a conversation have together"),
         ("--output-tokens", 16, "new tokens for each prompt"),
         ("--concurrency", 4, "requests at once"),

@@ -58,8 +58,13 @@ class NativeOps:
         normed, total = x.tape.norm(x, floats(weight), eps, residual, bias=bias, centered=True)
         return normed if residual is None else (normed, total)
 
-    def add(self, x: Any, y: Any) -> Any:
-        return x.tape.add(x, y) if isinstance(x, Value) else self._at_once(self.add, (x, y))[0]
+    def add(self, x: Any, y: Any, factor: float = 1.0) -> Any:
+        if not isinstance(x, Value):
+            return self._at_once(lambda x, y: self.add(x, y, factor), (x, y))[0]
+        return x.tape.add(x, y, factor)
+
+    def multiply(self, x: Any, y: Any) -> Any:
+        return x.tape.multiply(x, y) if isinstance(x, Value) else self._at_once(self.multiply, (x, y))[0]
 
     def rope(self, q: Any, k: Any, positions: Any, table: Floats, interleaved: bool) -> Any:
         if not isinstance(q, Value):
@@ -138,12 +143,12 @@ class NativeOps:
             return out.reshape(*gate_up.shape[:-1], out.shape[-1])
         return gate_up.tape.gate(gate_up, activation)
 
-    def route(self, logits: Any, bias: Floats | None, routing: Routing) -> Any:
+    def route(self, logits: Any, bias: Floats | None, routing: Routing, factors: Floats | None = None) -> Any:
         """On a tape one value, which `experts` takes."""
-        bias = None if bias is None else floats(bias)
+        bias, factors = (None if each is None else floats(each) for each in (bias, factors))
         if isinstance(logits, Value):
-            return record_route(logits, bias, routing)
-        (routes,) = self._at_once(lambda value: record_route(value, bias, routing), (logits,))
+            return record_route(logits, bias, routing, factors)
+        (routes,) = self._at_once(lambda value: record_route(value, bias, routing, factors), (logits,))
         weights, ids = np.split(routes, 2, axis=1)
         return ids.astype(np.int64), weights
 

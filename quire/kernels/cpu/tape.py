@@ -202,11 +202,17 @@ class Tape:
             op.bias = bias[op.first : op.first + op.weight.rows]
         return x
 
-    def add(self, x: Value, y: Value) -> Value:
-        """The sum of two values. Where a norm follows, use `norm` with a residual instead."""
+    def add(self, x: Value, y: Value, factor: float = 1.0) -> Value:
+        """The sum of two values, times a factor. Where a norm follows, use `norm` with a residual instead."""
+        return self._combine(x, y, factor=factor, multiplies=False)
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        return self._combine(x, y, factor=1.0, multiplies=True)
+
+    def _combine(self, x: Value, y: Value, **options: Any) -> Value:
         assert x.tail == y.tail, (x.tail, y.tail)
         out = self.new(x.tail)
-        self.put(Recorded("add", {"a": x.read(), "b": y.read(), "y": out.read(), "size": x.width}))
+        self.put(Recorded("add", {"a": x.read(), "b": y.read(), "y": out.read(), "size": x.width, **options}))
         return out
 
     def activate(self, x: Value, activation: str) -> Value:

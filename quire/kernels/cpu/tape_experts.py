@@ -14,12 +14,13 @@ from quire.kernels.routing import ExpertWeights, Routing
 ROWS_FOR_PADDING = 2  # rows of memory for each gathered row in int8: tiles are padded
 
 
-def record_route(logits: Value, bias: Floats | None, routing: Routing) -> Value:
+def record_route(logits: Value, bias: Floats | None, routing: Routing, factors: Floats | None = None) -> Value:
     """The value has a token's weights, then the numbers of its experts as floats."""
     out = logits.tape.new((2 * routing.top_k,))
     arguments = {
         "logits": logits.read(),
         "bias": 0 if bias is None else bias,
+        "factors": 0 if factors is None else factors,
         "routes": out.read(),
         "experts": routing.num_experts,
         "top_k": routing.top_k,

@@ -22,7 +22,7 @@ from quire.server.schemas import AnthropicError, AnthropicMessage, TokenCount, r
 from quire.server.service import RequestContext, Service, request_context, stream_chat
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event, with_cancellation
 from quire.text.output_processor import OutputProcessor
-from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEnd, ToolCallStart
+from quire.text.tools.events import ArgumentsDelta, Event, ReasoningDelta, TextDelta, ToolCallEnd, ToolCallStart
 
 Document = dict[str, Any]
 
@@ -77,7 +77,7 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
     """The number of tokens of a prompt with its tools."""
     context = request_context(request, body.model)
     prompt = await context.service.templates.prepare(chat_input(body))
-    tokens = await context.service.encode(await prompt.render(), add_special_tokens=False)
+    tokens = await context.service.encode(prompt.text, add_special_tokens=False)
     return JSONResponse({"input_tokens": len(tokens)}, headers=anthropic_headers(context))
 
 
@@ -120,7 +120,7 @@ class MessageBuilder:
         return [emit("message_start", message=self.document), emit("ping")]
 
     def write(self, pieces: Sequence[Event]) -> list[bytes]:
-        """Add new text and tool calls."""
+        """Add new reasoning, text and tool calls."""
         return [data for piece in pieces for data in self._write(piece)]
 
     def end(self) -> list[bytes]:
@@ -136,6 +136,8 @@ class MessageBuilder:
 
     def _write(self, piece: Event) -> list[bytes]:
         match piece:
+            case ReasoningDelta(text):
+                return self._add_thinking(text)
             case TextDelta(text):
                 return self._add_text(text)
             case ToolCallStart(_, call_id, name):
@@ -153,6 +155,15 @@ class MessageBuilder:
         assert self._block is not None
         self._block["text"] += text
         return [*events, self._add(type="text_delta", text=text)]
+
+    def _add_thinking(self, text: str) -> list[bytes]:
+        """Clients send thinking back with its signature. Nothing is signed here, so it is empty."""
+        events = []
+        if self._block is None or self._block["type"] != "thinking":
+            events = [*self._close(), self._open(type="thinking", thinking="", signature="")]
+        assert self._block is not None
+        self._block["thinking"] += text
+        return [*events, self._add(type="thinking_delta", thinking=text)]
 
     def _open(self, **block: Any) -> bytes:
         self._block, self._arguments = block, ""

@@ -58,7 +58,15 @@ class ToolResultBlock(RequestModel):
     cache_control: dict[str, Any] | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+class ThinkingBlock(RequestModel):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class Message(RequestModel):
@@ -154,6 +162,7 @@ def chat_input(body: PromptFields) -> ChatInput:
         tool_choice=read_tool_choice(body.tool_choice, tools),
         structured_outputs=body.structured(),
         prefill=prefill,
+        is_thinking_disabled=body.thinking is not None,
     )
 
 
@@ -164,7 +173,9 @@ def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
     last = messages[-1]
     texts = [block for block in last.content if isinstance(block, TextBlock)]
     if len(texts) < len(last.content):
-        raise InvalidParams("The last message calls tools; give their results after it, in a message of the user's.")
+        raise InvalidParams(
+            "The last message calls tools or has thinking; give a message of the user's after it, or text alone."
+        )
     return messages[:-1], "".join(block.text for block in texts)
 
 
@@ -175,14 +186,16 @@ def as_messages(messages: Sequence[Message]) -> list[Document]:
         results = [block for block in message.content if isinstance(block, ToolResultBlock)]
         calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
         texts = [block for block in message.content if isinstance(block, TextBlock)]
+        thoughts = [block for block in message.content if isinstance(block, ThinkingBlock)]
+        check_role(message, thoughts, "thinking", "assistant", index)
         check_role(message, results, "tool_result", "user", index)
         check_role(message, calls, "tool_use", "assistant", index)
         written += [as_result(block) for block in results]
-        if not texts and not calls:
+        if not texts and not calls and not thoughts:
             continue
         if not written or written[-1]["role"] != message.role:
             written.append({"role": message.role, "content": None})
-        extend_message(written[-1], texts, calls)
+        extend_message(written[-1], texts, calls, thoughts)
     return written
 
 
@@ -191,7 +204,12 @@ def check_role(message: Message, blocks: Sequence[object], kind: str, role: str,
         raise InvalidParams(f"messages.{index} holds a {kind} block, which only a message with the role {role!r} can.")
 
 
-def extend_message(written: Document, texts: Sequence[TextBlock], calls: Sequence[ToolUseBlock]) -> None:
+def extend_message(
+    written: Document, texts: Sequence[TextBlock], calls: Sequence[ToolUseBlock], thoughts: Sequence[ThinkingBlock]
+) -> None:
+    if thoughts:
+        written["reasoning_content"] = "\n".join(block.thinking for block in thoughts)
+        written["content"] = written["content"] or ""
     if texts:
         written["content"] = "\n".join([*([written["content"]] if written["content"] else []), text_of(texts)])
     if calls:

@@ -28,7 +28,7 @@ from quire.server.service import RequestContext, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, with_cancellation
 from quire.text.output_processor import OutputProcessor
 from quire.text.tools.definitions import parse_tool_choice, parse_tools
-from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallStart, collect_events
+from quire.text.tools.events import ArgumentsDelta, Event, ReasoningDelta, TextDelta, ToolCallStart, collect_events
 
 router = Router()
 
@@ -66,6 +66,7 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt is not False,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
     )
 
 
@@ -117,6 +118,8 @@ class ChatWriter:
         self.parse(delta.index, delta.output_processor)
         parsed = collect_events(self.parsers[delta.index].events)
         message: Document = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message["content"], message["reasoning_content"] = parsed.content or None, parsed.reasoning
         if parsed.calls:
             message["content"] = parsed.content or None
             message["tool_calls"] = [
@@ -149,8 +152,9 @@ class ChatWriter:
 
 
 def chunk_fields(events: Sequence[Event]) -> Document:
-    """The `delta` of a chunk: text, and tool calls that begin or grow."""
+    """The `delta` of a chunk: reasoning, text, and tool calls that begin or grow."""
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     calls: dict[int, Document] = {}
     for event in events:
         match event:
@@ -164,5 +168,6 @@ def chunk_fields(events: Sequence[Event]) -> Document:
             case ArgumentsDelta(index, more):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += more
-    fields: Document = {"content": text} if text else {}
+    fields: Document = {"reasoning_content": reasoning} if reasoning else {}
+    fields |= {"content": text} if text else {}
     return {**fields, "tool_calls": list(calls.values())} if calls else fields

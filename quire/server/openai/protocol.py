@@ -16,6 +16,7 @@ from quire.server.request_model import ArrayOf, RequestModel
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Ids = ArrayOf[StrictInt]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 STRUCTURED_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 MAX_ID_DIGITS = 10
@@ -197,6 +198,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
+    reasoning_effort: Effort | None = None
     modalities: ArrayOf[Literal["text"]] | None = None
     prediction: Prediction | None = None
 

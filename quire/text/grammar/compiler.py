@@ -140,6 +140,10 @@ class GrammarCompiler:
 
     def _to_llguidance(self, spec: StructuredOutputs) -> str:
         """The grammar in llguidance's own format."""
+        format = self._format_to_llguidance(spec)
+        return format if spec.frame is None else put_in_frame(spec.frame, format)
+
+    def _format_to_llguidance(self, spec: StructuredOutputs) -> str:
         matcher = self._llguidance.LLMatcher
         if (schema := spec.schema) is not None:
             try:
@@ -152,6 +156,12 @@ class GrammarCompiler:
             return matcher.grammar_from_lark(choice_to_lark(spec.choice))
         assert spec.grammar is not None
         return matcher.grammar_from_lark(grammar_to_lark(spec.grammar))
+
+
+def put_in_frame(frame: str, format: str) -> str:
+    """Two grammars, the second of which the first refers to as `@answer`. A format is Lark, or JSON that holds one."""
+    held = json.loads(format)["grammars"][0] if format.startswith("{") else {"lark_grammar": format}
+    return json.dumps({"grammars": [{"lark_grammar": grammar_to_lark(frame)}, {**held, "name": "answer"}]})
 
 
 def whitespace_options(spec: StructuredOutputs) -> tuple[JsonCompileOptions, JsonCompileOptions]:

@@ -3,7 +3,7 @@
 They are detected by rendering, as in llama.cpp's minja, because the source of a template shows what it mentions and not
 what it writes. `detect_capabilities` renders a small conversation with a tool, a call and a result. The format whose
 parser reads the call back is the model's. If the template shows no tools, or no format can parse its calls, tools are
-described in the Hermes format in a message (`messages.py`).
+described in the Hermes format in a message (`messages.py`). Only the format of reasoning is read from the source.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import TemplateError
+from quire.text.reasoning.formats import ReasoningFormat, detect_reasoning
+from quire.text.reasoning.harmony import HarmonyParser
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.tools.definitions import Tool, ToolChoice
 from quire.text.tools.events import collect_events
-from quire.text.tools.formats import FORMATS, HERMES, ToolFormat
+from quire.text.tools.formats import FORMATS, HARMONY, HERMES, ToolFormat
 from quire.text.tools.parser import ToolParser
 
 _QUESTION, _WORDS, _RULE, _RESULT = "quire-question", "quire-words", "quire-rule", "quire-result"
@@ -39,6 +41,7 @@ class TemplateCapabilities:
     supports_system_role      the template renders a system message
     requires_text_arguments   the arguments of earlier calls must be JSON text, not objects
     single_tool_call          a message may have one call only
+    reasoning                 how the model writes reasoning; None if it writes none, or in Harmony's channels
     """
 
     format: ToolFormat
@@ -46,16 +49,18 @@ class TemplateCapabilities:
     supports_system_role: bool = True
     requires_text_arguments: bool = False
     single_tool_call: bool = False
+    reasoning: ReasoningFormat | None = None
 
 
 def detect_capabilities(template: ChatTemplate | None) -> TemplateCapabilities:
     """Render test conversations. This takes several renderings, so call it once for a template."""
     if template is None:
         return TemplateCapabilities(format=HERMES)
+    reasoning = detect_reasoning(template.source)
     supports_system_role = _RULE in _render(template, [{"role": "system", "content": _RULE}, _USER])
     for requires_text_arguments in (False, True):
         written = _render_answer(template, 1, requires_text_arguments)
-        format = next((format for format in FORMATS if _can_parse(format, written, 1)), None)
+        format = next((format for format in (HARMONY, *FORMATS) if _can_parse(format, written, 1)), None)
         if format is not None:
             single_tool_call = not _can_parse(format, _render_answer(template, 2, requires_text_arguments), 2)
             return TemplateCapabilities(
@@ -64,8 +69,9 @@ def detect_capabilities(template: ChatTemplate | None) -> TemplateCapabilities:
                 supports_system_role=supports_system_role,
                 requires_text_arguments=requires_text_arguments,
                 single_tool_call=single_tool_call,
+                reasoning=None if format is HARMONY else reasoning,
             )
-    return TemplateCapabilities(format=HERMES, supports_system_role=supports_system_role)
+    return TemplateCapabilities(format=HERMES, supports_system_role=supports_system_role, reasoning=reasoning)
 
 
 def _render_answer(template: ChatTemplate, num_calls: int, requires_text_arguments: bool) -> str:
@@ -100,6 +106,7 @@ def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> st
 
 
 def _can_parse(format: ToolFormat, answer: str, num_calls: int) -> bool:
-    parser = ToolParser(format, ToolChoice(mode="auto", tools=(_TOOL,)), id_source="")
+    choice = ToolChoice(mode="auto", tools=(_TOOL,))
+    parser = HarmonyParser(choice, "") if format is HARMONY else ToolParser(format, choice, "")
     calls = collect_events([*parser.push(answer), *parser.finish()]).calls
     return len(calls) == num_calls and all(call.complete and json.loads(call.arguments) == _ARGUMENTS for call in calls)

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import InvalidParams, show
+from quire.errors import InvalidParams, kind, show
 from quire.text.templates.capabilities import TemplateCapabilities
 from quire.text.templates.chat_template import check_messages
 from quire.text.tools.definitions import Tool
 from quire.text.tools.events import ToolCall
-from quire.text.tools.formats import ToolFormat, write_calls
+from quire.text.tools.formats import HARMONY, ToolFormat, write_calls
 
 Message = dict[str, Any]
 
@@ -38,6 +38,7 @@ def prepare_messages(
 ) -> TemplateInput:
     """The messages for a template with these capabilities. `tools` are those that the prompt shows."""
     check_messages(messages)
+    messages = [_name_reasoning(message, f"messages[{index}]") for index, message in enumerate(messages)]
     calls = [_parse_calls(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not capabilities.supports_tools:
         plain = _calls_as_text(messages, calls, capabilities.format)
@@ -50,6 +51,18 @@ def prepare_messages(
     )
     documents = [tool.to_openai() for tool in tools]
     return TemplateInput(_split_calls(native) if capabilities.single_tool_call else native, documents or None)
+
+
+def _name_reasoning(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The reasoning of an earlier answer under one name: clients say `reasoning` or `reasoning_content`."""
+    given = [name for name in ("reasoning", "reasoning_content") if message.get(name) is not None]
+    for name in given:
+        if not isinstance(message[name], str):
+            raise InvalidParams(f"{where}.{name} is {kind(message[name])}; give text.", f"{where}.{name}")
+    if not given:
+        return message
+    rest = {key: value for key, value in message.items() if key != "reasoning"}
+    return {**rest, "reasoning_content": message[given[-1]]}
 
 
 def describe_tools(tools: Sequence[Tool], format: ToolFormat) -> str:
@@ -149,6 +162,8 @@ def _native_message(
 ) -> Message:
     """A message for a template that supports tools."""
     native = _without_calls(message)
+    if capabilities.format is HARMONY and "reasoning_content" in native:
+        native["thinking"] = native.pop("reasoning_content")
     shorten = _short_id if capabilities.format.short_ids else str
     if calls:
         native["content"] = message.get("content") or ""  # some templates read its length without a check for none
@@ -163,6 +178,9 @@ def _native_message(
             }
             for call in calls
         ]
+        if native.get("thinking") and native["content"]:  # Harmony's template takes one of them beside a call
+            native["thinking"] = "\n\n".join((native["thinking"], _text_of(native)))
+            native["content"] = ""
     if isinstance(message.get("tool_call_id"), str):
         native["tool_call_id"] = shorten(message["tool_call_id"])
     return native

@@ -1,4 +1,4 @@
-"""Events of a ToolParser: the deltas of a streamed answer, and `collect_events`, which makes a complete answer of them.
+"""Events of a parser: the deltas of a streamed answer, and `collect_events`, which makes a complete answer of them.
 
 Streamed and complete answers are made from the same events, so they have the same content.
 """
@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Text that the model writes for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text outside of calls."""
+    """Text outside of reasoning and calls."""
 
     text: str
 
@@ -41,7 +48,7 @@ class ToolCallEnd:
     complete: bool
 
 
-Event = TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
+Event = ReasoningDelta | TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +63,20 @@ class ToolCall:
 class ParsedOutput:
     content: str
     calls: tuple[ToolCall, ...]
+    reasoning: str = ""
 
 
 def collect_events(events: Iterable[Event]) -> ParsedOutput:
     """The answer that the events make up. A call without an end event is not complete."""
     content: list[str] = []
+    reasoning: list[str] = []
     begun: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     complete: set[int] = set()
     for event in events:
         match event:
+            case ReasoningDelta(text):
+                reasoning.append(text)
             case TextDelta(text):
                 content.append(text)
             case ToolCallStart():
@@ -79,7 +90,7 @@ def collect_events(events: Iterable[Event]) -> ParsedOutput:
         ToolCall(call.id, call.name, "".join(pieces), call.index in complete)
         for call, pieces in zip(begun, arguments, strict=True)
     ]
-    return ParsedOutput("".join(content), tuple(calls))
+    return ParsedOutput("".join(content), tuple(calls), "".join(reasoning))
 
 
 def make_call_id(source: str | None, index: int) -> str:

@@ -1,7 +1,8 @@
 """ToolFormat: the texts that a model writes around the name and the arguments of a tool call.
 
 A format is data for three users: `write_calls` here, the parser (`parser.py`), and the grammar of forced calls
-(`grammar.py`). Which format a model uses is detected in `templates/capabilities.py`.
+(`grammar.py`). Which format a model uses is detected in `templates/capabilities.py`. Harmony's calls are messages among
+others, so it has a parser and a grammar of its own (`text/reasoning/`).
 
 A marker may be a special token. The detokenizer skips special tokens, so those of `special_markers` must be kept in the
 text for the parser.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire.text.tools.events import ToolCall
 
@@ -91,7 +92,15 @@ LLAMA = ToolFormat(
     is_bare=True,
     markers=("<|python_tag|>",),
 )
-FORMATS = (HERMES, MISTRAL, MISTRAL_NAMED, LLAMA)
+HARMONY = ToolFormat(
+    name="harmony",
+    opening="<|channel|>commentary to=functions.",
+    head="NAME <|constrain|>json<|message|>",
+    tail="",
+    closing="<|call|>",
+    markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+)
+FORMATS = (HERMES, MISTRAL, MISTRAL_NAMED, LLAMA)  # that `ToolParser` reads
 
 
 def write_calls(format: ToolFormat, calls: Sequence[ToolCall]) -> str:
@@ -103,7 +112,14 @@ def write_calls(format: ToolFormat, calls: Sequence[ToolCall]) -> str:
     return format.between.join(f"{opening}{body}{format.closing}" for body in bodies)
 
 
-def special_markers(format: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
+class HasMarkers(Protocol):
+    """A format, of tool calls or of reasoning."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+
+def special_markers(format: HasMarkers, tokenizer: Tokenizer) -> dict[str, int]:
     """The markers that are special tokens of the tokenizer, with their ids."""
     ids = {marker: tokenizer.token_to_id(marker) for marker in format.markers}
     return {

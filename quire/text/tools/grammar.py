@@ -28,20 +28,35 @@ def tool_call_grammar(format: ToolFormat, choice: ToolChoice, special: Mapping[s
     A forced choice allows calls only. Otherwise text may come first, and only the arguments of strict tools must fit
     their schema. `special` are the markers that are special tokens (`special_markers`).
     """
-    if choice.mode == "none" or not (choice.is_forced or any(tool.strict for tool in choice.tools)):
+    if not needs_grammar(choice):
         return None
     writer = _Writer(format, special or {})
-    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(choice.tools)))}"]
-    for index, tool in enumerate(choice.tools):
-        schema = closed_schema(tool) if choice.is_forced or tool.strict else _ANY_OBJECT
-        rules.append(
-            f"call_{index}: {writer.text(format.head_of(tool.name))} arguments_{index} {writer.text(format.tail)}"
-        )
-        rules.append(f"arguments_{index}: %json {write_schema(schema)}")
+    rules = call_rules(format, choice, special or {})
     calls = writer.calls(choice.parallel)
     if choice.is_forced:
         return "\n".join([f"start: {writer.opening} {calls}", *rules, ""])
     return "\n".join([*writer.optional_start(calls), *rules, ""])
+
+
+def needs_grammar(choice: ToolChoice) -> bool:
+    return choice.mode != "none" and (choice.is_forced or any(tool.strict for tool in choice.tools))
+
+
+def call_rules(format: ToolFormat, choice: ToolChoice, special: Mapping[str, int]) -> list[str]:
+    """The rule `call`: one call, from after its opening to before its closing."""
+    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(choice.tools)))}"]
+    for index, tool in enumerate(choice.tools):
+        schema = closed_schema(tool) if choice.is_forced or tool.strict else _ANY_OBJECT
+        head, tail = (write_text(text, special) for text in (format.head_of(tool.name), format.tail))
+        rules.append(f"call_{index}: {head} arguments_{index} {tail}")
+        rules.append(f"arguments_{index}: %json {write_schema(schema)}")
+    return rules
+
+
+def write_text(text: str, special: Mapping[str, int]) -> str:
+    """A text as literals of Lark, with special tokens as token ids."""
+    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
 
 
 def closed_schema(tool: Tool) -> Mapping[str, Any]:
@@ -67,11 +82,7 @@ class _Writer:
         self.opening = f"({self.text(format.opening)})?" if format.is_bare else self.text(format.opening)
 
     def text(self, text: str) -> str:
-        """A text as literals, with special tokens as token ids."""
-        pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text) if self._special else [text]
-        return " ".join(
-            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece) for piece in pieces if piece
-        )
+        return write_text(text, self._special)
 
     def calls(self, parallel: bool) -> str:
         """The calls, from after the first opening to the end."""

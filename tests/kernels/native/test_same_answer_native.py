@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cpu
 
 CACHE_TYPES = ("float32", "bfloat16", "int8", "bfloat16", "float32", "fp8", "bfloat16", "int8", "fp8")
 CACHE_OF = dict(zip(FITTING, CACHE_TYPES, strict=True))
-CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "fp8"}
+CACHE_OF |= {"experts": "float32", "sinks": "int8", "latent": "fp8", "gemma4": "bfloat16"}
 CONFIGS = FITTING | MIXTURES
 
 

@@ -75,7 +75,9 @@ def _route(
     tl.store(weights + token * TOP_K + ranks, chosen * factor, mask=ranks < TOP_K)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As in the reference; ids are int32."""
     tokens, count = logits.shape
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
@@ -91,4 +93,4 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
             GROUP_SCORES=routing.group_scores, RANKS=triton.next_power_of_2(routing.top_k),
             num_warps=max(1, groups * size // 128), **pdl_options(),
         )  # fmt: skip
-    return ids, weights
+    return ids, weights if factors is None else weights * factors[ids.long()]

@@ -14,7 +14,7 @@ from quire.core.outputs import CompletionOutput
 from quire.errors import InvalidRequest, Overloaded, QuireError
 from quire.server.openai.responses.protocol import new_id, output_part
 from quire.server.streaming import sse_event
-from quire.text.tools.events import ArgumentsDelta, Event, TextDelta, ToolCallEnd, ToolCallStart
+from quire.text.tools.events import ArgumentsDelta, Event, ReasoningDelta, TextDelta, ToolCallEnd, ToolCallStart
 
 Document = dict[str, Any]
 RUNNING = ("queued", "in_progress")
@@ -42,7 +42,7 @@ class ResponseBuilder:
         return [*events, self._emit_response("response.in_progress")]
 
     def write(self, pieces: Sequence[Event], logprobs: Sequence[Document] = ()) -> list[bytes]:
-        """Add new text and tool calls."""
+        """Add new reasoning, text and tool calls."""
         self._logprobs += logprobs
         return [data for piece in pieces for data in self._write(piece)]
 
@@ -73,6 +73,8 @@ class ResponseBuilder:
 
     def _write(self, piece: Event) -> list[bytes]:
         match piece:
+            case ReasoningDelta(text):
+                return self._add_reasoning(text)
             case TextDelta(text):
                 return self._add_text(text)
             case ToolCallStart(_, call_id, name):
@@ -97,12 +99,24 @@ class ResponseBuilder:
         location = {**self._location(), "content_index": 0}
         return [*events, self._emit("response.output_text.delta", **location, delta=text, logprobs=logprobs)]
 
+    def _add_reasoning(self, text: str) -> list[bytes]:
+        events = []
+        if self._item is None or self._item["type"] != "reasoning":
+            item = {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+            events = self._close("completed") + self._open_with(item, {"type": "reasoning_text", "text": ""})
+        assert self._item is not None
+        self._item["content"][0]["text"] += text
+        return [*events, self._emit("response.reasoning_text.delta", **self._location(), content_index=0, delta=text)]
+
     def _open_message(self) -> list[bytes]:
         item: Document = {"id": new_id("msg"), "type": "message", "role": "assistant", "content": []}
+        return self._open_with(item, output_part(""))
+
+    def _open_with(self, item: Document, part: Document) -> list[bytes]:
+        """Open an item whose content is one part."""
         events = self._open({**item, "status": "in_progress"})
         assert self._item is not None
-        self._item["content"].append(output_part(""))
-        part = self._item["content"][0]
+        self._item["content"].append(part)
         return [*events, self._emit("response.content_part.added", **self._location(), content_index=0, part=part)]
 
     def _open(self, item: Document) -> list[bytes]:
@@ -118,11 +132,12 @@ class ResponseBuilder:
         item, location = self._item, self._location()
         item["status"] = status
         self._item = None
-        if item["type"] == "message":
+        if item["type"] in ("message", "reasoning"):
             part, location = item["content"][0], {**location, "content_index": 0}
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            kind, *details = ("output_text", "logprobs") if item["type"] == "message" else ("reasoning_text",)
+            text = {name: part[name] for name in ("text", *details)}
             events = [
-                self._emit("response.output_text.done", **location, **text),
+                self._emit(f"response.{kind}.done", **location, **text),
                 self._emit("response.content_part.done", **location, part=part),
             ]
         else:

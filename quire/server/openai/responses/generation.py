@@ -58,7 +58,8 @@ class ResponseGeneration:
                     num_scored += len(scored)
                     if written := builder.write(pieces, self._logprobs(scored)):
                         yield written
-            yield builder.end(answer, usage(self.output_processor))
+            reasoning = self.parser.count_reasoning_tokens(answer.token_ids, self.service.tokenizer)
+            yield builder.end(answer, usage(self.output_processor, reasoning))
         except QuireError as error:
             yield builder.fail(error)
 
@@ -87,13 +88,13 @@ async def cancel(stored: StoredResponse) -> None:
         await asyncio.gather(stored.task, return_exceptions=True)
 
 
-def usage(output_processor: OutputProcessor) -> Document:
+def usage(output_processor: OutputProcessor, reasoning_tokens: int) -> Document:
     output = output_processor.output
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": num_input + num_output,
     }

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from quire.core.params import SamplingParams
 from quire.errors import InvalidParams, show
-from quire.server.openai.protocol import MAX_LOGPROBS, NoEffectFields, Number
+from quire.server.openai.protocol import MAX_LOGPROBS, Effort, NoEffectFields, Number
 from quire.server.request_model import ArrayOf, RequestModel
 
 Document = dict[str, Any]
@@ -77,7 +77,28 @@ class CallOutputItem(RequestModel):
     status: Status | None = None
 
 
-InputItem = Annotated[MessageItem | CallItem | CallOutputItem, Field(discriminator="type")]
+class ReasoningText(RequestModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(RequestModel):
+    """Reasoning of an earlier response."""
+
+    type: Literal["reasoning"]
+    content: ArrayOf[ReasoningText]
+    summary: ArrayOf[Any] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningOptions(RequestModel):
+    effort: Effort | None = None
+    summary: None = None
+
+
+InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 
 
 def as_items(value: Any) -> Any:
@@ -140,7 +161,7 @@ class ResponsesRequest(NoEffectFields):
     metadata: dict[str, str] | None = None  # returned with the response
     background: StrictBool | None = None
     truncation: Literal["disabled"] | None = None
-    reasoning: None = None
+    reasoning: ReasoningOptions | None = None
     prompt: None = None
     conversation: None = None
     max_tool_calls: None = None
@@ -160,6 +181,10 @@ class ResponsesRequest(NoEffectFields):
     @property
     def stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def with_logprobs(self) -> bool:
@@ -215,6 +240,9 @@ def as_document(item: InputItem) -> Document:
             output = "\n".join(part.text for part in item.output)
             own = {"call_id": item.call_id, "output": output, "status": item.status or "completed"}
             return {"id": item.id or new_id("fco"), "type": "function_call_output", **own}
+        case ReasoningItem():
+            own = {"summary": [], "content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
+            return {"id": item.id or new_id("rs"), "type": "reasoning", **own, "status": item.status or "completed"}
 
 
 def as_part(part: TextPart, role: str) -> Document:
@@ -226,10 +254,15 @@ def output_part(text: str) -> Document:
 
 
 def as_messages(items: Sequence[Document], instructions: str | None) -> list[Document]:
-    """Items as chat messages. Tool calls are added to the assistant message before them."""
+    """Items as chat messages. An answer's reasoning, text and tool calls become one message of the assistant."""
     messages: list[Document] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         match item["type"]:
+            case "reasoning":
+                text = "".join(part["text"] for part in item["content"])
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+            case "message" if item["role"] == "assistant" and is_reasoning(messages):
+                messages[-1]["content"] = as_content(item["content"])
             case "message":
                 messages.append({"role": item["role"], "content": as_content(item["content"])})
             case "function_call":
@@ -239,6 +272,12 @@ def as_messages(items: Sequence[Document], instructions: str | None) -> list[Doc
             case "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     return messages
+
+
+def is_reasoning(messages: Sequence[Document]) -> bool:
+    """Whether the last message has only reasoning so far."""
+    last = messages[-1] if messages else {}
+    return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
 
 def as_content(parts: Sequence[Document]) -> str | list[Document]:

@@ -61,6 +61,7 @@ async def prepare(context: RequestContext, body: ResponsesRequest, responses: Te
         tools=tools,
         tool_choice=choice,
         structured_outputs=body.text_format().structured(),
+        reasoning_effort=body.effort,
     )
     prompt = await context.service.templates.prepare(chat)
     params = body.sampling_params(context.service.ready.sampling, **prompt.sampling_params())
@@ -109,6 +110,7 @@ def new_document(
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.effort, "summary": None},
         "store": body.stored,
         "temperature": params.temperature,
         "text": {"format": body.text_format().document()},
