@@ -168,7 +168,7 @@ class Mirror:
             Demand(
                 max(0, row.num_prompt + row.num_output - max(row.num_computed, row.num_cached) - 1),
                 self._lengths.expected_left(row.num_output, row.max_tokens),
-                row.num_beams,
+                row.num_beams if row.wait is None else row.wait.num_rows,
                 row.num_blocks if row.wait is None else row.wait.num_blocks or 0,
             )
             for row in rows
