@@ -8,6 +8,7 @@ import { live } from "./stream.js";
 /** @typedef {import("./life.js").Life} Life */
 
 const REFRESH_MS = 500;
+const PAST = new Set(["ended", "unknown"]); // states that do not change any more
 const HINT = "Choose a request on the Live screen, or enter the x-request-id of a response. Lives are recorded while a console is open.";
 
 /** @returns {import("./main.js").Screen} */
@@ -45,7 +46,7 @@ export function makeRequest() {
       const { requests } = await json(`console/requests/${encodeURIComponent(id)}`);
       if (id !== wanted) return;
       showLives(requests);
-      if (requests.some((/** @type {Life} */ each) => each.state !== "ended")) timer = setTimeout(load, REFRESH_MS);
+      if (requests.some((/** @type {Life} */ each) => !PAST.has(each.state))) timer = setTimeout(load, REFRESH_MS);
     } catch (error) {
       if (id !== wanted) return;
       fill(lives);
