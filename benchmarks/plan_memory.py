@@ -68,12 +68,8 @@ def compare(model: str, options: list[str]) -> None:
     memory = json.loads(subprocess.run(plan, capture_output=True, text=True, check=True).stdout)["memory"]
     for name, measured, cache in stages:
         predicted = memory["idle_bytes"] + cache
-        off = predicted / measured - 1
-        print(
-            f"{config.model[-40:]:<42}{name:<10}{predicted / MIB:>10,.1f} MiB predicted{measured / MIB:>10,.1f} measured"
-            f"{100 * off:>+8.1f}%",
-            flush=True,
-        )
+        both = f"{predicted / MIB:>10,.1f} MiB predicted{measured / MIB:>10,.1f} measured"
+        print(f"{config.model[-40:]:<42}{name:<10}{both}{100 * (predicted / measured - 1):>+8.1f}%", flush=True)
 
 
 def main() -> None:
