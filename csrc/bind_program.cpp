@@ -48,13 +48,20 @@ Cache make_cache(const std::string& type, int block_size, int kv_heads, int head
           values.second};
 }
 
-void add_embed(Program& program, const PanelStore& weight, bool by_position, float scale, View out) {
+void add_embed(Program& program, const PanelStore& weight, int64_t first, bool by_position, float scale, View out) {
   auto op = std::make_unique<EmbedOp>();
   op->weight = weight.view;
+  op->first = first;
   op->by_position = by_position;
   op->scale = scale;
   op->out = floats(out);
   op->out_stride = out.second;
+  program.add(std::move(op));
+}
+
+void add_meet(Program& program, Ranks& ranks) {
+  auto op = std::make_unique<MeetOp>();
+  op->ranks = &ranks;
   program.add(std::move(op));
 }
 
@@ -176,10 +183,11 @@ Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, 
 
 void run(const Program& program, int threads, int num_tokens, int num_rows, Address tokens, Address positions,
          Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address paths,
-         int64_t path_stride) {
+         int64_t path_stride, Ranks* rung) {
   const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
                               path_stride);
   ReleasedGil released;
+  if (rung) rung->ring();
   program.run(threads, step);
 }
 
@@ -305,8 +313,9 @@ void bind_program(nb::module_& module) {
   program
       .def("__init__",
            [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
-      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
-           "out"_a)
+      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "first"_a, "by_position"_a,
+           "scale"_a, "out"_a)
+      .def("meet", add_meet, nb::keep_alive<1, 2>(), "ranks"_a)
       .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
            "groups"_a, "size"_a, "y"_a, "quantized"_a)
       .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
@@ -321,7 +330,7 @@ void bind_program(nb::module_& module) {
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
            "sinks"_a, "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
-           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
+           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a, "rung"_a.none() = nb::none())
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
            "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a);
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,

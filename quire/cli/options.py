@@ -38,7 +38,8 @@ def add_fields(parser: argparse.ArgumentParser, title: str, config: type, *, wit
         options = _argument_options(hints[field.name], text, field.default)
         if "type" in options:
             options["metavar"] = field.metadata["metavar"] or _metavar(field.name, options["type"])
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **options)
+        flag = field.metadata["flag"] or field.name.replace("_", "-")
+        group.add_argument(f"--{flag}", dest=field.name, default=field.default, **options)
 
 
 def _argument_options(hint: Any, text: str, default: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -90,6 +91,14 @@ class Engine:
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self.observers: list[Observer] = []
+        self._closer: Callable[[], object] = lambda: None
+
+    def on_close(self, close: Callable[[], object]) -> None:
+        """`close` is called when the engine is closed, or when nothing refers to it any more."""
+        self._closer = weakref.finalize(self, close)
+
+    def close(self) -> None:
+        self._closer()
 
     def add(self, request: Request) -> None:
         check_early_exit(request.params.early_exit, self.has_exit)
@@ -306,7 +315,9 @@ class Engine:
             self.controller.reset()
 
     def _check_device(self, error: Exception) -> None:
-        """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine."""
+        """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine. So does a lost rank."""
+        if isinstance(error, DeviceLost):
+            raise error
         if self.info.device == "cuda":
             if is_out_of_memory(error):
                 release_memory(error)

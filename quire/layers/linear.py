@@ -1,4 +1,5 @@
-"""Linear: a Weight of any storage format, and an optional bias. JoinedLinear: the same for two inputs side by side."""
+"""Linear: a Weight of any storage format, and an optional bias. JoinedLinear: the same for two inputs side by side.
+GatheredLinear: the outputs of all ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
+from quire.kernels.shares import Ranks, share_outputs
 from quire.layers.source import Part, Source
 
 if TYPE_CHECKING:
@@ -41,3 +43,33 @@ class JoinedLinear:
         a, b = inputs
         y: Tensor = self.second.matmul(b)
         return self.ops.add(self.first.matmul(a), y if self.bias is None else y + self.bias)
+
+
+class GatheredLinear:
+    """A Linear of which each rank computes some outputs. `inputs` are the columns of x that this rank has; the result
+    has the outputs of all ranks."""
+
+    def __init__(
+        self, source: Source, ranks: Ranks, part: Part, cols: int, *, inputs: range, bias: bool = False
+    ) -> None:
+        self.outputs, self.num_outputs = share_outputs(part.rows, ranks.rank, ranks.size), part.rows
+        self.inputs, self.num_inputs = inputs, cols
+        self.linear = Linear(source, [part.only(self.outputs)], cols, bias=bias)
+        self.weight = self.linear.weight
+        self.ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, inputs] -> [tokens, out]"""
+        if len(self.inputs) < self.num_inputs:
+            x = self.ranks.all_gather(x, self.inputs.start, self.num_inputs)
+        y: Tensor = self.ranks.all_gather(self.linear(x), self.outputs.start, self.num_outputs)
+        return y
+
+
+def output_linear(
+    source: Source, ops: Kernels, part: Part, cols: int, *, inputs: range, bias: bool = False
+) -> Linear | GatheredLinear:
+    """The Linear behind attention or an MLP. `inputs` are the columns that the rank computes of its input."""
+    if ops.ranks is None:
+        return Linear(source, [part], cols, bias=bias)
+    return GatheredLinear(source, ops.ranks, part, cols, inputs=inputs, bias=bias)

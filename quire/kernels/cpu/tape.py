@@ -4,22 +4,29 @@ A model is called with `Value`s in place of tensors. Each op is appended to the 
 computes. `finish` allocates memory and builds the C++ program. The memory of a buffer is reused after Python has
 dropped the last reference to it. Neighbouring ops are fused while they are recorded: a product with its bias and its
 gate, and an op with the rounding to int8 that the next product needs.
+
+With several ranks (`ranks.py`) each records the same ops with its own share of the weights. `all_gather` places the
+columns of all ranks side by side in shared memory, where the ops behind a meeting read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native, multiplies_floats
-from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
-from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Norm, Op, Recorded
-from quire.kernels.paging import Paging
+from quire.kernels.cpu.ranks import Command, step_arguments_of, step_words
+from quire.kernels.cpu.tape_memory import Columns, Memory, MemoryKind, Storage, padded
+from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Meet, Norm, Op, Recorded
+from quire.kernels.paging import MAX_TREE_NODES, Paging
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.ranks import CpuRanks
 
 Ids = NDArray[np.int64]
 Order = NDArray[np.int64]
@@ -28,15 +35,23 @@ Order = NDArray[np.int64]
 class Buffer:
     """The output of one op: rows of `width` values in float32 and in int8. Each is written only if it is needed."""
 
-    def __init__(self, tape: Tape, width: int, producer: Op | None) -> None:
+    def __init__(self, tape: Tape, width: int, producer: Op | None, *, shared: bool = False) -> None:
         self.tape = tape
         self.width = width
         self.producer = producer
-        self.values = Storage(tape.acquire(width, quantized=False))
-        self.quantized = Storage(tape.acquire(width, quantized=True))
+        self.values = Storage(tape.acquire(MemoryKind(width, shared=shared)))
+        self.quantized = Storage(tape.acquire(MemoryKind(width, quantized=True)))
+        self._owned = [self.values.memory, self.quantized.memory]
+
+    def move_to(self, other: Buffer, first: int) -> None:
+        """The values become columns of another buffer, from `first` on."""
+        assert not self.quantized.needed
+        self.tape.release(self._owned.pop(0))
+        self.values.memory, self.values.first, self.values.needed = other.values.memory, first, True
 
     def __del__(self) -> None:
-        self.tape.release(self.values.memory, self.quantized.memory)
+        for memory in self._owned:
+            self.tape.release(memory)
 
 
 class Value:
@@ -96,24 +111,27 @@ class Tape:
     native: Native
     max_tokens: int
     ops: list[Op] = field(default_factory=list)
-    _free: dict[tuple[int, bool], list[Memory]] = field(default_factory=dict)
+    _free: dict[MemoryKind, list[Memory]] = field(default_factory=dict)
+    _unmet: list[Memory] = field(default_factory=list)  # shared: other ranks may read it until the next meeting
     _storages: list[Storage] = field(default_factory=list)
     _program: Any = None
     _matmul_input: Buffer | None = None  # of the last op: a gate that fuses with it must not reuse this memory
+    _ranks: CpuRanks | None = None  # set by the first gather
+    _paths: Any = None  # with ranks: shared memory for the paths of draft trees
 
-    def acquire(self, width: int, *, quantized: bool) -> Memory:
-        free = self._free.setdefault((width, quantized), [])
+    def acquire(self, kind: MemoryKind) -> Memory:
+        free = self._free.setdefault(kind, [])
         if free:
             return free.pop()
-        row_bytes = self.native.module.quantized_row_bytes(width) if quantized else 4 * padded(width)
-        return Memory(width, row_bytes)
+        return Memory(
+            kind, self.native.module.quantized_row_bytes(kind.width) if kind.quantized else 4 * padded(kind.width)
+        )
 
-    def release(self, values: Memory, quantized: Memory) -> None:
-        self._free[values.width, False].append(values)
-        self._free[quantized.width, True].append(quantized)
+    def release(self, memory: Memory) -> None:
+        (self._unmet if memory.kind.shared else self._free[memory.kind]).append(memory)
 
-    def new(self, tail: tuple[int, ...], producer: Op | None = None) -> Value:
-        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer), tail)
+    def new(self, tail: tuple[int, ...], producer: Op | None = None, *, shared: bool = False) -> Value:
+        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer, shared=shared), tail)
         self._storages += [value.buffer.values, value.buffer.quantized]
         return value
 
@@ -241,19 +259,70 @@ class Tape:
             self.put(self._activation(x, out, activation, gated=True))
         return out
 
+    def all_gather(self, ranks: CpuRanks, x: Value, first: int, width: int) -> Value:
+        """The columns of all ranks, [tokens, width]. x has those from `first` on, and is not used any more: the ops
+        that write it write into shared memory."""
+        assert x.whole
+        assert x.buffer.producer is None or any(op is x.buffer.producer for op in self._since_meeting())
+        out = self.new((width,), shared=True)
+        x.buffer.move_to(out.buffer, first)
+        self._meet(ranks)
+        return out
+
+    def gather_rows(self, ranks: CpuRanks, x: Value, first: int) -> Value:
+        """The rows of all tokens. x is an embedding by a rank's rows, from `first` on."""
+        assert isinstance(x.buffer.producer, Embed)
+        x.buffer.producer.first = first
+        return self.all_gather(ranks, x, 0, x.width)
+
+    def _meet(self, ranks: CpuRanks) -> None:
+        self._ranks = ranks
+        self.put(Meet(ranks.native))
+        for memory in self._unmet:
+            self._free[memory.kind].append(memory)
+        self._unmet.clear()
+
+    def _since_meeting(self) -> list[Op]:
+        last = next((nth for nth in reversed(range(len(self.ops))) if isinstance(self.ops[nth], Meet)), -1)
+        return self.ops[last + 1 :]
+
     def finish(self) -> None:
         """Allocate the memory of needed storages and build the program."""
         self._matmul_input = None
+        pages = None if self._ranks is None else self._ranks.pages
         for storage in self._storages:
             if storage.needed and storage.memory.data is None:
-                storage.memory.allocate(self.max_tokens)
+                storage.memory.allocate(self.max_tokens, pages)
+        if pages is not None:
+            self._paths = pages.array((self.max_tokens * (MAX_TREE_NODES + 1),), "int32")
         self._program = self.native.module.Program(self.native.isa)
         for op in self.ops:
             op.emit(self._program)
 
     def run(self, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int) -> None:
         assert num_tokens <= self.max_tokens, num_tokens
-        self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
+        if self._ranks is None:
+            self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
+        else:
+            self._run_on_ranks(self._ranks, tokens, positions, paging, num_tokens)
+
+    def _run_on_ranks(
+        self, ranks: CpuRanks, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int
+    ) -> None:
+        """On rank 0. The call that gives the command also runs the program: no signal comes between them."""
+        if paging is not None and paging.paths is not None:
+            paths = self._paths[: paging.paths.size].reshape(paging.paths.shape)
+            ranks.wait()  # the last step may read the paths
+            paths[...] = paging.paths
+            paging = replace(paging, paths=paths)
+        arguments = step_arguments(tokens, positions, paging, num_tokens)
+        ranks.write(Command.STEP, step_words(arguments, ranks.pages.offset_of))
+        self._program.run(self.native.threads, *arguments, ranks.native)
+        ranks.wait()
+
+    def run_words(self, words: Sequence[int], base: int) -> None:
+        """On another rank: the step of a command. The pages that rank 0 shares begin at `base`."""
+        self._program.run(self.native.threads, *step_arguments_of(words, base))
 
     def run_timed(self, tokens: Ids, positions: Ids, paging: Paging) -> list[tuple[str, int]]:
         """As `run`; returns the kind and the nanoseconds of each op."""

@@ -23,15 +23,31 @@ class Op(Protocol):
 
 @dataclass(slots=True)
 class Embed:
-    """A row of the matrix for each token, by its id or by its position."""
+    """A row of the matrix for each token, by its id or by its position.
+
+    `first`: the matrix has the rows from there on. Tokens whose rows other ranks have are skipped.
+    """
 
     weight: Any
     by_position: bool
     out: Storage
     scale: float = 1.0
+    first: int = 0
 
     def emit(self, program: Any) -> None:
-        program.embed(weight=self.weight, by_position=self.by_position, scale=self.scale, out=self.out.view())
+        program.embed(
+            weight=self.weight, first=self.first, by_position=self.by_position, scale=self.scale, out=self.out.view()
+        )
+
+
+@dataclass(slots=True)
+class Meet:
+    """Waits for the other ranks."""
+
+    ranks: Any
+
+    def emit(self, program: Any) -> None:
+        program.meet(self.ranks)
 
 
 @dataclass(slots=True)
