@@ -6,7 +6,7 @@ namespace {
 
 // As those of the pool's threads.
 constexpr Patience kBetweenCommands{200'000, 1'000'000};
-constexpr Patience kWithinCommand{20'000, 1'000'000};
+constexpr Patience kWithinCommand{300'000, 300'000};
 constexpr Patience kCrowded{0, 0};
 
 }  // namespace

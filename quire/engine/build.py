@@ -97,7 +97,7 @@ def build_engine(
     except BaseException:
         group.close()
         raise
-    engine.on_close(group.close)
+    engine.add_ranks(group)
     return engine
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.pace import moving_average
 from quire.core.params import check_early_exit
@@ -27,6 +28,9 @@ from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
 from quire.speculative.controller import Controller
+
+if TYPE_CHECKING:
+    from quire.engine.ranks import RankGroup
 
 log = logging.getLogger("quire.engine")
 
@@ -91,11 +95,12 @@ class Engine:
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self.observers: list[Observer] = []
+        self.ranks: RankGroup | None = None  # with tensor parallelism
         self._closer: Callable[[], object] = lambda: None
 
-    def on_close(self, close: Callable[[], object]) -> None:
-        """`close` is called when the engine is closed, or when nothing refers to it any more."""
-        self._closer = weakref.finalize(self, close)
+    def add_ranks(self, ranks: RankGroup) -> None:
+        """They end when the engine is closed, or when nothing refers to it any more."""
+        self.ranks, self._closer = ranks, weakref.finalize(self, ranks.close)
 
     def close(self) -> None:
         self._closer()

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -102,6 +102,7 @@ class RankGroup:
         self._processes: list[RankProcess] = []
         self._messages: queue.SimpleQueue[tuple[int, RankMessage | None]] = queue.SimpleQueue()
         self._loss = ""
+        self.on_loss: Callable[[str], None] = lambda loss: None  # called in a thread
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -209,8 +210,10 @@ class RankGroup:
     def _lose(self, each: RankProcess) -> None:
         assert self.ranks is not None
         how = describe_end(each.process) if not self._closing else "it was closed"
-        self._loss = self._loss or f"Rank {each.rank} of {self.ranks.size} ended ({how})"
+        is_first, self._loss = not self._loss, self._loss or f"Rank {each.rank} of {self.ranks.size} ended ({how})"
         self.ranks.native.set_broken()
+        if is_first and not self._closing:
+            self.on_loss(self._loss)
         self._messages.put((each.rank, None))
         for other in self._processes:
             other.channel.close()
