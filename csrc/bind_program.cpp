@@ -66,16 +66,16 @@ void add_meet(Program& program, Ranks& ranks) {
 }
 
 void add_norm(Program& program, View x, View residual, View sum, Address weight, Address bias, bool centered, float eps,
-              int64_t groups, int64_t size, View y, Quantized quantized) {
+              int64_t groups, int64_t size, View y, Quantized quantized, int64_t rank, int64_t ranks) {
   auto op = std::make_unique<NormOp>();
   op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
               reinterpret_cast<const float*>(weight), reinterpret_cast<const float*>(bias), centered, eps, 0, groups,
-              size, floats(y), y.second, activations_of(quantized)};
+              size, floats(y), y.second, activations_of(quantized), rank, ranks};
   program.add(std::move(op));
 }
 
 void add_matmul(Program& program, const PanelStore& weight, View x, Quantized quantized, bool quantize, View y,
-                Address bias, const std::string& activation, Quantized gated, int64_t few_rows) {
+                Address bias, const std::string& activation, const QuantizedPart& gated, int64_t few_rows) {
   auto op = std::make_unique<MatmulOp>();
   op->call = {weight.view,
               {floats(x), x.second, activations_of(quantized)},
@@ -91,6 +91,12 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               0.0f};
   op->quantize = quantize;
   program.add_product(std::move(op));
+}
+
+void add_round(Program& program, View x, const QuantizedPart& quantized) {
+  auto op = std::make_unique<RoundOp>();
+  op->x = floats(x), op->x_stride = x.second, op->out = activations_of(quantized);
+  program.add(std::move(op));
 }
 
 void add_rope(Program& program, View x, int64_t heads, int64_t head_dim, Address table, int64_t dim,
@@ -195,12 +201,13 @@ std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, i
                                                        int num_rows, Address tokens, Address positions,
                                                        Address query_starts, Address seq_lens,
                                                        const std::vector<Group>& groups, Address paths,
-                                                       int64_t path_stride) {
+                                                       int64_t path_stride, Ranks* rung) {
   const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
                               path_stride);
   std::vector<int64_t> times;
   {
     ReleasedGil released;
+    if (rung) rung->ring();
     program.run_timed(threads, step, times);
   }
   std::vector<std::pair<std::string, int64_t>> report;
@@ -317,9 +324,10 @@ void bind_program(nb::module_& module) {
            "scale"_a, "out"_a)
       .def("meet", add_meet, nb::keep_alive<1, 2>(), "ranks"_a)
       .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
-           "groups"_a, "size"_a, "y"_a, "quantized"_a)
+           "groups"_a, "size"_a, "y"_a, "quantized"_a, "rank"_a, "ranks"_a)
       .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
            "y"_a, "bias"_a, "activation"_a, "gated"_a, "few_rows"_a)
+      .def("round", add_round, nb::kw_only(), "x"_a, "quantized"_a)
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a, "factor"_a, "multiplies"_a)
@@ -332,7 +340,7 @@ void bind_program(nb::module_& module) {
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
            "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a, "rung"_a.none() = nb::none())
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
-           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a);
+           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a, "rung"_a.none() = nb::none());
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
              "quantized"_a, "y"_a);
   module.def("move_kv", move_tokens, "threads"_a, "layers"_a, "groups"_a);

@@ -145,6 +145,10 @@ void MatmulOp::run(const KernelTable& kernels, const Step& step, Worker& worker,
   kernels.matmul(now, worker);
 }
 
+void RoundOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  kernels.quantize(x, x_stride, step.num_tokens, out, worker);
+}
+
 void RopeOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
   RopeCall now = call;
   now.rows = step.num_tokens;

@@ -147,6 +147,16 @@ struct MatmulOp : Op {
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
+// Rounds x to int8.
+struct RoundOp : Op {
+  const float* x;
+  int64_t x_stride;
+  Activations out;
+
+  const char* kind() const override { return "round"; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
 struct RopeOp : Op {
   RopeCall call;
 

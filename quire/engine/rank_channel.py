@@ -25,6 +25,7 @@ class RankStart:
     isa: str
     threads: int
     crowded: bool
+    equal_threads: bool
     cores: list[int] | None  # to which it is pinned
     kv_dtype: str
     quantize: str | None
@@ -92,7 +93,11 @@ class RankChannel:
                 kind, values = json.loads(line)
                 yield KINDS[kind](**values)
 
-    def close(self) -> None:
-        """The other side reads the end."""
+    def end(self) -> None:
+        """Both sides read the end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()

@@ -6,6 +6,7 @@ It ends when rank 0 closes the socket or dies.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -96,7 +97,7 @@ def build(inbox: Inbox, channel: RankChannel, pages: SharedPages) -> CommandLoop
     module = load()
     if isinstance(module, Missing):
         raise EngineError(f"{module.reason}.")
-    ranks = CpuRanks(module, pages, start.rank, start.size, crowded=start.crowded)
+    ranks = CpuRanks(module, pages, start.rank, start.size, crowded=start.crowded, equal_threads=start.equal_threads)
     ops = select_native(Native(module, start.isa, start.threads), ranks)
     loaded = load_share(start, ops)
     specs, block_size = loaded.model.cache_specs(), start.config["block_size"]
@@ -144,6 +145,7 @@ def main() -> None:
     except QuireError as error:
         channel.send(RankFailed(type(error).__name__, str(error)))
         return
+    gc.freeze()  # garbage collection does not scan the model between two ops
     loop.run()
 
 

@@ -91,7 +91,6 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     channel: RankChannel
-    socket: socket.socket
 
 
 class RankGroup:
@@ -104,6 +103,7 @@ class RankGroup:
         self._loss = ""
         self.on_loss: Callable[[str], None] = lambda loss: None  # called in a thread
         self._closing = False
+        self._owner = os.getpid()
         self._thread: threading.Thread | None = None
 
     def start(self, config: EngineConfig, path: Path, model: ModelConfig, ops: Kernels, kv_dtype: str) -> Kernels:
@@ -112,19 +112,19 @@ class RankGroup:
         native, size = ops.native, config.tensor_parallel_size
         assert native is not None
         threads = divide_threads(native.threads, size)
-        crowded = sum(threads) > isa.usable_cores()
+        crowded, equal_threads = sum(threads) > isa.usable_cores(), len(set(threads)) == 1
         nodes, allowed = read_nodes(), allowed_cores()
         cores = [rank_cores(rank, size, nodes, allowed) for rank in range(size)]
         quantize = None if config.quantize == "none" else config.quantize
         starts = [
             RankStart(
-                asdict(config), str(path), rank, size, native.isa, threads[rank], crowded,
+                asdict(config), str(path), rank, size, native.isa, threads[rank], crowded, equal_threads,
                 None if (own := cores[rank]) is None else sorted(own), kv_dtype, quantize,
             )
             for rank in range(1, size)
         ]  # fmt: skip
         pages = SharedPages.create()
-        self.ranks = CpuRanks(native.module, pages, 0, size, crowded=crowded)
+        self.ranks = CpuRanks(native.module, pages, 0, size, crowded=crowded, equal_threads=equal_threads)
         self.ranks.explain_loss = lambda: self._loss
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(starts, started), name="quire-ranks", daemon=True)
@@ -174,11 +174,17 @@ class RankGroup:
             raise EngineError(f"{self._loss} while it was started.")
         return message
 
+    @property
+    def process_ids(self) -> list[int]:
+        return [each.process.pid for each in self._processes]
+
     def close(self) -> None:
-        """End the processes. Called more than once."""
+        """End the processes. Called more than once, and in a process that was forked from this one not at all."""
+        if os.getpid() != self._owner:
+            return
         self._closing = True
         for each in self._processes:
-            each.channel.close()
+            each.channel.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * EXIT_S)
 
@@ -216,12 +222,14 @@ class RankGroup:
             self.on_loss(self._loss)
         self._messages.put((each.rank, None))
         for other in self._processes:
-            other.channel.close()
+            other.channel.end()
 
     def _end_processes(self) -> None:
+        assert self.ranks is not None
         for each in self._processes:
             end(each.process)
-            each.socket.close()
+            each.channel.close()
+        self.ranks.pages.close()
 
 
 def divide_threads(threads: int, size: int) -> list[int]:
@@ -239,7 +247,7 @@ def spawn(start: RankStart, file: int) -> RankProcess:
         )  # fmt: skip
     channel = RankChannel(ours)
     channel.send(start)
-    return RankProcess(start.rank, process, channel, ours)
+    return RankProcess(start.rank, process, channel)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

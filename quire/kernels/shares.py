@@ -23,8 +23,11 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_gather(self, x: Any, first: int, width: int) -> Any:
-        """x [tokens, n]: this rank's columns from `first` on -> those of all ranks, [tokens, width]."""
+    def all_gather(self, x: Any, first: int, width: int, reader: Any = None) -> Any:
+        """x [tokens, n]: this rank's columns from `first` on -> those of all ranks, [tokens, width].
+
+        `reader` is the only Weight that is multiplied with the result, if it is known.
+        """
         ...
 
     def gather_rows(self, x: Any, first: int) -> Any:
@@ -44,15 +47,24 @@ class HeadShare:
     keys: range
 
 
+def output_unit(count: int, size: int) -> int:
+    """Outputs of a matrix that are not split: whole blocks, or panels where there are few."""
+    return BLOCK if count >= 2 * BLOCK * size else PANEL
+
+
 def share_outputs(count: int, rank: int, size: int) -> range:
-    """A rank's outputs of a matrix with `count` outputs: whole blocks, or panels where there are few."""
-    unit = BLOCK if count >= 2 * BLOCK * size else PANEL
-    return share_units(count, rank, size, unit)
+    """A rank's outputs of a matrix with `count` outputs."""
+    return share_units(count, rank, size, output_unit(count, size))
 
 
 def own_outputs(count: int, ranks: Ranks | None) -> range:
     """The outputs that this rank computes."""
     return range(count) if ranks is None else share_outputs(count, ranks.rank, ranks.size)
+
+
+def own_unit(count: int, ranks: Ranks | None) -> int:
+    """The outputs of all ranks begin at multiples of it."""
+    return count if ranks is None else output_unit(count, ranks.size)
 
 
 def own_heads(num_heads: int, num_kv_heads: int, ranks: Ranks | None) -> HeadShare:

@@ -76,7 +76,8 @@ class Attention:
             if joined
             else Linear(source, qkv, hidden_size, bias=bias)
         )
-        self.output = output_linear(source, ops, output, num_heads * head_dim, inputs=columns[0], bias=output_bias)
+        width = num_heads * head_dim
+        self.output = output_linear(source, ops, output, width, inputs=columns[0], unit=head_dim, bias=output_bias)
         self.head_dim = head_dim
         self.scale = scale
         self.rotary = rotary

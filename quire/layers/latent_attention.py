@@ -67,7 +67,7 @@ class LatentAttention:
         self.values = source.matrix(*value_parts(f"{name}.kv_b_proj.weight", num_heads, config))
         output = Part(f"{name}.o_proj", hidden_size, split="columns", unit=config.value_dim)
         width = num_heads * config.value_dim
-        self.output = output_linear(source, ops, output, width, inputs=range(width), bias=bias)
+        self.output = output_linear(source, ops, output, width, inputs=range(width), unit=width, bias=bias)
 
     @property
     def cache_spec(self) -> KVCacheSpec:

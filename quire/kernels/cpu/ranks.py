@@ -109,8 +109,12 @@ class SharedArrays(NumpyArrays):
 class CpuRanks:
     """One rank's view of all ranks."""
 
-    def __init__(self, module: Any, pages: SharedPages, rank: int, size: int, *, crowded: bool) -> None:
-        """`crowded`: there are more threads than cores."""
+    def __init__(
+        self, module: Any, pages: SharedPages, rank: int, size: int, *, crowded: bool, equal_threads: bool = True
+    ) -> None:
+        """`crowded`: there are more threads than cores. `equal_threads`: all ranks have the same number of threads, so
+        they cut a step into the same parts, and can share values in int8."""
+        self.equal_threads = equal_threads
         self.rank = rank
         self.size = size
         self.pages = pages
@@ -121,8 +125,9 @@ class CpuRanks:
         self.shared_head: SharedHead | None = None  # of the model, when it is built
         self.explain_loss: Callable[[], str] = lambda: "A rank ended"  # set by rank 0
 
-    def all_gather(self, x: Any, first: int, width: int) -> Any:
-        return x.tape.all_gather(self, x, first, width)
+    def all_gather(self, x: Any, first: int, width: int, reader: Any = None) -> Any:
+        rounded = reader is not None and self.equal_threads and reader.reads_rounded
+        return x.tape.all_gather(self, x, first, width, rounded=rounded)
 
     def gather_rows(self, x: Any, first: int) -> Any:
         return x.tape.gather_rows(self, x, first)

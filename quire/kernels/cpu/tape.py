@@ -11,7 +11,7 @@ columns of all ranks side by side in shared memory, where the ops behind a meeti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from quire.kernels.cpu.native import Native, multiplies_floats
 from quire.kernels.cpu.ranks import Command, step_arguments_of, step_words
 from quire.kernels.cpu.tape_memory import Columns, Memory, MemoryKind, Storage, padded
-from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Meet, Norm, Op, Recorded
+from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Meet, Norm, Op, Recorded, Round
 from quire.kernels.paging import MAX_TREE_NODES, Paging
 
 if TYPE_CHECKING:
@@ -35,19 +35,28 @@ Order = NDArray[np.int64]
 class Buffer:
     """The output of one op: rows of `width` values in float32 and in int8. Each is written only if it is needed."""
 
-    def __init__(self, tape: Tape, width: int, producer: Op | None, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        width: int,
+        producer: Op | None,
+        *,
+        shares_values: bool = False,
+        shares_quantized: bool = False,
+    ) -> None:
         self.tape = tape
         self.width = width
         self.producer = producer
-        self.values = Storage(tape.acquire(MemoryKind(width, shared=shared)))
-        self.quantized = Storage(tape.acquire(MemoryKind(width, quantized=True)))
+        self.values = Storage(tape.acquire(MemoryKind(width, shared=shares_values)))
+        self.quantized = Storage(tape.acquire(MemoryKind(width, quantized=True, shared=shares_quantized)))
         self._owned = [self.values.memory, self.quantized.memory]
 
-    def move_to(self, other: Buffer, first: int) -> None:
-        """The values become columns of another buffer, from `first` on."""
+    def move(self, storage: Storage, other: Storage, first: int) -> None:
+        """A storage of this buffer becomes columns of another buffer's, from `first` on."""
         assert not self.quantized.needed
-        self.tape.release(self._owned.pop(0))
-        self.values.memory, self.values.first, self.values.needed = other.values.memory, first, True
+        self._owned.remove(storage.memory)
+        self.tape.release(storage.memory)
+        storage.memory, storage.first, storage.needed = other.memory, first, True
 
     def __del__(self) -> None:
         for memory in self._owned:
@@ -130,8 +139,9 @@ class Tape:
     def release(self, memory: Memory) -> None:
         (self._unmet if memory.kind.shared else self._free[memory.kind]).append(memory)
 
-    def new(self, tail: tuple[int, ...], producer: Op | None = None, *, shared: bool = False) -> Value:
-        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer, shared=shared), tail)
+    def new(self, tail: tuple[int, ...], producer: Op | None = None, **shares: bool) -> Value:
+        """`shares` are those of `Buffer`."""
+        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer, **shares), tail)
         self._storages += [value.buffer.values, value.buffer.quantized]
         return value
 
@@ -160,13 +170,22 @@ class Tape:
         bias: Floats | None = None,
         centered: bool = False,
     ) -> tuple[Value, Value]:
-        """The norm of x, or of x + residual, and the norm's input."""
+        """The norm of x, or of x + residual, and the norm's input.
+
+        If x is in shared memory, so that all ranks have all of it, each of them computes a part.
+        """
         groups = x.tail[0] if len(x.tail) == 2 else 1
-        out, total = self.new(x.tail), x if residual is None else self.new(x.tail)
+        ranks = self._ranks if x.buffer.values.memory.kind.shared else None
+        shared = ranks is not None and ranks.equal_threads
+        out = self.new(x.tail, shares_values=shared, shares_quantized=shared)
+        total = x if residual is None else self.new(x.tail, shares_values=shared)
         columns = (x.read(), residual.read() if residual else None, total.read() if residual else None)
         op = Norm(*columns, weight, bias, centered, eps, groups, out.buffer.values, out.buffer.quantized)
         out.buffer.producer = op
         self.put(op)
+        if ranks is not None and shared:
+            op.rank, op.ranks = ranks.rank, ranks.size
+            self._meet(ranks)
         return out, total
 
     def matmul(self, x: Value, weights: Sequence[Any], orders: Sequence[Order | None] = ()) -> Value:
@@ -259,13 +278,24 @@ class Tape:
             self.put(self._activation(x, out, activation, gated=True))
         return out
 
-    def all_gather(self, ranks: CpuRanks, x: Value, first: int, width: int) -> Value:
-        """The columns of all ranks, [tokens, width]. x has those from `first` on, and is not used any more: the ops
-        that write it write into shared memory."""
+    def all_gather(self, ranks: CpuRanks, x: Value, first: int, width: int, *, rounded: bool = False) -> Value:
+        """The columns of all ranks, [tokens, width]. x has those from `first` on, and is not used any more.
+
+        The ops that write x write into shared memory. With `rounded`, values in int8 are shared, for a product that
+        reads no others: each rank rounds its own columns.
+        """
         assert x.whole
         assert x.buffer.producer is None or any(op is x.buffer.producer for op in self._since_meeting())
-        out = self.new((width,), shared=True)
-        x.buffer.move_to(out.buffer, first)
+        out = self.new((width,), shares_values=not rounded, shares_quantized=rounded)
+        if not rounded:
+            x.buffer.move(x.buffer.values, out.buffer.values, first)
+        elif isinstance(x.buffer.producer, Matmul) and x.buffer.producer.rounds:
+            x.buffer.move(x.buffer.quantized, out.buffer.quantized, first)
+        else:
+            part = Storage(out.buffer.quantized.memory)
+            part.first, part.needed = first, True
+            self.put(Round(x.read(), part, x.width))
+        out.buffer.quantized.needed = rounded
         self._meet(ranks)
         return out
 
@@ -300,34 +330,42 @@ class Tape:
             op.emit(self._program)
 
     def run(self, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int) -> None:
+        self._run(self._program.run, tokens, positions, paging, num_tokens)
+
+    def run_timed(self, tokens: Ids, positions: Ids, paging: Paging) -> list[tuple[str, int]]:
+        """As `run`; returns the kind and the nanoseconds of each op."""
+        return list(self._run(self._program.run_timed, tokens, positions, paging, len(tokens)))
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        tokens: Ids | None,
+        positions: Ids | None,
+        paging: Paging | None,
+        num_tokens: int,
+    ) -> Any:
         assert num_tokens <= self.max_tokens, num_tokens
         if self._ranks is None:
-            self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
-        else:
-            self._run_on_ranks(self._ranks, tokens, positions, paging, num_tokens)
-
-    def _run_on_ranks(
-        self, ranks: CpuRanks, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int
-    ) -> None:
-        """On rank 0. The call that gives the command also runs the program: no signal comes between them."""
+            return run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
         if paging is not None and paging.paths is not None:
-            paths = self._paths[: paging.paths.size].reshape(paging.paths.shape)
-            ranks.wait()  # the last step may read the paths
-            paths[...] = paging.paths
-            paging = replace(paging, paths=paths)
+            paging = replace(paging, paths=self._share_paths(self._ranks, paging.paths))
         arguments = step_arguments(tokens, positions, paging, num_tokens)
-        ranks.write(Command.STEP, step_words(arguments, ranks.pages.offset_of))
-        self._program.run(self.native.threads, *arguments, ranks.native)
-        ranks.wait()
+        self._ranks.write(Command.STEP, step_words(arguments, self._ranks.pages.offset_of))
+        # The call that gives the command also runs the program: no signal of Python comes between them.
+        result = run(self.native.threads, *arguments, self._ranks.native)
+        self._ranks.wait()
+        return result
+
+    def _share_paths(self, ranks: CpuRanks, paths: Any) -> Any:
+        """The paths of draft trees, in shared memory."""
+        ranks.wait()  # the last step may read it
+        shared = self._paths[: paths.size].reshape(paths.shape)
+        shared[...] = paths
+        return shared
 
     def run_words(self, words: Sequence[int], base: int) -> None:
         """On another rank: the step of a command. The pages that rank 0 shares begin at `base`."""
         self._program.run(self.native.threads, *step_arguments_of(words, base))
-
-    def run_timed(self, tokens: Ids, positions: Ids, paging: Paging) -> list[tuple[str, int]]:
-        """As `run`; returns the kind and the nanoseconds of each op."""
-        arguments = step_arguments(tokens, positions, paging, len(tokens))
-        return list(self._program.run_timed(self.native.threads, *arguments))
 
     def result(self, value: Value, num_tokens: int) -> Floats:
         """The array of a value, [num_tokens, width]. The next run overwrites it."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PADDING_ROWS = 16  # after the last row: kernels may read them
 NULL_VIEW = (0, 0)
+NULL_PART = (0, 0, 0, 0)
 
 View = tuple[int, int]
 Bytes = NDArray[np.uint8]
@@ -72,6 +73,10 @@ class Storage:
     def quantized(self) -> View:
         """The address of row 0, and the number of columns."""
         return (self.memory.address, self.memory.width) if self.needed else NULL_VIEW
+
+    def quantized_part(self, width: int) -> tuple[int, int, int, int]:
+        """The same, the first column that an op writes, and how many it writes."""
+        return (*self.quantized(), self.first, width) if self.needed else NULL_PART
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.kernels import Kernels
+from quire.kernels.cpu.tape_memory import Columns, Memory
+from quire.kernels.cpu.tape_ops import Embed, Matmul, Meet, Norm, Recorded, Round
 from quire.models.config import ModelConfig
 from tests.tools.native import FITTING, ISAS, all_of, fitting, kernels_of, mixed, native_model
 from tests.tools.ranks import ThreadRanks
@@ -144,3 +146,52 @@ def test_every_format_is_shared(scores: list[Scores]) -> None:
         ) as engine:
             assert engine.answer(questions()) == expected, format
             scores[-1].check(alone)
+
+
+@pytest.mark.parametrize("name", ["nine heads", "gemma3", "cohere2", "bloom", "experts"])
+def test_between_two_meetings_no_shared_memory_is_read_and_written(name: str) -> None:
+    """A rank that is slow may still read what a fast one would overwrite."""
+    config = CONFIGS[name]
+    with ThreadRanks(config, 2, make_model(config), isa=ISA) as engine:
+        ops = engine.runner.model.tape.ops
+        num_meetings = sum(isinstance(op, Meet) for op in ops)
+        assert num_meetings >= 4 * config.num_layers
+        read: set[int] = set()
+        written: set[int] = set()
+        num_shared = 0
+        for op in ops:
+            if isinstance(op, Meet):
+                assert not read & written
+                num_shared += len(written)
+                read, written = set(), set()
+                continue
+            reads, writes = accesses(op)
+            read |= {id(memory) for memory in reads if memory.kind.shared}
+            written |= {id(memory) for memory in writes if memory.kind.shared}
+        assert not read & written
+        assert num_shared >= num_meetings
+
+
+def accesses(op: Any) -> tuple[list[Memory], list[Memory]]:
+    """The memory that an op reads and writes."""
+    reads: list[Any] = []
+    writes: list[Any] = []
+    match op:
+        case Embed():
+            writes = [op.out]
+        case Norm():
+            reads = [op.x.storage, op.residual and op.residual.storage]
+            writes = [op.sum and op.sum.storage, op.y, op.quantized]
+        case Matmul():
+            reads = [op.x.storage, op.quantized]
+            writes = [op.y, op.gated]
+        case Round():
+            reads, writes = [op.x.storage], [op.quantized]
+        case Recorded():
+            columns = {name: value.storage for name, value in op.arguments.items() if isinstance(value, Columns)}
+            writes = [columns.pop(name) for name in ("out", "y", "routes") if name in columns]
+            reads = list(columns.values())
+        case _:
+            reads = [columns.storage for name, columns in op.columns.items() if columns is not None and name != "out"]
+            writes = [op.columns["out"].storage]
+    return tuple([each.memory for each in storages if each is not None and each.needed] for storages in (reads, writes))
