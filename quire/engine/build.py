@@ -163,7 +163,7 @@ def _build(
         max_requests=max_requests,
         budget=budget,
     )
-    ops_text = describe_ops(ops, dtype, config.tensor_parallel_size)
+    ops_text = describe_ops(ops, dtype, () if group is None else group.threads)
     kv_dtypes = " and ".join(dict.fromkeys(spec.dtype or kv_dtype for spec in specs))
     summary = describe(
         config.model, model.family, ops_text, total_weights, budget.reserved_bytes, size, kv_dtypes, max_requests

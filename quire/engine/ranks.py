@@ -98,6 +98,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.ranks: CpuRanks | None = None
+        self.threads: list[int] = []  # of each rank
         self._processes: list[RankProcess] = []
         self._messages: queue.SimpleQueue[tuple[int, RankMessage | None]] = queue.SimpleQueue()
         self._loss = ""
@@ -111,7 +112,7 @@ class RankGroup:
         check_ranks(config, model, ops)
         native, size = ops.native, config.tensor_parallel_size
         assert native is not None
-        threads = divide_threads(native.threads, size)
+        self.threads = threads = divide_threads(native.threads, size)
         crowded, equal_threads = sum(threads) > isa.usable_cores(), len(set(threads)) == 1
         nodes, allowed = read_nodes(), allowed_cores()
         cores = [rank_cores(rank, size, nodes, allowed) for rank in range(size)]

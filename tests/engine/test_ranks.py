@@ -76,15 +76,15 @@ def wait_until_gone(process_ids: list[int]) -> None:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
 def test_processes_answer_as_one_and_end_with_the_engine(llama: Path) -> None:
     expected = answer(build(llama, 1))
-    engine = build(llama, 2, swap_memory=0.001)
-    assert "on 2 ranks of" in engine.info.summary
+    engine = build(llama, 2, swap_memory=0.001, threads=4)
+    assert "on 4 threads of 2 ranks" in engine.info.summary
     assert engine.info.cache.block_bytes == build(llama, 1).info.cache.block_bytes
     assert answer(engine) == expected
     started = processes(engine)
     assert len(started) == 1
     engine.close()
     wait_until_gone(started)
-    engine = build(llama, 3)  # one key head is cached by two ranks
+    engine = build(llama, 3, threads=4)  # of which one rank has two; one key head is cached by two ranks
     assert answer(engine) == expected
     started = processes(engine)
     del engine
