@@ -136,8 +136,7 @@ def _build(
     head_specs = heads.specs if heads else []
     specs = loaded.model.cache_specs() + head_specs + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
-    others = group.wait_loaded() if group is not None else []  # of the memory that is free now, they take no more
-    assert all(other.groups == [layer.group for layer in layout.layers] for other in others)
+    others = group.wait_loaded(layout) if group is not None else []  # of the memory that is free now, they take no more
     total_weights = loaded.weight_bytes + sum(other.weight_bytes for other in others)
     if precompilation is not None:
         if ops.fused is None:

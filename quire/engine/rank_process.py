@@ -40,7 +40,8 @@ with one_blas_thread():
     from quire.engine.cache import CacheTensors, lay_out, shape_blocks
     from quire.engine.memory import CacheSize
     from quire.kernels import Kernels, select_native
-    from quire.kernels.cpu.ranks import Command, CpuRanks, SharedPages, to_pairs
+    from quire.kernels.cpu.ranks import Command, CpuRanks, to_pairs
+    from quire.kernels.cpu.shared_pages import SharedPages
     from quire.kernels.cpu.tape import address
     from quire.weights.config import read_config
     from quire.weights.loader import LoadedModel, build_random_model, load_model, shorten

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
-from quire.engine.cache import CacheTensors
+from quire.engine.cache import CacheLayout, CacheTensors
 from quire.engine.rank_channel import (
     RankBuild,
     RankChannel,
@@ -29,9 +29,10 @@ from quire.engine.rank_channel import (
     RankMessage,
     RankStart,
 )
-from quire.errors import EngineError, InvalidParams, make_error
+from quire.errors import EngineError, InvalidParams, UnsupportedModel, make_error
 from quire.kernels import Kernels, isa, select_native
-from quire.kernels.cpu.ranks import Command, CpuRanks, Pair, SharedArrays, SharedPages
+from quire.kernels.cpu.ranks import Command, CpuRanks, Pair
+from quire.kernels.cpu.shared_pages import SharedArrays, SharedPages
 from quire.kernels.numa import allowed_cores, pin_thread, rank_cores, read_nodes
 from quire.kernels.shares import max_ranks
 from quire.models.config import ModelConfig
@@ -137,9 +138,15 @@ class RankGroup:
 
     # ── rank 0's main thread ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def wait_loaded(self) -> list[RankLoaded]:
-        """Of each rank but 0."""
-        return [message for message in self._receive_all() if isinstance(message, RankLoaded)]
+    def wait_loaded(self, layout: CacheLayout) -> list[RankLoaded]:
+        """Of each rank but 0. Block tables are those of rank 0, so all must have the groups of its layout."""
+        others = [message for message in self._receive_all() if isinstance(message, RankLoaded)]
+        if any(other.groups != [layer.group for layer in layout.layers] for other in others):
+            raise UnsupportedModel(
+                f"{len(others) + 1} ranks have so different shares of this model's key heads that its layers would "
+                "form other groups in their caches. Use another tensor_parallel_size."
+            )
+        return others
 
     def build(self, num_blocks: int, num_host_blocks: int, step_tokens: int) -> None:
         """Have the others allocate their caches and record their steps, while rank 0 does the same."""

@@ -12,7 +12,8 @@ from quire.engine.memory import CacheSize
 from quire.engine.rank_process import CommandLoop
 from quire.engine.ranks import RankedCache
 from quire.kernels import Kernels, select_native
-from quire.kernels.cpu.ranks import CpuRanks, SharedArrays, SharedPages
+from quire.kernels.cpu.ranks import CpuRanks
+from quire.kernels.cpu.shared_pages import SharedArrays, SharedPages
 from quire.models.config import ModelConfig
 from tests.tools.native import native_of
 from tests.tools.tiny import TinyEngine

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.kernels.arrays import map_pages
 
 if TYPE_CHECKING:
-    from quire.kernels.cpu.ranks import SharedPages
+    from quire.kernels.cpu.shared_pages import SharedPages
 
 PADDING_ROWS = 16  # after the last row: kernels may read them
 NULL_VIEW = (0, 0)

@@ -5,19 +5,23 @@ processes."""
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.core.drafts import Drafts
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.kernels import Kernels
+from quire.kernels.cpu.ranks import NUM_WORDS, Command, CpuRanks, merge_largest, to_pairs
+from quire.kernels.cpu.shared_pages import SharedPages
 from quire.kernels.cpu.tape_memory import Columns, Memory
 from quire.kernels.cpu.tape_ops import Embed, Matmul, Meet, Norm, Recorded, Round
 from quire.models.config import ModelConfig
-from tests.tools.native import FITTING, ISAS, all_of, fitting, kernels_of, mixed, native_model
+from tests.tools.native import FITTING, ISAS, MODULE, all_of, fitting, kernels_of, mixed, native_model
 from tests.tools.ranks import ThreadRanks
 from tests.tools.scores import Scores
 from tests.tools.tiny import FAMILIES, MIXTURES, TinyEngine
@@ -170,6 +174,40 @@ def test_between_two_meetings_no_shared_memory_is_read_and_written(name: str) ->
             written |= {id(memory) for memory in writes if memory.kind.shared}
         assert not read & written
         assert num_shared >= num_meetings
+
+
+def test_the_largest_logit_of_all_ranks_is_that_of_the_lowest_token() -> None:
+    """As one rank finds it: NaN is the largest, and of equals the first counts."""
+    nan, infinite = np.nan, np.inf
+    largest = np.array([[1, 5, nan, infinite, 2, -infinite], [3, 5, 9, nan, 2, -infinite], [2, 7, nan, 1, 3, -1]])
+    tokens = np.array([[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]])
+    found, best = merge_largest(tokens, largest.astype(np.float32))
+    assert found.tolist() == [10, 21, 2, 13, 24, 25]
+    assert np.array_equal(best, np.array([3, 7, nan, nan, 3, -1], np.float32), equal_nan=True)
+
+
+def test_pairs_are_sent_in_several_commands() -> None:
+    """A swap of many blocks does not fit into one."""
+    pages = SharedPages.create()
+    ranks = [CpuRanks(MODULE, SharedPages(pages.file), rank, 2, crowded=True) for rank in range(2)]
+    pairs = [(number, number + 7) for number in range(NUM_WORDS)]
+    received: list[tuple[int, int]] = []
+
+    def receive() -> None:
+        while (command := ranks[1].receive()) is not None:
+            assert command[0] is Command.MOVE_TOKENS
+            assert command[1][0] == 3
+            received.extend(to_pairs(command[1][1:]))
+            ranks[1].native.report_done()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    ranks[0].give_pairs(Command.MOVE_TOKENS, pairs, 3)
+    ranks[0].wait()
+    ranks[0].native.set_broken()
+    thread.join()
+    pages.close()
+    assert received == pairs
 
 
 def accesses(op: Any) -> tuple[list[Memory], list[Memory]]:
