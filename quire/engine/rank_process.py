@@ -16,7 +16,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire.config import EngineConfig, one_blas_thread
 from quire.engine.rank_channel import (
@@ -41,6 +41,7 @@ with one_blas_thread():
     from quire.engine.memory import CacheSize
     from quire.kernels import Kernels, select_native
     from quire.kernels.cpu.ranks import Command, CpuRanks, to_pairs
+    from quire.kernels.cpu.recorded import RecordedModel
     from quire.kernels.cpu.shared_pages import SharedPages
     from quire.kernels.cpu.tape import address
     from quire.weights.config import read_config
@@ -55,7 +56,7 @@ class CommandLoop:
 
     ranks: CpuRanks
     cache: CacheTensors
-    tape: Any
+    model: RecordedModel
     shared: NDArray[np.uint8]  # the pages that rank 0 has allocated
 
     def run(self) -> None:
@@ -68,7 +69,7 @@ class CommandLoop:
         assert head is not None
         match command:
             case Command.STEP:
-                self.tape.run_words(words, address(self.shared))
+                self.model.run_words(words, address(self.shared))
             case Command.ARGMAX:
                 head.find_largest(words[0])
             case Command.LOGITS:
@@ -109,7 +110,7 @@ def build(inbox: Inbox, channel: RankChannel, pages: SharedPages) -> CommandLoop
     cache = CacheTensors(layout, size, ops.arrays, wanted.num_host_blocks, ops.move_kv)
     recorded = ops.record(loaded.model, cache.layers, wanted.step_tokens)
     channel.send(RankReady())
-    return CommandLoop(ranks, cache, recorded.tape, pages.map_all(inbox.get(RankGo).num_bytes))
+    return CommandLoop(ranks, cache, recorded, pages.map_all(inbox.get(RankGo).num_bytes))
 
 
 class Inbox:

@@ -51,7 +51,7 @@ class ThreadRanks:
             cache_size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
             cache = CacheTensors(layout, cache_size, own_ops.arrays, num_host_blocks, own_ops.move_kv)
             recorded = own_ops.record(model, cache.layers, max_tokens)
-            loops.append(partial(CommandLoop, ranks, cache, recorded.tape))
+            loops.append(partial(CommandLoop, ranks, cache, recorded))
         self.engine = TinyEngine(
             config, model=models[0], ops=ops[0], kv_dtype=kv_dtype, block_size=block_size, num_blocks=num_blocks,
             max_tokens=max_tokens, num_host_blocks=num_host_blocks, make_cache=partial(RankedCache, self.ranks[0]),

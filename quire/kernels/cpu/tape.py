@@ -120,6 +120,7 @@ class Tape:
     native: Native
     max_tokens: int
     ops: list[Op] = field(default_factory=list)
+    few_rows: bool = False  # each of several ranks computes all of a norm, and no meeting follows
     _free: dict[MemoryKind, list[Memory]] = field(default_factory=dict)
     _unmet: list[Memory] = field(default_factory=list)  # shared: other ranks may read it until the next meeting
     _storages: list[Storage] = field(default_factory=list)
@@ -176,7 +177,7 @@ class Tape:
         """
         groups = x.tail[0] if len(x.tail) == 2 else 1
         ranks = self._ranks if x.buffer.values.memory.kind.shared else None
-        shared = ranks is not None and ranks.equal_threads
+        shared = ranks is not None and ranks.equal_threads and not self.few_rows
         out = self.new(x.tail, shares_values=shared, shares_quantized=shared)
         total = x if residual is None else self.new(x.tail, shares_values=shared)
         columns = (x.read(), residual.read() if residual else None, total.read() if residual else None)
@@ -315,6 +316,10 @@ class Tape:
     def _since_meeting(self) -> list[Op]:
         last = next((nth for nth in reversed(range(len(self.ops))) if isinstance(self.ops[nth], Meet)), -1)
         return self.ops[last + 1 :]
+
+    @property
+    def shares_norms(self) -> bool:
+        return any(isinstance(op, Norm) and op.ranks > 1 for op in self.ops)
 
     def finish(self) -> None:
         """Allocate the memory of needed storages and build the program."""
