@@ -255,7 +255,7 @@ def load(connection: Connection) -> EngineLoop | None:
         connection.send(LoadFailed(type(error).__name__, str(error)))
         return None
     if engine.ranks is not None:
-        engine.ranks.on_loss = end_process
+        engine.ranks.on_loss = end_as_rank
     info = engine.info
     connection.send(
         Ready(
@@ -270,6 +270,14 @@ def load(connection: Connection) -> EngineLoop | None:
         )
     )
     return EngineLoop(engine, connection, start)
+
+
+def end_as_rank(reason: str, code: int) -> None:
+    """End in the way in which a rank has: the supervisor tells a kill from outside from a crash."""
+    if code < 0:
+        log.critical("%s", reason)
+        os.kill(os.getpid(), -code)
+    end_process(reason)
 
 
 def end_process(reason: str) -> None:

@@ -103,7 +103,8 @@ class RankGroup:
         self._processes: list[RankProcess] = []
         self._messages: queue.SimpleQueue[tuple[int, RankMessage | None]] = queue.SimpleQueue()
         self._loss = ""
-        self.on_loss: Callable[[str], None] = lambda loss: None  # called in a thread
+        # Called in a thread, with an explanation and the return code of the process, which is negative for a signal.
+        self.on_loss: Callable[[str, int], None] = lambda loss, code: None
         self._closing = False
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
@@ -225,9 +226,9 @@ class RankGroup:
         assert self.ranks is not None
         how = describe_end(each.process) if not self._closing else "it was closed"
         is_first, self._loss = not self._loss, self._loss or f"Rank {each.rank} of {self.ranks.size} ended ({how})"
-        self.ranks.native.set_broken()
         if is_first and not self._closing:
-            self.on_loss(self._loss)
+            self.on_loss(self._loss, each.process.returncode)  # first: the main thread may end the process too
+        self.ranks.native.set_broken()
         self._messages.put((each.rank, None))
         for other in self._processes:
             other.channel.end()

@@ -169,7 +169,7 @@ def test_a_server_goes_on_with_the_same_tokens_when_a_rank_dies(llama: Path) -> 
     run(engine)
     found, restarts = asyncio.run(main())
     assert found == [request.tokens[request.num_prompt :] for request in asked]
-    assert restarts == ["exit status 3"]
+    assert restarts == ["signal SIGKILL"]  # as its rank: a kill from outside is no sign against a request
 
 
 def rank_of(process_id: int) -> int:
