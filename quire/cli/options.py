@@ -46,8 +46,9 @@ def add_fields(
         options = _argument_options(hints[field.name], text, None if only_given else field.default)
         if "type" in options:
             options["metavar"] = field.metadata["metavar"] or _metavar(field.name, options["type"])
+        flag = field.metadata["flag"] or field.name.replace("_", "-")
         default = argparse.SUPPRESS if only_given else field.default
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)
+        group.add_argument(f"--{flag}", dest=field.name, default=default, **options)
 
 
 def _argument_options(hint: Any, text: str, default: Any) -> dict[str, Any]:

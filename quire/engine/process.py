@@ -263,6 +263,8 @@ def load(connection: Connection) -> EngineLoop | None:
     except QuireError as error:
         connection.send(LoadFailed(type(error).__name__, str(error)))
         return None
+    if engine.ranks is not None:
+        engine.ranks.on_loss = end_as_rank
     info = engine.info
     connection.send(
         Ready(
@@ -279,6 +281,20 @@ def load(connection: Connection) -> EngineLoop | None:
     return EngineLoop(engine, connection, start)
 
 
+def end_as_rank(reason: str, code: int) -> None:
+    """End in the way in which a rank has: the supervisor tells a kill from outside from a crash."""
+    if code < 0:
+        log.critical("%s", reason)
+        os.kill(os.getpid(), -code)
+    end_process(reason)
+
+
+def end_process(reason: str) -> None:
+    """At once: a regular exit could hang on a failed GPU, or wait for a rank that has ended."""
+    log.critical("%s", reason)
+    os._exit(EXIT_DEVICE_LOST)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; the server handles it
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -288,8 +304,7 @@ def main() -> None:
         if loop is not None:
             loop.run()
     except DeviceLost as error:
-        log.critical("%s", error)
-        os._exit(EXIT_DEVICE_LOST)  # a regular exit could hang on the failed GPU
+        end_process(str(error))
 
 
 if __name__ == "__main__":

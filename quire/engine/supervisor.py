@@ -59,7 +59,7 @@ from quire.engine.messages import (
     decode_for_server,
     encode,
 )
-from quire.errors import EngineClosed, EngineError, NotReady, QuireError
+from quire.errors import EngineClosed, EngineError, NotReady, QuireError, make_error
 from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
@@ -516,9 +516,3 @@ class Supervised:
         self._probed = self._quarantined.pop(0) if self._quarantined and self._writer is not None else None
         if self._probed is not None:
             self._send_requests([self._probed])
-
-
-def make_error(name: str, message: str) -> QuireError:
-    """An error of the engine's process, from the name of its class."""
-    kind = getattr(errors, name, EngineError)
-    return kind(message) if isinstance(kind, type) and issubclass(kind, QuireError) else EngineError(message)
