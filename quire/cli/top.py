@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show what the engines of a server do; q leaves."""
+    """Watch the engines of a server in the terminal."""
     if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise InvalidParams("quire top draws on a terminal, and this is none; --once prints one picture as text.")
     stream = Stream(arguments.url, arguments.api_key or api_key())

@@ -299,6 +299,8 @@ def keep_sources(moves: Sequence[tuple[int, int]]) -> bool:
 class CacheTensors:
     """The memory of all blocks. Block 0 is the null block: padded table entries point to it, and it is never read."""
 
+    is_whole = True  # blocks have the keys and values of all heads
+
     def __init__(
         self,
         layout: CacheLayout,

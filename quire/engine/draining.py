@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from quire.engine.supervisor import InFlightRequest
 from quire.engine.transfer import Departure
 
-NO_CACHE = "it is a beam search, or was preempted and not swapped out"
+NO_CACHE = "it is a beam search, was preempted and not swapped out, or several ranks have its cache"
 
 
 @dataclass(slots=True)

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from quire.config import EngineConfig
 from quire.core.plan import Update
 from quire.core.request import Finish, Request
@@ -35,6 +37,7 @@ from quire.engine.transfer_messages import EndImport
 from quire.errors import EngineClosed, EngineError, InvalidParams, QuireError
 from quire.kernels.cuda_driver import count_devices
 from quire.kernels.isa import usable_cores
+from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
@@ -73,9 +76,11 @@ class Fleet:
         *,
         stall_s: float = 120.0,
         callbacks: FleetCallbacks | None = None,
+        recording: RecordingStart | None = None,
         places: Sequence[Place] | None = None,
     ) -> None:
         """`places`: the configuration of each replica and how it is started; by default all are on this machine."""
+        numbers = itertools.count()
         self._callbacks = callbacks or FleetCallbacks()
         self._block_size = config.block_size
         self.members = [
@@ -86,6 +91,8 @@ class Fleet:
                 callbacks=self._callbacks_of(index),
                 launch=launch,
                 report_prefixes=True,
+                recording=recording and structs.replace(recording, replica=index),
+                numbers=numbers,
             )
             for index, (member_config, launch) in enumerate(places or divide(config, num_replicas))
         ]

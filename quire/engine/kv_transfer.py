@@ -35,6 +35,8 @@ from quire.engine.transfer_messages import (
     staged_name,
 )
 
+NOTHING = SwappedOut(0, [], [])
+
 log = logging.getLogger("quire.engine")
 
 
@@ -127,8 +129,12 @@ class KVTransfer:
         return updates, Exported(message.call, len(blocks.numbers), self._engine.runner.cache.host.block_bytes, caches)
 
     def _describe(self, request: Request, blocks: BlockList) -> RequestCache:
-        """What the request has computed. Its blocks are added to `blocks`."""
-        computed, on_host = find_computed(request, self._engine.scheduler.kv)
+        """What the request has computed. Its blocks are added to `blocks`.
+
+        Beams are computed again, and so is what several ranks have computed: each has a part of every block.
+        """
+        is_movable = request.beam is None and self._engine.runner.cache.is_whole
+        computed, on_host = find_computed(request, self._engine.scheduler.kv) if is_movable else (NOTHING, False)
         pending = self._engine.scheduler.swap.pending_sources if on_host else {}
 
         def add(block: int) -> int:
@@ -166,7 +172,7 @@ class KVTransfer:
 
     def _import(self, message: Import) -> Done | TransferFailed:
         scheduler = self._engine.scheduler
-        if message.fingerprint != self._engine.info.fingerprint:
+        if message.fingerprint != self._engine.info.fingerprint or not self._engine.runner.cache.is_whole:
             return TransferFailed(message.call, "the target has another model or another kind of cache")
         if not all(fits(cache, message.num_blocks, scheduler.kv) for cache in message.requests):
             return TransferFailed(message.call, "the block tables do not fit the target's cache")
@@ -200,12 +206,12 @@ class KVTransfer:
 
 
 def find_computed(request: Request, kv: KVCache) -> tuple[SwappedOut, bool]:
-    """What a request that has left has computed, and whether it is on the host. Beams are computed again."""
-    if request.beam is None and request.swapped_out is not None:
+    """What a request that has left has computed, and whether it is on the host."""
+    if request.swapped_out is not None:
         return request.swapped_out, True
     num_computed = request.num_computed
-    if request.beam is not None or not num_computed or not kv.holds_context(request, num_computed):
-        return SwappedOut(0, [], []), False
+    if not num_computed or not kv.holds_context(request, num_computed):
+        return NOTHING, False
     num_blocks = ceil_div(num_computed, kv.block_size)
     return SwappedOut(num_computed, [table[:num_blocks] for table in request.tables], request.fixed_tables), False
 

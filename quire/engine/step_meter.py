@@ -146,6 +146,7 @@ class StepMeter(Observer):
         lower_priority()
         made = refit(self._table, self.profile, self.sizes, self.model, self.machine)
         if made is None:
+            self._next_fit_s = 0.0  # the next steps may be of the sizes that are missing
             return
         made = replace(made, served_steps=len(self._errors), served_error=self.recent_error)
         self.profile = made

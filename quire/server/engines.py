@@ -13,6 +13,7 @@ from quire.engine.fleet import Fleet, FleetCallbacks
 from quire.engine.live_changes import CacheDescription
 from quire.engine.messages import Ready
 from quire.engine.supervisor import Supervised
+from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
@@ -52,6 +53,7 @@ async def make_client(
     num_replicas: int,
     stall_s: float,
     callbacks: FleetCallbacks,
+    recording: RecordingStart | None = None,
     *,
     ray: bool = False,
 ) -> EngineClient:
@@ -60,7 +62,9 @@ async def make_client(
         from quire.distributed.ray_engines import place_replicas
 
         places = await place_replicas(engine, path, num_replicas)
-        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks, places=places)
+        return Fleet(
+            engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks, recording=recording, places=places
+        )
     if num_replicas > 1:
-        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks)
-    return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0))
+        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks, recording=recording)
+    return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0), recording=recording)

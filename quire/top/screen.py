@@ -183,15 +183,19 @@ def request_line(row: Document) -> list[Span]:
     style = foreground(OWNER_COLORS[row["number"] % len(OWNER_COLORS)]) if row["blocks"] else DIM
     spans: list[Span] = [(f"{row['number']:>5} {name:<20} ", style), (f"{row['state']:<9} ", PLAIN)]
     if (wait := row["wait"]) is not None:
-        estimate = wait["estimate_s"]
-        about = f"about {estimate:g} s. " if estimate is not None and wait["resource"] != "step" else ""
-        return [*spans, (f"{row['prompt_tokens']:>9,}   {about}{wait['sentence']}", PLAIN)]
+        return [*spans, (f"{row['prompt_tokens']:>9,}   {describe_estimate(wait)}{wait['sentence']}", PLAIN)]
     prompt = f"{min(row['computed_tokens'], row['prompt_tokens']):,}/{row['prompt_tokens']:,}"
     output = f"{row['output_tokens']:,}/{row['max_tokens']:,}"
     spans.append((f"{prompt:>9} {row['cached_tokens']:>7,} {output:>11} {row['blocks']:>7,}", PLAIN))
     if row["preemptions"]:
         spans.append((f"   preempted {row['preemptions']} times", DIM))
     return spans
+
+
+def describe_estimate(wait: Document) -> str:
+    if wait["estimate_s"] is None or wait["resource"] == "step":
+        return ""
+    return "less than 0.1 s. " if wait["estimate_s"] < 0.1 else f"about {wait['estimate_s']:g} s. "
 
 
 def shorten(text: str, width: int) -> str:

@@ -110,7 +110,7 @@ def test_a_missing_key_is_asked_for_and_never_enters_an_address(visit):
         page.wait_for_selector("dialog[open]")
         page.keyboard.type("wrong-key")
         page.keyboard.press("Enter")
-        page.wait_for_selector("dialog[open] >> text=The API key is missing or wrong")
+        page.wait_for_selector("dialog[open] >> text=does not accept this key")
         page.fill("#key-input", "secret-key")
         page.keyboard.press("Enter")
         page.wait_for_selector("#connection[data-state=live]")

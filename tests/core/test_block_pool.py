@@ -50,3 +50,18 @@ def test_taking_from_an_empty_pool_is_seen() -> None:
     pool.allocate()
     with pytest.raises(AssertionError, match="no free block"):
         pool.allocate()
+
+
+def test_changed_blocks_are_followed_only_when_that_is_wanted():
+    pool = BlockPool(4)
+    pool.allocate()
+    assert pool.changed is None
+    pool.changed = set()
+    block = pool.allocate()
+    assert pool.changed == {block}
+    pool.changed = set()
+    pool.touch(block)
+    assert pool.changed == {block}
+    pool.changed = set()
+    pool.release(block, keep=True)
+    assert pool.changed == {block}, "one request has it now, and no longer two"

@@ -57,14 +57,7 @@ def is_admitted(scheduler: Scheduler, request_id: str, now_s: float) -> bool:
 def play(rng: random.Random) -> World:
     world = World(rng)
     for _ in range(rng.randint(1, STEPS_PER_WORLD)):
-        dice = rng.random()
-        if dice < 0.3:
-            world.arrive()
-        elif dice < 0.32:
-            world.abort()
-        elif dice < 0.34:
-            world.preempt()
-        world.step()
+        world.play(arrivals=0.3)
     return world
 
 
@@ -121,6 +114,29 @@ def test_sentences_have_the_numbers() -> None:
     assert sentence(scheduler, last) == "First in line: 2 of 2 requests run."
     behind = waiting(scheduler)
     assert sentence(scheduler, behind) == "2nd in line: 2 of 2 requests run; 1 request goes first."
+
+
+def test_those_before_take_their_share() -> None:
+    """Blocks, and places of a batch."""
+    scheduler = Scheduler(num_blocks=10, block_size=4, max_tokens_per_step=64, max_requests=4)
+    waiting(scheduler, 24)
+    assert sentence(scheduler, waiting(scheduler, 20)) == (
+        "2nd in line: it needs 5 blocks of the cache, 10 are free, and it may use 3; the next step admits 1 before it."
+    )
+    scheduler = Scheduler(100, 4, 64, 4, Policy(Static(1)))
+    waiting(scheduler)
+    assert sentence(scheduler, waiting(scheduler)) == (
+        "2nd in line: the batching policy has no place left for it; the next step admits 1 before it."
+    )
+
+
+def test_explaining_changes_nothing() -> None:
+    scheduler = Scheduler(100, 4, 64, 4, Policy(WaitingRatio(5.0, 3)))
+    waiting(scheduler)
+    scheduler.schedule()
+    late = waiting(scheduler)
+    for _ in range(9):  # each would count a step
+        assert "or 3 steps to pass" in sentence(scheduler, late)
 
 
 def test_missing_blocks_are_counted() -> None:

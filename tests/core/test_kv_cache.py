@@ -84,3 +84,18 @@ def test_a_hit_inside_a_block_keeps_no_block_that_fell_behind_the_window() -> No
             assert plan is not None
             scheduler.commit(plan, Sampled([[1] if num_yields else [] for num_yields in plan.yields]))
     assert scheduler.counters.cached_tokens == 19
+
+
+def test_a_block_that_is_unpublished_without_references_has_changed():
+    """It was cached, and is free."""
+    cache = KVCache(8, 4)
+    request = Request("r", list(range(9)))
+    cache.attach_prefix(request, cache.lookup(request), [])
+    assert cache.grow(request, 9, [])
+    request.num_planned = request.num_computed = 8
+    cache.publish(request, 8)
+    (block, *_) = request.tables[0]
+    cache.release(request)
+    cache.pool.changed = set()
+    cache.unpublish({block})
+    assert cache.pool.changed == {block}

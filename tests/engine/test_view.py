@@ -72,18 +72,6 @@ class WatchedWorld(World):
         }.items():  # fmt: skip
             setattr(scheduler, name, function)
 
-    def play(self) -> None:
-        dice = self.random.random()
-        if dice < 0.11:
-            self.arrive()
-        elif dice < 0.13:
-            self.abort()
-        elif dice < 0.5:
-            self.draft()
-        elif dice < 0.52:
-            self.preempt()
-        self.step()
-
 
 class Reader:
     """A reader of the stream: it knows only the lines."""
@@ -178,3 +166,19 @@ def test_blocks_and_requests_are_those_of_the_engine() -> None:
         assert world.engine.observers == []
         assert world.scheduler.kv.pool.changed is None
     assert min(num_events.values()) > 0, num_events
+
+
+def test_after_a_reset_there_is_a_snapshot() -> None:
+    for number in range(20):
+        world = WatchedWorld(random.Random(f"reset {number}"))
+        view, mirror, lives, reader = EngineView(world.engine, 0.0), Mirror(0), Lives(), Reader()
+        for _ in range(40):
+            world.play()
+        read(view, mirror, lives, reader)
+        while world.in_flight:
+            world.land()
+        world.scheduler.reset()
+        view.on_reset([])
+        read(view, mirror, lives, reader)
+        assert reader.last["type"] == "snapshot"
+        check_reader(reader, world)

@@ -99,8 +99,9 @@ class LiveView:
 
     def _end_watch(self) -> None:
         self._client.unwatch()
-        for mirror in self.mirrors:
+        for replica, mirror in enumerate(self.mirrors):
             mirror.clear()
+            self.lives.unfollow(replica)
 
     def _take(self, replica: int, position: Position, tenant: str | None) -> list[bytes]:
         """The lines that a watcher has not got yet, in all at most those of MAX_DELTAS messages."""

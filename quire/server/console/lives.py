@@ -11,6 +11,7 @@ from quire.server.console.documents import Document, describe_miss, event_docume
 
 MAX_LIVES = 1024
 MAX_EVENTS = 512  # of one request
+GROUPS = {"prompt": "prompt", "decode": "decode", "draft": "decode"}  # what kinds of events become if they are joined
 
 
 @dataclass(slots=True)
@@ -19,25 +20,25 @@ class Life:
 
     row: RequestRow
     replica: int
+    is_followed: bool = True  # False: nobody has watched since, so its end may have been missed
     events: list[Event] = field(default_factory=list)
     finish: str | None = None
     ended_s: float | None = None
     num_dropped: int = 0
 
     def add(self, events: Sequence[Event]) -> None:
-        """Steps that continue the last event become a part of it."""
+        """Steps that continue the last event become a part of it. If there are too many, the older half is thinned."""
         for event in events:
             last = self.events[-1] if self.events else None
             if last is not None and last.kind == event.kind and event.kind in ("decode", "draft"):
-                last.end_s = event.end_s
-                last.num_steps += event.num_steps
-                last.amount += event.amount
+                extend(last, event)
             else:
                 self.events.append(event)
-        while len(self.events) > MAX_EVENTS:
-            prompts = (index for index, event in enumerate(self.events) if event.kind == "prompt")
-            del self.events[next(prompts, 0)]
-            self.num_dropped += 1
+            if len(self.events) > MAX_EVENTS:
+                self.events[: MAX_EVENTS // 2] = join_pairs(self.events[: MAX_EVENTS // 2])
+            if len(self.events) > MAX_EVENTS:
+                del self.events[0]
+                self.num_dropped += 1
 
 
 class Lives:
@@ -50,11 +51,19 @@ class Lives:
         return len(self._lives)
 
     def add(self, changes: LiveChanges, replica: int) -> None:
+        if changes.facts is not None:
+            self.unfollow(replica)
         for row in changes.requests:
             self._life(row, replica).add(changes.events.get(row.number, ()))
         for ended in changes.ended:
             if ended.finish is not None:
                 self._end(ended, replica, changes)
+
+    def unfollow(self, replica: int) -> None:
+        """Nothing more is known of the requests of a replica, until they have a row again."""
+        for life in self._lives.values():
+            if life.replica == replica:
+                life.is_followed = False
 
     def restart(self, replica: int, now_s: float) -> None:
         """The engine of a replica has ended; its requests are computed by another."""
@@ -82,7 +91,7 @@ class Lives:
             life = self._lives[request_id] = Life(row, replica)
             if len(self._lives) > MAX_LIVES:
                 self._drop_one()
-        life.row, life.replica = row, replica
+        life.row, life.replica, life.is_followed = row, replica, True
         return life
 
     def _end(self, ended: EndedRequest, replica: int, changes: LiveChanges) -> None:
@@ -98,6 +107,28 @@ class Lives:
         del self._lives[next(ended, next(iter(self._lives)))]
 
 
+def join_pairs(events: Sequence[Event]) -> list[Event]:
+    """Neighbours that are both chunks of a prompt, or both steps of an answer, become one event."""
+    joined: list[Event] = []
+    pending: Event | None = None  # the last one, if it has not been joined yet
+    for event in events:
+        kind = GROUPS.get(event.kind)
+        if pending is not None and kind is not None and kind == GROUPS.get(pending.kind):
+            pending.kind = kind
+            extend(pending, event)
+            pending = None
+        else:
+            joined.append(event)
+            pending = event
+    return joined
+
+
+def extend(event: Event, following: Event) -> None:
+    event.end_s = following.end_s
+    event.num_steps += following.num_steps
+    event.amount += following.amount
+
+
 def life_document(request_id: str, life: Life, *, masked: bool) -> Document:
     row = life.row
     is_known = life.finish is not None or row.num_computed > 0
@@ -106,7 +137,7 @@ def life_document(request_id: str, life: Life, *, masked: bool) -> Document:
         "replica": life.replica,
         "number": row.number,
         "own": True,
-        "state": row.state if life.finish is None else "ended",
+        "state": "ended" if life.finish is not None else row.state if life.is_followed else "unknown",
         "finish": life.finish,
         "arrived_s": round(row.arrived_s, 3),
         "ended_s": None if life.ended_s is None else round(life.ended_s, 3),

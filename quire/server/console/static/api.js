@@ -19,7 +19,7 @@ export const key = {
     if (value) sessionStorage.setItem(KEY, value);
     else sessionStorage.removeItem(KEY);
   },
-  /** Called when the server wants a key, or another one. @type {(message: string) => void} */
+  /** Called when the server refuses the key, or that there is none. @type {() => void} */
   ask: () => {},
 };
 
@@ -43,7 +43,7 @@ export async function request(path, { body, signal } = {}) {
   }
   if (response.ok) return response;
   const message = await errorMessage(response);
-  if (response.status === 401) key.ask(message);
+  if (response.status === 401) key.ask();
   throw new ApiError(response.status, message);
 }
 

@@ -22,10 +22,6 @@ export function makeBatching() {
   let timer = 0, number = 0, isVisible = false;
   let running = /** @type {AbortController | null} */ (null);
   let load = /** @type {Record<string, number> | null} */ (null); // that the charts show
-  let arrivals = /** @type {number[][]} */ ([]);
-  let endS = 1;
-  /** @type {import("./gantt.js").Measured[]} */
-  let measured = [];
   const change = () => {
     clearTimeout(timer);
     timer = setTimeout(simulate, WAIT_MS);
@@ -43,7 +39,7 @@ export function makeBatching() {
   const charts = Object.entries(POLICIES).map(([name, [title, text]]) => makeChart(name, title, text));
   const notice = h("p", { class: "notice", role: "status", hidden: true });
   const caption = h("p", { class: "dim" });
-  const button = /** @type {HTMLButtonElement} */ (h("button", { type: "button", class: "primary", onclick: () => (running ? running.abort() : runLive()) }, "Run it live"));
+  const button = h("button", { type: "button", class: "primary", onclick: () => (running ? running.abort() : runLive()) }, "Run it live");
   const result = h("p", { class: "dim", role: "status" });
 
   function fields() {
@@ -66,7 +62,6 @@ export function makeBatching() {
       notice.hidden = false;
       say(notice, error instanceof ApiError ? error.message : String(error));
     }
-    button.disabled = !load;
   }
 
   /** The costs are not known yet: look again. @param {string} text */
@@ -78,8 +73,7 @@ export function makeBatching() {
 
   /** @param {any} comparison */
   function show(comparison) {
-    arrivals = comparison.requests;
-    endS = Math.max(...Object.values(comparison.policies).map((/** @type {any} */ policy) => policy.end_s));
+    const endS = Math.max(...Object.values(comparison.policies).map((/** @type {any} */ policy) => policy.end_s));
     for (const chart of charts) chart.set(comparison.policies[chart.name], endS);
     overlay([]);
     say(result, "");
@@ -88,9 +82,7 @@ export function makeBatching() {
 
   /** @param {import("./gantt.js").Measured[]} given */
   function overlay(given) {
-    measured = given;
-    const policy = livePolicy();
-    for (const chart of charts) chart.overlay(chart.name === policy ? measured : []);
+    for (const chart of charts) chart.overlay(chart.name === livePolicy() ? given : []);
   }
 
   /** The chart that a live run belongs to. */
@@ -100,9 +92,8 @@ export function makeBatching() {
   }
 
   async function runLive() {
-    if (!load) return;
-    const { batch_size: _, batch_wait_s: __, ...sent } = load;
-    const spans = arrivals.map(() => /** @type {import("./gantt.js").Measured} */ ({}));
+    const { batch_size: _, batch_wait_s: __, ...sent } = load ?? fields();
+    const spans = Array.from({ length: sent.num_requests }, () => /** @type {import("./gantt.js").Measured} */ ({}));
     const mine = number;
     let failed = 0, failure = "";
     running = new AbortController();
@@ -113,8 +104,11 @@ export function makeBatching() {
         if (event.kind === "failed") [failed, failure] = [failed + 1, event.message];
         else spans[event.number][event.kind === "first" ? "firstS" : "endS"] = event.at_s;
         if (mine === number) overlay(spans);
+        say(result, `Running: ${spans.filter((span) => span.endS !== undefined).length} of ${counted(spans.length, "request")} ended.`);
       }
-      say(result, failed ? `${counted(failed, "request")} failed: ${failure}` : compareEnds(spans));
+      if (failed) say(result, `${counted(failed, "request")} failed: ${failure}`);
+      else if (mine !== number || !load) say(result, `Measured in ${duration(Math.max(...spans.map((span) => span.endS ?? 0)))}.`);
+      else say(result, compareEnds(spans));
     } catch (error) {
       say(result, running.signal.aborted ? "Stopped." : error instanceof Error ? error.message : String(error));
     }
@@ -129,7 +123,8 @@ export function makeBatching() {
     const middle = offs.filter(Number.isFinite).sort((a, b) => a - b)[Math.floor(offs.length / 2)];
     const engine = live.engine.value?.batching;
     const about = engine && !(engine in POLICIES) ? ` This server batches by ${engine}, which none of the charts shows.` : "";
-    return `Measured in ${duration(Math.max(...spans.map((span) => span.endS ?? 0)))}: the simulated times of whole answers are ${percent(middle)} off in the median.${about}`;
+    const seconds = Math.max(...spans.map((span) => span.endS ?? 0));
+    return `Measured in ${duration(seconds)}: the simulated times of whole answers are ${percent(middle)} off in the median.${about}`;
   }
 
   const marks = legend([["wait", "waits"], ["prompt", "prompt"], ["decode", "answer"], ["measured", "measured"]]);

@@ -54,7 +54,8 @@ export function makeBlockMap(replicaOf, open) {
     const replica = /** @type {Replica} */ (replicaOf());
     const first = cell * grid.each, block = strongest(replica.states, first, grid.each);
     const [state, owner] = [replica.states[block], replica.owners[block]];
-    const name = grid.each === 1 ? `Block ${count(first + 1)}` : `Blocks ${count(first + 1)} to ${count(Math.min(first + grid.each, replica.states.length))}`;
+    const last = Math.min(first + grid.each, replica.states.length);
+    const name = grid.each === 1 ? `Block ${count(last)}` : `Blocks ${count(first + 1)} to ${count(last)}`;
     if (!owner) return `${name}: ${WORDS[state]}`;
     const row = replica.requests.get(owner);
     const held = row ? `, which holds ${counted(row.blocks, "block")}` : "";
@@ -100,7 +101,10 @@ export function makeBlockMap(replicaOf, open) {
   };
 }
 
-/** Of the blocks of a cell, the one that is in use most. @param {Uint8Array} states @param {number} first @param {number} each */
+/**
+ * Of the blocks of a cell, the one that is in use most. @param {Uint8Array} states @param {number} first
+ * @param {number} each
+ */
 function strongest(states, first, each) {
   let best = first;
   for (let block = first + 1; block < Math.min(first + each, states.length); block++) {
@@ -134,7 +138,10 @@ function drawGaps(pen, { size, columns, rows }, color) {
   for (let row = 1; row <= rows; row++) pen.fillRect(0, row * size - 1, columns * size, 1);
 }
 
-/** @param {CanvasRenderingContext2D} pen @param {ReturnType<typeof layOut>} grid @param {number} cell @param {string} color */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {ReturnType<typeof layOut>} grid @param {number} cell
+ * @param {string} color
+ */
 function drawChosen(pen, { size, columns }, cell, color) {
   const x = (cell % columns) * size, y = Math.floor(cell / columns) * size;
   pen.strokeStyle = color;

@@ -9,7 +9,8 @@ import { ownerColor } from "./owners.js";
 import { live } from "./stream.js";
 
 /**
- * @typedef {{node: number, parent: number | null, blocks: number, tokens: number, text: string | null, hits: number, requests: number[], in_use: boolean}} Node
+ * @typedef {{node: number, parent: number | null, blocks: number, tokens: number, text: string | null, hits: number,
+ *   requests: number[], in_use: boolean}} Node
  * @typedef {{replica: number, block_size: number, num_blocks: number, num_cached_blocks: number, num_free_blocks: number,
  *   prompt_tokens: number, cached_tokens: number, evicted_blocks: number, nodes: Node[], num_hidden: number,
  *   tenants: {own: boolean, tenant: string | null, blocks: number, hits: number}[]}} Cache
@@ -31,7 +32,11 @@ export function makeCache() {
   const others = h("p", { class: "dim" });
   const chooser = h("div", { class: "tabs", role: "group", "aria-label": "Replicas", hidden: true });
 
-  const canvas = makeCanvas({ label: "The prefix tree", height: () => AXIS + rowsOf(boxes) * rowHeight(boxes), draw: (drawing) => drawTree(drawing, boxes, chosen) });
+  const canvas = makeCanvas({
+    label: "The prefix tree",
+    height: () => AXIS + rowsOf(boxes) * rowHeight(boxes),
+    draw: (drawing) => drawTree(drawing, boxes, chosen),
+  });
   addCursor(canvas.element, {
     label: "The prefix tree",
     size: () => boxes.length,
@@ -69,8 +74,8 @@ export function makeCache() {
       "Blocks evicted": count(cache.evicted_blocks),
       Hits: count(cache.tenants.reduce((all, tenant) => all + tenant.hits, 0)),
     });
-    const parts = [cache.num_hidden && `${counted(cache.num_hidden, "block")} in smaller nodes are left out.`, foreign && `Other tenants have ${counted(foreign, "block")}.`];
-    say(others, parts.filter(Boolean).join(" "));
+    const hidden = cache.num_hidden ? `${counted(cache.num_hidden, "block")} in smaller nodes are left out. ` : "";
+    say(others, hidden + (foreign ? `Other tenants have ${counted(foreign, "block")}.` : ""));
     showReplicas();
     canvas.redraw();
   }
@@ -78,7 +83,10 @@ export function makeCache() {
   function showReplicas() {
     chooser.hidden = live.replicas.size < 2;
     if (chooser.hidden) return;
-    fill(chooser, [...live.replicas.keys()].sort((a, b) => a - b).map((number) => h("button", { type: "button", "aria-pressed": String(number === replica), onclick: () => choose(number) }, `Replica ${number}`)));
+    const numbers = [...live.replicas.keys()].sort((a, b) => a - b);
+    const button = (/** @type {number} */ number) =>
+      h("button", { type: "button", "aria-pressed": String(number === replica), onclick: () => choose(number) }, `Replica ${number}`);
+    fill(chooser, numbers.map(button));
   }
 
   /** @param {number} number */
@@ -89,7 +97,13 @@ export function makeCache() {
 
   const key = legend([["cached", "cached"], ["owners", "held by a request"]]);
   return {
-    element: h("div", { class: "screen" }, h("header", null, h("h1", null, "Cache"), chooser), totals.element, section("Prefix tree", h("div", null, canvas.element, readout, notice, others), key)),
+    element: h(
+      "div",
+      { class: "screen" },
+      h("header", null, h("h1", null, "Cache"), chooser),
+      totals.element,
+      section("Prefix tree", h("div", null, canvas.element, readout, notice, others), key)
+    ),
     show() {
       isVisible = true;
       load();
@@ -147,7 +161,10 @@ function boxAt(boxes, token, row) {
   return index < 0 ? null : index;
 }
 
-/** Right and left: deeper, and back; down and up: the next branch of the same depth. @param {Box[]} boxes @param {string} key @param {number} from */
+/**
+ * Right and left: deeper, and back; down and up: the next branch of the same depth. @param {Box[]} boxes
+ * @param {string} key @param {number} from
+ */
 function neighbour(boxes, key, from) {
   const box = boxes[from];
   const child = boxes.findIndex((each) => each.node.parent === box.node.node);
@@ -177,7 +194,8 @@ function drawTree({ pen, width, color }, boxes, chosen) {
     pen.fillText(mark ? counted(mark, "token") : "0", mark * scale, 8);
   }
   boxes.forEach((box, index) => {
-    const x = box.start * scale, y = AXIS + box.row * size, across = Math.max(1, box.node.tokens * scale - 1), down = Math.max(1, box.rows * size - gap);
+    const x = box.start * scale, across = Math.max(1, box.node.tokens * scale - 1);
+    const y = AXIS + box.row * size, down = Math.max(1, box.rows * size - gap);
     pen.fillStyle = box.node.requests.length ? ownerColor(box.node.requests[0]) : color("cached");
     pen.globalAlpha = chosen === null || chosen === index ? 1 : 0.5;
     pen.fillRect(x, y, across, down);

@@ -103,7 +103,10 @@ export function addCursor(canvas, cursor) {
   });
 }
 
-/** The next item of a row of items. @param {string} key @param {number} from @param {number} size @param {number} [page] */
+/**
+ * The next item of a row of items. @param {string} key @param {number} from @param {number} size
+ * @param {number} [page]
+ */
 export function step(key, from, size, page = 10) {
   const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: -1, ArrowDown: 1, PageDown: page, PageUp: -page };
   if (key === "Home") return 0;

@@ -15,7 +15,10 @@ export function makeChat() {
   const settings = makeSettings();
   const talk = h("div", { class: "talk" });
   const empty = h("p", { class: "empty" }, "Ask something. Every answer shows its speed, and how sure the model was of each token.");
-  const input = /** @type {HTMLTextAreaElement} */ (h("textarea", { id: "chat-input", rows: 2, placeholder: "Message. Enter sends, Shift+Enter starts a new line.", "aria-label": "Message", onkeydown: onKey }));
+  const hint = "Message. Enter sends, Shift+Enter starts a new line.";
+  const input = /** @type {HTMLTextAreaElement} */ (
+    h("textarea", { id: "chat-input", rows: 2, placeholder: hint, "aria-label": "Message", onkeydown: onKey })
+  );
   const send = /** @type {HTMLButtonElement} */ (h("button", { type: "submit", class: "primary" }, "Send"));
   const colors = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: true, onchange: recolor }));
   const clear = h("button", { type: "button", onclick: start }, "New chat");
@@ -68,7 +71,13 @@ export function makeChat() {
     const exchange = { user: text, answers: /** @type {Answer[]} */ ([]), used: 0, place, element: h("article") };
     const edit = h("button", { type: "button", class: "link", onclick: () => editFrom(exchange) }, "Edit");
     const retry = h("button", { type: "button", class: "link", onclick: () => again(exchange) }, "Retry");
-    exchange.element = h("article", { class: "talk" }, h("div", { class: "message user" }, h("div", { class: "facts" }, h("span", null, "You"), edit, retry), h("div", { class: "text" }, text)), h("div", { class: "message" }, place));
+    const head = h("div", { class: "facts" }, h("span", null, "You"), edit, retry);
+    exchange.element = h(
+      "article",
+      { class: "talk" },
+      h("div", { class: "message user" }, head, h("div", { class: "text" }, text)),
+      h("div", { class: "message" }, place)
+    );
     exchanges.push(exchange);
     empty.hidden = true;
     talk.append(exchange.element);
@@ -109,7 +118,8 @@ export function makeChat() {
 
   /** Which of several answers the conversation goes on with. @param {Exchange} exchange @param {number} index */
   function usedChooser(exchange, index) {
-    const radio = h("input", { type: "radio", name: `used-${exchanges.indexOf(exchange)}`, checked: index === 0, onchange: () => (exchange.used = index) });
+    const name = `used-${exchanges.indexOf(exchange)}`;
+    const radio = h("input", { type: "radio", name, checked: index === 0, onchange: () => (exchange.used = index) });
     return h("label", { class: "facts" }, radio, `Answer ${index + 1}: go on with it`);
   }
 
@@ -145,7 +155,8 @@ export function makeChat() {
   /** @param {Exchange} exchange @param {any} choice */
   function take(exchange, choice) {
     const part = choice.delta ?? choice.message, answer = answerAt(exchange, choice.index);
-    answer.push({ text: part.content ?? "", tokens: choice.token_ids?.length ?? 0, logprobs: choice.logprobs?.content, finish: choice.finish_reason });
+    const [logprobs, tokens] = [choice.logprobs?.content, choice.token_ids?.length ?? 0];
+    answer.push({ text: part.content ?? "", tokens, logprobs, finish: choice.finish_reason });
     const gap = document.documentElement.scrollHeight - innerHeight - scrollY;
     if (gap < 160) scrollTo({ top: document.documentElement.scrollHeight });
   }
@@ -154,7 +165,12 @@ export function makeChat() {
   const key = legend([["p1", "below 90%"], ["p2", "60%"], ["p3", "30%"], ["p4", "10%"], ["p5", "2%"]]);
   const shades = h("div", { class: "facts" }, h("label", null, colors, " Colour tokens by their probability"), key);
   return {
-    element: h("div", { class: "screen" }, h("header", null, h("h1", null, "Chat"), shades), h("div", { class: "chat" }, h("div", null, empty, talk, composer), h("aside", { class: "panel", "aria-label": "Settings" }, settings.element))),
+    element: h(
+      "div",
+      { class: "screen" },
+      h("header", null, h("h1", null, "Chat"), shades),
+      h("div", { class: "chat" }, h("div", null, empty, talk, composer), h("aside", { class: "panel", "aria-label": "Settings" }, settings.element))
+    ),
     show: () => input.focus(),
     hide: () => {},
   };

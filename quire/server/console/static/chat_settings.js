@@ -8,6 +8,16 @@ import { h } from "./dom.js";
  *   hint?: string, choices?: [string, string][], wide?: boolean}} Setting
  */
 
+/** @type {[string, string][]} */
+const FORMATS = [
+  ["", "Any text"], ["json_object", "A JSON object"], ["json", "JSON of a schema"], ["regex", "A regular expression"],
+  ["choice", "One of these lines"], ["grammar", "A grammar"],
+];
+/** @type {[string, string][]} */
+const EARLY_STOPPING = [
+  ["", "Default"], ["false", "When no beam scores higher now"], ["true", "At once"], ["never", "When none can score higher"],
+];
+
 /** @type {[string, boolean, Setting[]][]} */
 const GROUPS = [
   ["Sampling", true, [
@@ -37,7 +47,7 @@ const GROUPS = [
     { name: "bad_words", label: "Texts that must not occur, one a line", kind: "lines", wide: true },
   ]],
   ["Format of the answer", false, [
-    { name: "format", label: "Format", kind: "choice", wide: true, choices: [["", "Any text"], ["json_object", "A JSON object"], ["json", "JSON of a schema"], ["regex", "A regular expression"], ["choice", "One of these lines"], ["grammar", "A grammar"]] },
+    { name: "format", label: "Format", kind: "choice", wide: true, choices: FORMATS },
     { name: "format_text", label: "Schema, pattern, lines or grammar", kind: "text", wide: true },
     { name: "chat_template_kwargs", label: "Arguments of the chat template, as JSON", kind: "json", hint: '{"enable_thinking": false}', wide: true },
   ]],
@@ -45,7 +55,7 @@ const GROUPS = [
     { name: "use_beam_search", label: "Search for the likeliest answers", kind: "check" },
     { name: "best_of", label: "Width", kind: "whole", hint: "n" },
     { name: "length_penalty", label: "Length penalty", kind: "number", hint: "1" },
-    { name: "early_stopping", label: "Early stopping", kind: "choice", wide: true, choices: [["", "Default"], ["false", "When no beam scores higher now"], ["true", "At once"], ["never", "When none can score higher"]] },
+    { name: "early_stopping", label: "Early stopping", kind: "choice", wide: true, choices: EARLY_STOPPING },
   ]],
   ["Speed", false, [
     { name: "prediction", label: "A text that the answer may repeat", kind: "text", wide: true },
@@ -83,7 +93,13 @@ export function makeSettings() {
   }
 
   return {
-    element: h("div", { class: "settings" }, h("label", { class: "fields" }, h("span", { class: "system" }, "System prompt"), system), h("label", { class: "fields" }, h("span", { class: "check" }, probabilities, " Ask for probabilities")), groups),
+    element: h(
+      "div",
+      { class: "settings" },
+      h("label", { class: "fields" }, h("span", { class: "system" }, "System prompt"), system),
+      h("label", { class: "fields" }, h("span", { class: "check" }, probabilities, " Ask for probabilities")),
+      groups
+    ),
     read,
     system: () => system.value.trim(),
     /** Show the model's own defaults. @param {Record<string, number>} sampling */
@@ -125,8 +141,11 @@ function readValue({ kind, label }, input) {
 
 /** @param {string} text */
 function toNumber(text) {
-  if (Number.isInteger(Number(text)) && !Number.isSafeInteger(Number(text))) throw new BadSetting(`${text} is too large for a browser; give at most ${Number.MAX_SAFE_INTEGER}.`);
-  return Number(text);
+  const value = Number(text);
+  if (Number.isInteger(value) && !Number.isSafeInteger(value)) {
+    throw new BadSetting(`${text} is too large for a browser; give at most ${Number.MAX_SAFE_INTEGER}.`);
+  }
+  return value;
 }
 
 /** @param {string} label @param {string} text */
@@ -138,7 +157,9 @@ function parse(label, text) {
   }
 }
 
-/** Turn the form's own names into fields of the API. @param {Record<string, any>} body @param {boolean} probabilities */
+/**
+ * Turn the form's own names into fields of the API. @param {Record<string, any>} body @param {boolean} probabilities
+ */
 function finish({ format, format_text: text, keep_special_tokens: keep, prediction, early_stopping: early, ...body }, probabilities) {
   if (keep) body.skip_special_tokens = false;
   if (prediction) body.prediction = { type: "content", content: prediction };

@@ -27,7 +27,10 @@ export function fill(element, ...children) {
   element.replaceChildren(...asNodes(children));
 }
 
-/** Set the text of an element, if it differs: screen readers announce what changes. @param {Element} element @param {string} text */
+/**
+ * Set the text of an element, if it differs: screen readers announce what changes. @param {Element} element
+ * @param {string} text
+ */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

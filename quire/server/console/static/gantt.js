@@ -1,6 +1,6 @@
 // A Gantt chart: a row for each request, from its arrival to its last token, with a measured run laid over it.
 
-import { addCursor, makeCanvas, ticks } from "./canvas.js";
+import { addCursor, makeCanvas, step, ticks } from "./canvas.js";
 import { h, say } from "./dom.js";
 import { duration, tick } from "./format.js";
 
@@ -21,12 +21,16 @@ export function makeGantt(label) {
   let measured = [];
   let endS = 1;
   let chosen = /** @type {number | null} */ (null);
-  const canvas = makeCanvas({ label, height: () => Math.max(1, spans.length) * ROW + AXIS, draw: (drawing) => draw(drawing, spans, measured, endS, chosen) });
+  const canvas = makeCanvas({
+    label,
+    height: () => Math.max(1, spans.length) * ROW + AXIS,
+    draw: (drawing) => draw(drawing, spans, measured, endS, chosen),
+  });
   addCursor(canvas.element, {
     label,
     size: () => spans.length,
     find: (_, y) => (y < spans.length * ROW ? Math.floor(y / ROW) : null),
-    move: (key, from) => ({ ArrowDown: from + 1, ArrowUp: from - 1, ArrowRight: from + 1, ArrowLeft: from - 1, Home: 0, End: spans.length - 1 })[key] ?? null,
+    move: (key, from) => step(key, from, spans.length),
     describe: (index) => describe(index, spans[index], measured[index]),
     select: (index) => {
       chosen = index;
@@ -54,11 +58,17 @@ export function makeGantt(label) {
 function describe(index, span, measured) {
   if (!span) return "";
   const [arrival, start, first, end] = span;
-  const real = measured?.endS !== undefined ? ` Measured: first token after ${duration((measured.firstS ?? measured.endS) - arrival)}, end after ${duration(measured.endS - arrival)}.` : "";
-  return `Request ${index + 1}: arrives at ${duration(arrival)}, waits ${duration((start ?? first) - arrival)}, first token after ${duration(first - arrival)}, end after ${duration(end - arrival)}.${real}`;
+  const times = (/** @type {number} */ firstS, /** @type {number} */ endS) =>
+    `first token after ${duration(firstS - arrival)}, end after ${duration(endS - arrival)}.`;
+  const waits = `Request ${index + 1}: arrives at ${duration(arrival)}, waits ${duration((start ?? first) - arrival)}`;
+  const real = measured?.endS !== undefined ? ` Measured: ${times(measured.firstS ?? measured.endS, measured.endS)}` : "";
+  return `${waits}, ${times(first, end)}${real}`;
 }
 
-/** @param {import("./canvas.js").Drawing} drawing @param {Span[]} spans @param {Measured[]} measured @param {number} endS @param {number | null} chosen */
+/**
+ * @param {import("./canvas.js").Drawing} drawing @param {Span[]} spans @param {Measured[]} measured
+ * @param {number} endS @param {number | null} chosen
+ */
 function draw({ pen, width, color }, spans, measured, endS, chosen) {
   const toX = (/** @type {number} */ at) => LEFT + (at / endS) * (width - LEFT - 2);
   const bottom = spans.length * ROW;
@@ -66,7 +76,8 @@ function draw({ pen, width, color }, spans, measured, endS, chosen) {
   spans.forEach(([arrival, start, first, end], index) => {
     const y = index * ROW;
     pen.globalAlpha = chosen === null || chosen === index ? 1 : 0.4;
-    const parts = /** @type {[string, number, number, number][]} */ ([["wait", arrival, start ?? first, 3], ["prompt", start ?? first, first, ROW - 2], ["decode", first, end, ROW - 2]]);
+    /** @type {[string, number, number, number][]} */
+    const parts = [["wait", arrival, start ?? first, 3], ["prompt", start ?? first, first, ROW - 2], ["decode", first, end, ROW - 2]];
     for (const [name, from, to, tall] of parts) {
       pen.fillStyle = color(name);
       pen.fillRect(toX(from), y + (ROW - 1 - tall) / 2, Math.max(0.75, toX(to) - toX(from)), tall);
@@ -77,7 +88,10 @@ function draw({ pen, width, color }, spans, measured, endS, chosen) {
   pen.globalAlpha = 1;
 }
 
-/** A line from the measured first token to the measured end. @param {CanvasRenderingContext2D} pen @param {Measured} real @param {number} y @param {(at: number) => number} toX @param {string} color */
+/**
+ * A line from the measured first token to the measured end. @param {CanvasRenderingContext2D} pen
+ * @param {Measured} real @param {number} y @param {(at: number) => number} toX @param {string} color
+ */
 function drawMeasured(pen, real, y, toX, color) {
   pen.fillStyle = color;
   if (real.firstS === undefined) return;
@@ -88,7 +102,10 @@ function drawMeasured(pen, real, y, toX, color) {
   pen.fillRect(toX(real.endS) - 1, y, 2, ROW - 1);
 }
 
-/** @param {CanvasRenderingContext2D} pen @param {number} width @param {number} bottom @param {number} endS @param {(at: number) => number} toX @param {(name: string) => string} color */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {number} width @param {number} bottom @param {number} endS
+ * @param {(at: number) => number} toX @param {(name: string) => string} color
+ */
 function drawTimes(pen, width, bottom, endS, toX, color) {
   pen.textBaseline = "top";
   for (const mark of ticks(endS, Math.max(2, width / 90))) {

@@ -48,9 +48,8 @@ export function makeLive() {
 
   /** @param {Replica | undefined} replica */
   function showNotice(replica) {
-    const text = replica && !replica.ready ? "The engine of this replica has ended and is being started again; its requests go on from their last token." : "";
-    notice.hidden = !text;
-    say(notice, text);
+    notice.hidden = !replica || replica.ready;
+    say(notice, notice.hidden ? "" : "The engine of this replica is being started again; its requests go on from their last token.");
   }
 
   function showReplicas() {
@@ -104,7 +103,10 @@ export function section(title, content, beside) {
   return h("section", { class: "panel", "aria-label": title }, h("header", null, h("h2", null, title), beside), content);
 }
 
-/** Totals are those of all replicas; blocks and steps are those of the replica that is shown. @param {Replica} replica */
+/**
+ * Totals are those of all replicas; blocks and steps are those of the replica that is shown.
+ * @param {Replica} replica
+ */
 function figures(replica) {
   const { totals } = live;
   const timed = replica.steps.slice(-50).filter((step) => step.seconds !== null);

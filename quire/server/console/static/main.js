@@ -71,9 +71,10 @@ function setUpKey() {
     input.value = "";
     if (!dialog.open) dialog.showModal();
   };
-  key.ask = (message) => {
+  key.ask = () => {
+    const refused = key.get() ? "The server does not accept this key." : "This server needs an API key.";
     find("key-button").hidden = false;
-    say(find("key-reason"), `${message} It stays in this tab.`);
+    say(find("key-reason"), `${refused} It stays in this tab, and is sent as a header.`);
     open();
   };
   find("key-button").addEventListener("click", open);

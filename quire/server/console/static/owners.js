@@ -22,7 +22,10 @@ export function toPixel(color, opacity = 1) {
   return ((Math.round(255 * opacity) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-/** The pixels of all owners; other requests than `highlighted` are faint. @param {number | null} highlighted @param {(number: number) => boolean} isOwn */
+/**
+ * The pixels of all owners; other requests than `highlighted` are faint. @param {number | null} highlighted
+ * @param {(number: number) => boolean} isOwn
+ */
 export function ownerPixels(highlighted, isOwn) {
   const strong = Array.from({ length: HUES }, (_, number) => toPixel(ownerColor(number)));
   const faint = Array.from({ length: HUES }, (_, number) => toPixel(ownerColor(number), 0.22));

@@ -33,8 +33,13 @@ export function makePlan() {
   const batch = slider({ label: "Requests in a step", min: 1, max: 256, value: 16, logarithmic: true, change: () => showFigures() });
   const figures = tiles(["Step", "Tokens/s, all", "Tokens/s, each", "Requests that fit"]);
   const notice = h("p", { class: "notice", role: "status", hidden: true });
-  const caption = h("p", { class: "dim" }), bound = h("p"), bar = h("div", { class: "parts", "aria-hidden": "true" }), parts = h("dl", { class: "facts-list" });
-  const canvas = makeCanvas({ label: "Tokens a second over the tokens of a step, predicted and measured", height: () => ROOFLINE_HEIGHT, draw: (drawing) => plan && drawRoofline(drawing, plan, dots, batch.value) });
+  const caption = h("p", { class: "dim" }), bound = h("p");
+  const bar = h("div", { class: "parts", "aria-hidden": "true" }), parts = h("dl", { class: "facts-list" });
+  const canvas = makeCanvas({
+    label: "Tokens a second over the tokens of a step, predicted and measured",
+    height: () => ROOFLINE_HEIGHT,
+    draw: (drawing) => plan && drawRoofline(drawing, plan, dots, batch.value),
+  });
 
   async function load() {
     clearTimeout(timer);
@@ -67,8 +72,9 @@ export function makePlan() {
       "Requests that fit": count(plan.fitting_requests),
     });
     const largest = CAUSES.reduce((a, b) => (point[a[0]] >= point[b[0]] ? a : b));
-    const more = size > plan.fitting_requests ? ` The cache has room for ${counted(plan.fitting_requests, "request")} of this context only: the others would wait.` : "";
-    say(bound, `${largest[2]} The step takes ${interval(point.low_s, point.high_s)}, the 5th to the 95th percentile of the fits.${more}`);
+    const range = `The step takes ${interval(point.low_s, point.high_s)}, the 5th to the 95th percentile of the fits.`;
+    const room = `The cache has room for ${counted(plan.fitting_requests, "request")} of this context only: the others would wait.`;
+    say(bound, `${largest[2]} ${range}${size > plan.fitting_requests ? ` ${room}` : ""}`);
     showParts(bar, parts, point);
   }
 
@@ -76,7 +82,10 @@ export function makePlan() {
     for (const [index, replica] of live.replicas) {
       const last = seen.get(index) ?? -1;
       const steps = replica.steps.filter((step) => step.step > last && step.seconds);
-      for (const step of steps) dots.push({ tokens: step.prompt_tokens + step.decode_rows + step.draft_rows + step.draft_tokens, seconds: /** @type {number} */ (step.seconds), prompt: step.prompt_rows > 0 });
+      for (const step of steps) {
+        const tokens = step.prompt_tokens + step.decode_rows + step.draft_rows + step.draft_tokens;
+        dots.push({ tokens, seconds: /** @type {number} */ (step.seconds), prompt: step.prompt_rows > 0 });
+      }
       const newest = replica.steps.at(-1)?.step;
       if (newest !== undefined) seen.set(index, newest);
     }
@@ -93,7 +102,12 @@ export function makePlan() {
       h("header", null, h("h1", null, "Plan"), caption),
       notice,
       section("Roofline", canvas.element, key),
-      h("div", { class: "columns even" }, section("Decoding", h("div", { class: "screen" }, h("div", { class: "controls" }, batch.element, context.element), figures.element)), section("What bounds it", h("div", { class: "screen" }, bound, bar, parts)))
+      h(
+        "div",
+        { class: "columns even" },
+        section("Decoding", h("div", { class: "screen" }, h("div", { class: "controls" }, batch.element, context.element), figures.element)),
+        section("What bounds it", h("div", { class: "screen" }, bound, bar, parts))
+      )
     ),
     show() {
       isVisible = true;

@@ -9,16 +9,17 @@ import { nameOf, phaseOf } from "./replica.js";
 
 const MAX_WAITING = 40;
 const STATES = { prompt: "prompt", decode: "decoding", waiting: "waiting", held: "held", preempted: "preempted" };
-const HEADS = [["Request", ""], ["State", ""], ["Progress", ""], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"], ["Drafts", "number"], ["Blocks", "number"], ["Since", "number"], ["Why it waits", ""]];
+const HEADS = ["Request", "State", "Progress", "Prompt", "Cached", "Output", "Drafts", "Blocks", "Since", "Why it waits"];
+const NUMBERS = new Set(["Prompt", "Cached", "Output", "Drafts", "Blocks", "Since"]);
 
 /** @param {(number: number | null) => void} highlight */
 export function makeRequestTable(highlight) {
   const body = h("tbody", { role: "rowgroup" });
   const more = h("p", { class: "dim readout", hidden: true });
   const empty = h("p", { class: "empty" }, "No request runs or waits. Send one from Chat, or with any client.");
-  const heads = HEADS.map(([text, kind]) => h("th", { scope: "col", class: kind, role: "columnheader" }, text));
+  const heads = HEADS.map((text) => h("th", { scope: "col", class: NUMBERS.has(text) ? "number" : "", role: "columnheader" }, text));
   const table = h("table", { class: "requests", role: "table" }, h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)), body);
-  const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of requests" }, table);
+  const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of requests", hidden: true }, table);
   /** @type {Map<number, ReturnType<typeof makeRow>>} */
   let rows = new Map();
 
@@ -45,7 +46,10 @@ export function makeRequestTable(highlight) {
   return { element: h("div", null, scroll, more, empty), update };
 }
 
-/** Put elements in order, moving none that is in its place: the one with the focus keeps it. @param {Element} parent @param {Element[]} elements */
+/**
+ * Put elements in order, moving none that is in its place: the one with the focus keeps it. @param {Element} parent
+ * @param {Element[]} elements
+ */
 function place(parent, elements) {
   const wanted = new Set(elements);
   for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
@@ -61,12 +65,13 @@ function makeRow(highlight) {
   const cell = (/** @type {string} */ kind) => h("td", { class: `number ${kind}`, role: "cell" });
   const [prompt, cached, output, drafts, blocks, since] = ["less", "less", "output", "less", "less", "since"].map(cell);
   let number = 0;
+  const choose = () => highlight(number), leave = () => highlight(null);
   const element = h(
     "tr",
-    { role: "row", onpointerenter: () => highlight(number), onpointerleave: () => highlight(null), onfocusin: () => highlight(number), onfocusout: () => highlight(null) },
+    { role: "row", onpointerenter: choose, onfocusin: choose, onpointerleave: leave, onfocusout: leave },
     h("td", { class: "nowrap", role: "cell" }, swatch, link, name),
     h("td", { role: "cell" }, state),
-    h("td", { class: "bar", role: "cell" }, progress.element),
+    h("td", { class: "parts-cell", role: "cell" }, progress.element),
     prompt, cached, output, drafts, blocks, since, why
   );
 
@@ -122,7 +127,8 @@ function makeProgress() {
     /** @param {Row} row */
     set(row) {
       const computed = Math.min(row.computed_tokens, row.prompt_tokens), cached = Math.min(row.cached_tokens, computed);
-      const sizes = [cached, computed - cached, row.prompt_tokens - computed, row.output_tokens, Math.max(0, row.max_tokens - row.output_tokens)];
+      const left = Math.max(0, row.max_tokens - row.output_tokens);
+      const sizes = [cached, computed - cached, row.prompt_tokens - computed, row.output_tokens, left];
       parts.forEach((part, index) => {
         part.style.flexGrow = String(sizes[index]);
         part.hidden = !sizes[index];

@@ -19,19 +19,23 @@ export function errorOf({ median, served_steps: steps, served_median: served }) 
   return `Predictions are ${percent(median)} off in the median.`;
 }
 
-/** The step of a size between those that were predicted. @param {Point[]} points @param {number} tokens @returns {Point} */
+/**
+ * The step of a size between those that were predicted. @param {Point[]} points @param {number} tokens
+ * @returns {Point}
+ */
 export function interpolate(points, tokens) {
   const after = Math.max(1, points.findIndex((point) => point.tokens >= tokens));
   const [a, b] = [points[after - 1], points[after] ?? points[after - 1]];
   const share = b.tokens === a.tokens ? 0 : Math.min(1, Math.max(0, (tokens - a.tokens) / (b.tokens - a.tokens)));
   const mix = (/** @type {keyof Point} */ name) => a[name] + share * (b[name] - a[name]);
-  return { tokens, seconds: mix("seconds"), low_s: mix("low_s"), high_s: mix("high_s"), fixed_s: mix("fixed_s"), tokens_s: mix("tokens_s"), cache_s: mix("cache_s") };
+  const [seconds, low_s, high_s] = [mix("seconds"), mix("low_s"), mix("high_s")];
+  return { tokens, seconds, low_s, high_s, fixed_s: mix("fixed_s"), tokens_s: mix("tokens_s"), cache_s: mix("cache_s") };
 }
 
 /** @param {import("./canvas.js").Drawing} drawing @param {Plan} plan @param {Dot[]} dots @param {number} size */
 export function drawRoofline({ pen, width, color }, plan, dots, size) {
   const all = [...plan.decode, ...plan.prompt];
-  const most = Math.max(...all.map((point) => point.tokens)), speeds = [...all.map((point) => point.tokens / point.seconds), ...dots.map((dot) => dot.tokens / dot.seconds)];
+  const most = Math.max(...all.map((point) => point.tokens)), speeds = [...all, ...dots].map((each) => each.tokens / each.seconds);
   const low = 0.7 * Math.min(...speeds), high = 1.6 * Math.max(...speeds);
   const toX = (/** @type {number} */ tokens) => LEFT + (Math.log(tokens) / Math.log(most)) * (width - LEFT - RIGHT);
   const toY = (/** @type {number} */ speed) => HEIGHT - BOTTOM - (Math.log(speed / low) / Math.log(high / low)) * (HEIGHT - TOP - BOTTOM);
@@ -66,7 +70,9 @@ export function drawRoofline({ pen, width, color }, plan, dots, size) {
 }
 
 /** The two lines that no step is above: what is read for every step, and the arithmetic of each token.
- * @param {CanvasRenderingContext2D} pen @param {Plan} plan @param {(tokens: number) => number} toX @param {(speed: number) => number} toY @param {(name: string) => string} color */
+ * @param {CanvasRenderingContext2D} pen @param {Plan} plan @param {(tokens: number) => number} toX
+ * @param {(speed: number) => number} toY @param {(name: string) => string} color
+ */
 function drawBounds(pen, plan, toX, toY, color) {
   const fixed = plan.prompt[0].fixed_s, last = plan.prompt[plan.prompt.length - 1];
   const speeds = plan.prompt.filter((point) => point.tokens_s > 0 && point.tokens >= 16).map((point) => (point.tokens - 1) / point.tokens_s);
@@ -97,7 +103,11 @@ function decades(low, high) {
   return powers.flatMap((power) => [power, 2 * power, 5 * power]).filter((value) => value >= low && value <= high);
 }
 
-/** @param {CanvasRenderingContext2D} pen @param {number} width @param {number} most @param {number} low @param {number} high @param {(tokens: number) => number} toX @param {(speed: number) => number} toY @param {(name: string) => string} color */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {number} width @param {number} most @param {number} low
+ * @param {number} high @param {(tokens: number) => number} toX @param {(speed: number) => number} toY
+ * @param {(name: string) => string} color
+ */
 function drawAxes(pen, width, most, low, high, toX, toY, color) {
   pen.lineWidth = 1;
   for (const speed of decades(low, high)) {

@@ -15,7 +15,10 @@ export class Signal {
     for (const watcher of this.watchers) watcher(value);
   }
 
-  /** Call a function now and with every new value, until the returned function is called. @param {(value: T) => void} watcher */
+  /**
+   * Call a function now and with every new value, until the returned function is called.
+   * @param {(value: T) => void} watcher
+   */
   watch(watcher) {
     this.watchers.add(watcher);
     watcher(this.value);

@@ -20,6 +20,7 @@ export function makeSteps(stepsOf) {
     height: () => HEIGHT,
     draw({ pen, width, color }) {
       visible = stepsOf().slice(-Math.max(1, Math.floor((width - LEFT) / BAR)));
+      if (!visible.length) return;
       left = width - visible.length * BAR;
       drawTokens(pen, visible, width, left, color, chosen);
       drawSeconds(pen, visible, width, left, color);
@@ -59,7 +60,9 @@ function describe(step) {
   return `Step ${step.step}: ${duration(step.seconds)}${predicted}. ${parts.join(", ") || "No rows"}.`;
 }
 
-/** Tokens of a step by kind, in the order in which they are stacked. @param {Step} step @returns {[string, number][]} */
+/**
+ * Tokens of a step by kind, in the order in which they are stacked. @param {Step} step @returns {[string, number][]}
+ */
 function kinds(step) {
   return [
     ["decode", step.decode_rows],
@@ -98,7 +101,10 @@ function drawTokens(pen, steps, width, left, color, chosen) {
   pen.globalAlpha = 1;
 }
 
-/** @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {number} left @param {(name: string) => string} color */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {Step[]} steps @param {number} width @param {number} left
+ * @param {(name: string) => string} color
+ */
 function drawSeconds(pen, steps, width, left, color) {
   const most = Math.max(1e-4, ...steps.map((step) => Math.max(step.seconds ?? 0, step.predicted_s ?? 0)));
   const height = (/** @type {number} */ seconds) => (seconds / most) * (LOWER_BOTTOM - LOWER_TOP);
