@@ -207,6 +207,13 @@ class TestQuantization:
         for difference in found.differences:
             check_place(plain, difference)
 
+    def test_kernels_that_round_by_batch_are_recorded_as_such(self, tmp_path):
+        path = tiny_text_gguf(tmp_path / "a.gguf")
+        replayed = self.answers(path, kernels="torch", threads=1)
+        assert not replayed.engine.exact
+        assert replayed.engine.kernels.startswith("torch in float32")
+        assert all(len(request.tokens) == 24 for request in replayed.requests.values())
+
     def test_another_file(self, tmp_path):
         path, other = tiny_text_gguf(tmp_path / "a.gguf"), tiny_text_gguf(tmp_path / "b.gguf", embedding_scale=0.04)
         plain = self.answers(path)
