@@ -34,6 +34,7 @@ from quire.text.tokenizers.tokenizer import load_tokenizer
 POLL_S = 0.05
 BACKLOG = 4096
 IDLE_CONNECTION_S = 75
+UNSENT_BYTES = 65_536  # that the system keeps for a slow client, instead of megabytes: what it reads is recent
 
 log = logging.getLogger("quire.server")
 
@@ -183,9 +184,12 @@ class Server:
 def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidParams(f"{host}:{port} cannot be listened on: {error.strerror}. Choose another --port.") from None
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    return listening
 
 
 def address(listening: socket.socket, config: ServerConfig) -> str:

@@ -18,7 +18,7 @@ from quire.server.app import build_app
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig, max_connections
-from quire.server.main import UvicornServer, bind
+from quire.server.main import UNSENT_BYTES, UvicornServer, bind
 from quire.server.metrics import Metrics
 
 pytestmark = pytest.mark.cpu
@@ -269,3 +269,19 @@ def test_a_connection_that_was_reset_leaves_no_timer():
             assert len(left) <= before + 2
 
     run(work)
+
+
+@pytest.mark.skipif(not hasattr(sockets, "TCP_NOTSENT_LOWAT"), reason="the system has no such limit")
+def test_the_system_keeps_little_for_a_client_that_does_not_read():
+    """A live stream that is read slowly stays recent: what was not sent is not made."""
+    with bind("127.0.0.1", 0) as bound, sockets.socket() as client:
+        client.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 4096)
+        client.connect(bound.getsockname())
+        connection, _ = bound.accept()
+        with connection:
+            connection.setblocking(False)
+            num_bytes = 0
+            with contextlib.suppress(BlockingIOError):
+                while num_bytes < 10_000_000:
+                    num_bytes += connection.send(bytes(4096))
+    assert num_bytes < 4 * UNSENT_BYTES
