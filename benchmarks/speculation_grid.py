@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from arguments import count, count_list
 
 from quire import LLM, SamplingParams
-from quire.bench.offline import machine
 from quire.bench.speculation import Answer, Bench
 from quire.core.drafts import Drafts
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
+from quire.engine.machine import machine
 from quire.engine.speculation import FREE_DRAFTS, MAX_DRAFTS
 from quire.speculative.controller import Controller
 from quire.speculative.eligibility import has_prompt, may_draft

@@ -21,7 +21,9 @@ struct Activations {
   uint8_t* data;
   int64_t cols;
   bool by_rows;  // with many rows, each worker writes and reads only its own rows
+  int64_t first = 0, width = 0;  // an op writes columns [first, first + width); with width 0 all of them
 
+  int64_t blocks_written() const { return (width > 0 ? width : cols) / kBlock; }
   static constexpr int64_t row_bytes(int64_t cols) { return cols / kBlock * 52; }
 };
 

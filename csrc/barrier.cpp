@@ -18,19 +18,22 @@ int64_t now() {
 
 // No wake-up is lost. The setter writes the value and then reads the number of sleepers. A sleeper increments the
 // number and then reads the value. With the fences at least one of them reads what the other wrote.
-void Signal::wake() {
+template <class AnySleepers>
+void BasicSignal<AnySleepers>::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (num_sleepers_.load(std::memory_order_relaxed) != 0) sleepers_.wake_all(value_);
 }
 
-void Signal::sleep_while(uint32_t value) {
+template <class AnySleepers>
+void BasicSignal<AnySleepers>::sleep_while(uint32_t value) {
   num_sleepers_.fetch_add(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   sleepers_.sleep_while(value_, value);
   num_sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool Signal::changes_soon(uint32_t value) const {
+template <class AnySleepers>
+bool BasicSignal<AnySleepers>::changes_soon(uint32_t value) const {
   for (int i = 0; i < kPauses; ++i) {
     if (this->value() != value) return true;
     relax_core();
@@ -38,7 +41,8 @@ bool Signal::changes_soon(uint32_t value) const {
   return false;
 }
 
-void Signal::wait_while(uint32_t value, Patience patience) {
+template <class AnySleepers>
+void BasicSignal<AnySleepers>::wait_while(uint32_t value, Patience patience) {
   if (changes_soon(value)) return;
   int64_t begin = now();
   while (now() - begin < patience.spin) {
@@ -50,6 +54,9 @@ void Signal::wait_while(uint32_t value, Patience patience) {
   }
   sleep_while(value);
 }
+
+template class BasicSignal<Sleepers>;
+template class BasicSignal<SharedSleepers>;
 
 void Barrier::arrive(int size) {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size) return;

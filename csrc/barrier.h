@@ -1,5 +1,6 @@
 // Signal: a number that one thread sets and other threads wait for. Barrier is built on it. A waiting thread first
 // spins, then yields its core, then sleeps in the kernel. Setting needs a system call only if a thread sleeps.
+// SharedSignal is the same for threads of several processes.
 #pragma once
 
 #include <atomic>
@@ -17,7 +18,8 @@ struct Patience {
   int64_t spin, yield;
 };
 
-class Signal {
+template <class AnySleepers>
+class BasicSignal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
 
@@ -25,7 +27,7 @@ class Signal {
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
   void wake();
 
-  // Returns when the value has changed.
+  // Returns when the value has changed. A SharedSignal may return earlier.
   void wait_while(uint32_t value, Patience patience);
 
  private:
@@ -34,8 +36,11 @@ class Signal {
 
   alignas(kCacheLine) std::atomic<uint32_t> value_{0};
   alignas(kCacheLine) std::atomic<uint32_t> num_sleepers_{0};
-  Sleepers sleepers_;
+  AnySleepers sleepers_;
 };
+
+using Signal = BasicSignal<Sleepers>;
+using SharedSignal = BasicSignal<SharedSleepers>;  // in pages that the processes share, which are zero at first
 
 class Barrier {
  public:

@@ -48,9 +48,10 @@ Cache make_cache(const std::string& type, int block_size, int kv_heads, int head
           values.second};
 }
 
-void add_embed(Program& program, const PanelStore& weight, bool by_position, float scale, View out) {
+void add_embed(Program& program, const PanelStore& weight, int64_t first, bool by_position, float scale, View out) {
   auto op = std::make_unique<EmbedOp>();
   op->weight = weight.view;
+  op->first = first;
   op->by_position = by_position;
   op->scale = scale;
   op->out = floats(out);
@@ -58,17 +59,23 @@ void add_embed(Program& program, const PanelStore& weight, bool by_position, flo
   program.add(std::move(op));
 }
 
+void add_meet(Program& program, Ranks& ranks) {
+  auto op = std::make_unique<MeetOp>();
+  op->ranks = &ranks;
+  program.add(std::move(op));
+}
+
 void add_norm(Program& program, View x, View residual, View sum, Address weight, Address bias, bool centered, float eps,
-              int64_t groups, int64_t size, View y, Quantized quantized) {
+              int64_t groups, int64_t size, View y, Quantized quantized, int64_t rank, int64_t ranks) {
   auto op = std::make_unique<NormOp>();
   op->call = {floats(x), x.second, floats(residual), residual.second, floats(sum), sum.second,
               reinterpret_cast<const float*>(weight), reinterpret_cast<const float*>(bias), centered, eps, 0, groups,
-              size, floats(y), y.second, activations_of(quantized)};
+              size, floats(y), y.second, activations_of(quantized), rank, ranks};
   program.add(std::move(op));
 }
 
 void add_matmul(Program& program, const PanelStore& weight, View x, Quantized quantized, bool quantize, View y,
-                Address bias, const std::string& activation, Quantized gated, int64_t few_rows) {
+                Address bias, const std::string& activation, const QuantizedPart& gated, int64_t few_rows) {
   auto op = std::make_unique<MatmulOp>();
   op->call = {weight.view,
               {floats(x), x.second, activations_of(quantized)},
@@ -84,6 +91,12 @@ void add_matmul(Program& program, const PanelStore& weight, View x, Quantized qu
               0.0f};
   op->quantize = quantize;
   program.add_product(std::move(op));
+}
+
+void add_round(Program& program, View x, const QuantizedPart& quantized) {
+  auto op = std::make_unique<RoundOp>();
+  op->x = floats(x), op->x_stride = x.second, op->out = activations_of(quantized);
+  program.add(std::move(op));
 }
 
 void add_rope(Program& program, View x, int64_t heads, int64_t head_dim, Address table, int64_t dim,
@@ -176,10 +189,11 @@ Step make_step(int num_tokens, int num_rows, Address tokens, Address positions, 
 
 void run(const Program& program, int threads, int num_tokens, int num_rows, Address tokens, Address positions,
          Address query_starts, Address seq_lens, const std::vector<Group>& groups, Address paths,
-         int64_t path_stride) {
+         int64_t path_stride, Ranks* rung) {
   const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
                               path_stride);
   ReleasedGil released;
+  if (rung) rung->ring();
   program.run(threads, step);
 }
 
@@ -187,12 +201,13 @@ std::vector<std::pair<std::string, int64_t>> run_timed(const Program& program, i
                                                        int num_rows, Address tokens, Address positions,
                                                        Address query_starts, Address seq_lens,
                                                        const std::vector<Group>& groups, Address paths,
-                                                       int64_t path_stride) {
+                                                       int64_t path_stride, Ranks* rung) {
   const Step step = make_step(num_tokens, num_rows, tokens, positions, query_starts, seq_lens, groups, paths,
                               path_stride);
   std::vector<int64_t> times;
   {
     ReleasedGil released;
+    if (rung) rung->ring();
     program.run_timed(threads, step, times);
   }
   std::vector<std::pair<std::string, int64_t>> report;
@@ -305,12 +320,14 @@ void bind_program(nb::module_& module) {
   program
       .def("__init__",
            [](Program* self, const std::string& isa) { new (self) Program(kernels_named(isa)); }, "isa"_a)
-      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "by_position"_a, "scale"_a,
-           "out"_a)
+      .def("embed", add_embed, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "first"_a, "by_position"_a,
+           "scale"_a, "out"_a)
+      .def("meet", add_meet, nb::keep_alive<1, 2>(), "ranks"_a)
       .def("norm", add_norm, nb::kw_only(), "x"_a, "residual"_a, "sum"_a, "weight"_a, "bias"_a, "centered"_a, "eps"_a,
-           "groups"_a, "size"_a, "y"_a, "quantized"_a)
+           "groups"_a, "size"_a, "y"_a, "quantized"_a, "rank"_a, "ranks"_a)
       .def("matmul", add_matmul, nb::keep_alive<1, 2>(), nb::kw_only(), "weight"_a, "x"_a, "quantized"_a, "quantize"_a,
            "y"_a, "bias"_a, "activation"_a, "gated"_a, "few_rows"_a)
+      .def("round", add_round, nb::kw_only(), "x"_a, "quantized"_a)
       .def("rope", add_rope, nb::kw_only(), "x"_a, "heads"_a, "head_dim"_a, "table"_a, "dim"_a, "interleaved"_a)
       .def("activate", add_activate, nb::kw_only(), "x"_a, "y"_a, "size"_a, "activation"_a, "gated"_a)
       .def("add", add_sum, nb::kw_only(), "a"_a, "b"_a, "y"_a, "size"_a, "factor"_a, "multiplies"_a)
@@ -321,9 +338,9 @@ void bind_program(nb::module_& module) {
            "values"_a, "group"_a, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "slopes"_a,
            "sinks"_a, "partials"_a, "num_partials"_a)
       .def("run", run, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a, "query_starts"_a,
-           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a)
+           "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a, "rung"_a.none() = nb::none())
       .def("run_timed", run_timed, "threads"_a, "num_tokens"_a, "num_rows"_a, "tokens"_a, "positions"_a,
-           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a);
+           "query_starts"_a, "seq_lens"_a, "groups"_a, "paths"_a, "path_stride"_a, "rung"_a.none() = nb::none());
   module.def("multiply", multiply, "isa"_a, "threads"_a, "few_rows"_a, "weight"_a, "rows"_a, "x"_a, "gathered"_a,
              "quantized"_a, "y"_a);
   module.def("move_kv", move_tokens, "threads"_a, "layers"_a, "groups"_a);

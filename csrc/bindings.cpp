@@ -10,6 +10,7 @@ NB_MODULE(_native, module) {
   quire::bind_panels(module);
   quire::bind_program(module);
   quire::bind_quantize(module);
+  quire::bind_ranks(module);
   quire::bind_drafts(module);
   quire::bind_sampling(module);
   quire::bind_suffix(module);

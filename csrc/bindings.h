@@ -53,6 +53,7 @@ void bind_pool(nanobind::module_& module);
 void bind_panels(nanobind::module_& module);
 void bind_program(nanobind::module_& module);
 void bind_quantize(nanobind::module_& module);
+void bind_ranks(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
 void bind_suffix(nanobind::module_& module);
 void bind_text(nanobind::module_& module);

@@ -85,7 +85,7 @@ struct NormGroup {
 };
 
 static void norm_plain(const NormCall& call, Worker& worker) {
-  const Span span = share_rows(worker, call.rows, kRowGrain, call.groups);
+  const Span span = part_of(share_rows(worker, call.rows, kRowGrain, call.groups), call.rank, call.ranks);
   for (int64_t at = span.first; at < span.last; at++) {
     const NormGroup group = NormGroup::of(call, at / call.groups, at % call.groups);
     const Moments moments = find_moments(group.x, group.residual, call);
@@ -114,8 +114,9 @@ QUIRE_INLINE void norm_tile(const NormCall& call, const Tile& tile, int64_t firs
 // lines.
 static void norm(const NormCall& call, Worker& worker) {
   if (!call.quantized.data) return norm_plain(call, worker);
-  over_records(call.quantized, call.rows, worker,
-               [&](const Tile& tile, Span blocks) { norm_tile(call, tile, blocks.first, blocks.last); });
+  over_records(
+      call.quantized, call.rows, worker,
+      [&](const Tile& tile, Span blocks) { norm_tile(call, tile, blocks.first, blocks.last); }, call.rank, call.ranks);
 }
 
 // Expands the cosines and sines of one position to the lanes of a head: y = x * cosines + partner(x) * sines.

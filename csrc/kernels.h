@@ -69,6 +69,7 @@ struct NormCall {
   float* y;  // or null
   int64_t y_stride;
   Activations quantized;  // not written if data is null
+  int64_t rank = 0, ranks = 1;  // each rank computes a part of what a worker has; their outputs are shared
 };
 
 struct RopeCall {

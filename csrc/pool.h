@@ -63,6 +63,12 @@ static inline Span share(const Worker& worker, int64_t count, int64_t grain = 1)
   return {first < count ? first : count, last < count ? last : count};
 }
 
+// Part `index` of `parts` of a span.
+static inline Span part_of(Span all, int64_t index, int64_t parts) {
+  const int64_t count = all.last - all.first;
+  return {all.first + count * index / parts, all.first + count * (index + 1) / parts};
+}
+
 // With many rows, a part of the work is some rows, in every op of a program. Otherwise parts divide what is computed
 // for each row.
 constexpr int kOwnRows = 16;   // for each part, at least

@@ -118,12 +118,18 @@ void EmbedOp::run(const KernelTable& kernels, const Step& step, Worker& worker, 
   const Span tokens = share_rows(worker, step.num_tokens, kernels.row_grain);
   const int64_t* rows = by_position ? step.positions : step.tokens;
   for (int64_t token = tokens.first; token < tokens.last; token++) {
+    const int64_t index = rows[token] - first;
+    if (index < 0 || index >= weight.rows) continue;
     float* row = out + token * out_stride;
-    unpack_row(weight, rows[token], row);
+    unpack_row(weight, index, row);
     if (scale != 1.0f) {
       for (int64_t i = 0; i < weight.cols; i++) row[i] *= scale;
     }
   }
+}
+
+void MeetOp::run(const KernelTable&, const Step&, Worker& worker, int) const {
+  if (worker.index == 0) ranks->meet();
 }
 
 void NormOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
@@ -137,6 +143,10 @@ void MatmulOp::run(const KernelTable& kernels, const Step& step, Worker& worker,
   now.rows = step.num_tokens;
   if (quantize && phase == 0) return kernels.quantize(now.x.values, now.x.stride, now.rows, now.x.quantized, worker);
   kernels.matmul(now, worker);
+}
+
+void RoundOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {
+  kernels.quantize(x, x_stride, step.num_tokens, out, worker);
 }
 
 void RopeOp::run(const KernelTable& kernels, const Step& step, Worker& worker, int) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "ranks.h"
 
 namespace quire {
 
@@ -111,12 +112,22 @@ class Program {
 
 struct EmbedOp : Op {
   Panels weight;
+  int64_t first;     // of the matrix's rows, among those of all ranks; tokens of other ranks' rows are skipped
   bool by_position;  // rows are selected by the tokens' positions, not by their ids
   float scale;
   float* out;
   int64_t out_stride;
 
   const char* kind() const override { return "embed"; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
+// Waits for the other ranks. After it, each sees what all wrote before it.
+struct MeetOp : Op {
+  Ranks* ranks;
+
+  const char* kind() const override { return "meet"; }
+  bool by_rows() const override { return false; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 
@@ -133,6 +144,16 @@ struct MatmulOp : Op {
 
   const char* kind() const override { return call.activation == Activation::NONE ? "matmul" : "gated matmul"; }
   int phases() const override { return quantize ? 2 : 1; }
+  void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
+};
+
+// Rounds x to int8.
+struct RoundOp : Op {
+  const float* x;
+  int64_t x_stride;
+  Activations out;
+
+  const char* kind() const override { return "round"; }
   void run(const KernelTable& kernels, const Step& step, Worker& worker, int phase) const override;
 };
 

@@ -78,9 +78,9 @@ static Tiling cut_activations(const Activations& x, int64_t rows, const Worker& 
   return cut_into_tiles(own, kMaxTile);
 }
 
-// The record of one block of one tile.
+// The record of one block of one tile, from the first one that the op writes.
 QUIRE_INLINE uint8_t* record_of(const Activations& out, const Tile& tile, int64_t block) {
-  return out.data + (tile.first * (out.cols / kBlock) + block * tile.size) * 52;
+  return out.data + (tile.first * (out.cols / kBlock) + (out.first / kBlock + block) * tile.size) * 52;
 }
 
 // The offset of a row's code k (a multiple of 4) in a record of `size` rows.
@@ -115,12 +115,14 @@ QUIRE_INLINE void quantize_block(f32 low, f32 high, uint8_t* record, int64_t siz
 QUIRE_INLINE void clear_row(uint8_t* record, int64_t size, int64_t r) { quantize_block(zero(), zero(), record, size, r); }
 
 // A worker's part of the records of a step, in the order of tiles: all records of its own rows, or a part of all.
-// Records interleave the rows of a tile, so workers do not divide a tile by rows.
+// Records interleave the rows of a tile, so workers do not divide a tile by rows. Of several ranks each takes some of
+// the worker's records.
 template <class F>
-QUIRE_INLINE void over_records(const Activations& x, int64_t rows, const Worker& worker, F f) {
+QUIRE_INLINE void over_records(const Activations& x, int64_t rows, const Worker& worker, F f, int64_t rank = 0,
+                               int64_t ranks = 1) {
   const Tiling tiling = cut_activations(x, rows, worker);
-  const int64_t blocks = x.cols / kBlock, count = tiling.count() * blocks;
-  const Span own = has_own_rows(x, rows, worker) ? Span{0, count} : share(worker, count);
+  const int64_t blocks = x.blocks_written(), count = tiling.count() * blocks;
+  const Span own = part_of(has_own_rows(x, rows, worker) ? Span{0, count} : share(worker, count), rank, ranks);
   for (int64_t at = own.first, last; at < own.last; at = last) {
     const int64_t tile = at / blocks, end = (tile + 1) * blocks;
     last = end < own.last ? end : own.last;

@@ -7,11 +7,13 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef QUIRE_LINUX
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 
 #include <climits>
@@ -110,8 +112,9 @@ void free_pages(uint8_t* data, size_t bytes) {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free,
               "the kernel reads the number behind the atomic");
 
-static void call_futex(const std::atomic<uint32_t>& number, int operation, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&number), operation, value, nullptr, nullptr, 0);
+static void call_futex(const std::atomic<uint32_t>& number, int operation, uint32_t value,
+                       const timespec* patience = nullptr) {
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&number), operation, value, patience, nullptr, 0);
 }
 
 void Sleepers::sleep_while(const std::atomic<uint32_t>& number, uint32_t value) {
@@ -119,6 +122,15 @@ void Sleepers::sleep_while(const std::atomic<uint32_t>& number, uint32_t value) 
 }
 
 void Sleepers::wake_all(const std::atomic<uint32_t>& number) { call_futex(number, FUTEX_WAKE_PRIVATE, INT_MAX); }
+
+void SharedSleepers::sleep_while(const std::atomic<uint32_t>& number, uint32_t value) {
+  const timespec patience{0, 100'000'000};
+  if (number.load(std::memory_order_acquire) == value) call_futex(number, FUTEX_WAIT, value, &patience);
+}
+
+void SharedSleepers::wake_all(const std::atomic<uint32_t>& number) { call_futex(number, FUTEX_WAKE, INT_MAX); }
+
+void end_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
 
 #else
 
@@ -132,6 +144,15 @@ void Sleepers::wake_all(const std::atomic<uint32_t>&) {
   { std::lock_guard<std::mutex> lock(mutex_); }
   changed_.notify_all();
 }
+
+void SharedSleepers::sleep_while(const std::atomic<uint32_t>& number, uint32_t value) {
+  const timespec pause{0, 50'000};
+  if (number.load(std::memory_order_acquire) == value) nanosleep(&pause, nullptr);
+}
+
+void SharedSleepers::wake_all(const std::atomic<uint32_t>&) {}
+
+void end_with_parent() {}
 
 #endif
 

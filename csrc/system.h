@@ -74,4 +74,15 @@ class Sleepers {
 #endif
 };
 
+// The same for threads of several processes, for a number in pages that they share. A sleeper returns after a tenth of
+// a second even if the number has not changed: a process that has died changes none.
+class SharedSleepers {
+ public:
+  void sleep_while(const std::atomic<uint32_t>& number, uint32_t value);
+  void wake_all(const std::atomic<uint32_t>& number);
+};
+
+// The kernel kills this process when the thread that started it ends. Only Linux does.
+void end_with_parent();
+
 }  // namespace quire

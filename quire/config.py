@@ -56,13 +56,13 @@ def one_blas_thread() -> Iterator[None]:
             del os.environ[name]
 
 
-def option(default: Any, text: str, metavar: str | None = None) -> Any:
+def option(default: Any, text: str, metavar: str | None = None, flag: str | None = None) -> Any:
     """A field that becomes a command line flag with `text` as its help.
 
     `metavar` is the value's name in the help. The default is N for an integer, X for a float, and the last word of the
-    field's name for a string.
+    field's name for a string. `flag` is the flag's name, if it is not the field's.
     """
-    return field(default=default, metadata={"help": text, "metavar": metavar})
+    return field(default=default, metadata={"help": text, "metavar": metavar, "flag": flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +158,17 @@ class EngineConfig:
         "DIR",
     )
     threads: int | None = option(None, "Threads that compute on a CPU; as many as there are cores if not set.")
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that compute the model together on a CPU, each with a share of the weights, of the cache and of the "
+        "threads. Answers are the same with any number.",
+        flag="tensor-parallel",
+    )
     seed: int | None = option(None, "Seeds requests that bring none; each draws its own if not set.")
 
     def __post_init__(self) -> None:
         self._at_least("block_size", 1)
+        self._at_least("tensor_parallel_size", 1)
         for name in ("max_len", "max_requests", "max_tokens_per_step", "num_blocks", "batch_size", "threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)

@@ -24,6 +24,7 @@ are raised from here.
     ├── EngineError               500   the engine failed, not the request
     │   ├── NotEnoughMemory       503
     │   ├── DeviceLost            503   the GPU failed; only a new process can use it again
+    │   │   └── RankLost                one of the processes that compute a model together ended
     │   └── EngineClosed          503
     └── ServerError               503   the server does not take the request now, or from this caller
         ├── Overloaded            429   the queue is full; has a Retry-After
@@ -69,6 +70,7 @@ __all__ = [
     "PromptTooLong",
     "PullError",
     "QuireError",
+    "RankLost",
     "ReceiptNotFound",
     "RequestNotFound",
     "RequestTimeout",
@@ -221,9 +223,13 @@ class NotEnoughMemory(EngineError):
 
 
 class DeviceLost(EngineError):
-    """The GPU has failed, and this process cannot use it any more."""
+    """The GPU has failed, and this process cannot use it any more; or a rank has ended."""
 
     status = 503
+
+
+class RankLost(DeviceLost):
+    """One of the processes that compute a model together has ended."""
 
 
 class EngineClosed(EngineError):
@@ -310,3 +316,9 @@ class Unauthorized(ServerError):
     """The key is missing or wrong."""
 
     status = 401
+
+
+def make_error(name: str, message: str) -> QuireError:
+    """An error of another process, from the name of its class."""
+    kind = globals().get(name, EngineError)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, QuireError) else EngineError(message)

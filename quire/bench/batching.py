@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.in_process import TimedRequest, answer, answers, make_request, request_rows
-from quire.bench.offline import machine
 from quire.bench.serve.arrivals import random_times
 from quire.bench.serve.metrics import RequestRecord, errors_by_kind, summarize
 from quire.config import EngineConfig
 from quire.core.policy import Policy
 from quire.engine.batching import choose_batching
 from quire.engine.client import InProcess
+from quire.engine.machine import machine
 from quire.errors import InvalidParams
 
 SHORTEST = 8  # the shortest request is the longest divided by this

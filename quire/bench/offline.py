@@ -7,10 +7,8 @@ is timed while all requests decode: from the first token of the last request to 
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +19,8 @@ from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
+from quire.engine.machine import machine
 from quire.errors import InvalidParams
-from quire.kernels import isa
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +127,3 @@ def median(rows: list[BatchResult]) -> BatchResult:
     """The median of each figure."""
     columns = {name: statistics.median(getattr(row, name) for row in rows) for name in BatchResult.__slots__}
     return BatchResult(**columns)
-
-
-def machine(config: EngineConfig) -> dict[str, Any]:
-    """The engine has imported torch if it needs it."""
-    cpu, torch = isa.read_cpu(), sys.modules.get("torch")
-    return {
-        "cpu": cpu.model,
-        "cores": cpu.cores,
-        "threads": config.threads or cpu.cores,
-        "gpu": torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": None if torch is None else torch.__version__,
-    }

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench.offline import machine
 from quire.capacity.model_size import ModelSize
 from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.step_cost import Cost, MeasuredStep, StepShape, errors, fit, fit_host, shape_of
@@ -25,6 +24,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.limits import Limits, measure_limits
+from quire.engine.machine import machine
 from quire.engine.observer import PlanObserver
 from quire.engine.profiles import describe_machine, read_sizes, server_target_s
 from quire.engine.sizing import measure_on_cpu, measure_on_gpu

@@ -96,6 +96,11 @@ def plan_gpu(config: EngineConfig, name: str) -> EnginePlan:
     if config.kv_memory is not None:
         num_blocks = min(num_blocks, int(config.kv_memory * GIB) // size.block_bytes)
     num_blocks = min(num_blocks, config.num_blocks or num_blocks)
+    if not num_blocks and config.kv_memory is not None and size.block_bytes > config.kv_memory * GIB:
+        raise NotEnoughMemory(
+            f"kv_memory is {config.kv_memory:g} GiB, less than one block of the cache takes "
+            f"({readable(size.block_bytes)}). Raise it."
+        )
     if not num_blocks:
         raise NotEnoughMemory(
             f"The weights take {readable(size.weight_bytes)}, and a {sheet.name} has {sheet.memory_gib:g} GiB, so "

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.in_process import TimedRequest, answer, answers, make_request
-from quire.bench.offline import machine
 from quire.bench.serve.metrics import RequestRecord, summarize
 from quire.config import EngineConfig
 from quire.engine.client import InProcess
+from quire.engine.machine import machine
 from quire.errors import InvalidParams
 
 Report = Callable[[int, int | None], None]

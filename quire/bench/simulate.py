@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from quire.bench.serve.metrics import RequestRecord, errors_by_kind, summarize
-from quire.bench.serve.traces import BLOCK_TOKENS, MAX_TOKENS, TraceRequest
+from quire.bench.serve.traces import MAX_TOKENS, TraceRequest
 from quire.capacity.profile import CapacityProfile
 from quire.capacity.simulator import Arrival, SimulatedRequest, Simulation
 from quire.core.policy import Policy
@@ -32,8 +32,8 @@ def arrivals(entries: Iterable[TraceRequest]) -> Iterator[Arrival]:
     for number, entry in enumerate(entries):
         prompt: list[int] = []
         for block in entry.blocks:
-            start = BLOCK_BASE + numbers.setdefault(block, len(numbers)) * BLOCK_TOKENS
-            prompt += range(start, start + BLOCK_TOKENS)
+            start = BLOCK_BASE + numbers.setdefault(block, len(numbers)) * entry.block_tokens
+            prompt += range(start, start + entry.block_tokens)
         own = (number + 1) * PROMPT_STRIDE
         if entry.blocks:
             # The last block of a prompt is shorter than its name says.

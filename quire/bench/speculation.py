@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.bench.offline import machine
 from quire.config import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.plan import Plan
 from quire.core.request import Request
+from quire.engine.machine import machine
 from quire.engine.observer import PlanObserver
 from quire.errors import InvalidParams
 from quire.llm import LLM

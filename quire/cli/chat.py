@@ -16,6 +16,8 @@ from quire.errors import QuireError
 
 if TYPE_CHECKING:
     from quire.llm import LLM
+    from quire.text.reasoning.parser import AnswerParser
+    from quire.text.tokenizers.tokenizer import Tokenizer
 
 HELP = """\
 /help           this text
@@ -41,14 +43,18 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, text: str) -> None:
-        """Stream the answer to the terminal. The history keeps what was printed, also of a stopped answer."""
+        """Stream the answer to the terminal. The history keeps what was printed, also of a stopped answer. Reasoning is
+        printed dim, and not kept: chat templates drop it where no tools are called."""
         self.messages.append({"role": "user", "content": text})
         shown = ""
         try:
-            for output in self.llm.stream(self.llm.render(self.all_messages()), self.params):
-                grown = output.outputs[0].text
-                print(grown[len(shown) :], end="", flush=True)
-                shown = grown
+            prompt = self.llm.render(self.all_messages())
+            reader = AnswerReader.of(self.llm.get_tokenizer(), prompt["prompt"])
+            for output in self.llm.stream(prompt, replace(self.params, skip_special_tokens=not reader.has_markers)):
+                reasoning, grown = reader.read(output.outputs[0].text, is_last=output.finished)
+                gap = "\n\n" if grown and not shown and reader.has_reasoned else ""
+                print(dim(reasoning) + gap + grown, end="", flush=True)
+                shown += grown
                 if output.outputs[0].error:
                     say(f"error: {output.outputs[0].error}")
         except KeyboardInterrupt:
@@ -65,6 +71,43 @@ class Conversation:
     def all_messages(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return system + self.messages
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """Splits an answer into reasoning and text while it grows. Its markers may be special tokens, which it needs."""
+
+    parser: AnswerParser
+    has_markers: bool
+    num_chars: int = 0
+    has_reasoned: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt: str) -> AnswerReader:
+        from quire.text.answer_format import AnswerFormat
+        from quire.text.templates.capabilities import detect_capabilities
+        from quire.text.templates.chat_template import ChatTemplate
+        from quire.text.tools.definitions import NO_TOOLS
+
+        assert tokenizer.chat_template is not None, "the prompt was rendered with it"
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        format = AnswerFormat.of(detect_capabilities(template), NO_TOOLS, prompt)
+        return cls(format.parser(), bool(format.special_markers(tokenizer)))
+
+    def read(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """What is new of reasoning and of text. `text` is the whole answer so far."""
+        from quire.text.tools.events import ReasoningDelta, TextDelta
+
+        events = self.parser.push(text[self.num_chars :]) + (self.parser.finish() if is_last else [])
+        self.num_chars = len(text)
+        reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+        content = "".join(event.text for event in events if isinstance(event, TextDelta))
+        self.has_reasoned = self.has_reasoned or bool(reasoning)
+        return reasoning, content
+
+
+def dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if text and sys.stdout.isatty() else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

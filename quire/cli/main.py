@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "Plan for a model: memory, speed, prices and what bounds them, without loading it.",
     "advise": "Say which options would serve a load better, by simulating each.",
     "simulate": "Simulate a load on a measured engine.",
+    "trace": "Record a server; replay, compare and export what was recorded.",
     "train-draft": "Train a draft head for a model, with nothing but the model.",
     "info": "Describe this machine and a model, without loading it.",
     "models": "List the models that have a short name, with their sizes.",

@@ -27,30 +27,42 @@ def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[s
     add_fields(parser, "engine", EngineConfig, without=("model", *without))
 
 
-def add_fields(parser: argparse.ArgumentParser, title: str, config: type, *, without: Collection[str] = ()) -> None:
-    """A flag for every field of a config whose fields are `option`s."""
+def add_fields(
+    parser: argparse.ArgumentParser,
+    title: str,
+    config: type,
+    *,
+    without: Collection[str] = (),
+    only_given: bool = False,
+) -> None:
+    """A flag for every field of a config whose fields are `option`s. With `only_given` there are no defaults: a flag
+    that is not on the command line is not among the arguments."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(config)
     for field in fields(config):
         if field.name in without:
             continue
         text = field.metadata["help"].replace("%", "%%")
-        options = _argument_options(hints[field.name], text, field.default)
+        options = _argument_options(hints[field.name], text, None if only_given else field.default)
         if "type" in options:
             options["metavar"] = field.metadata["metavar"] or _metavar(field.name, options["type"])
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **options)
+        flag = field.metadata["flag"] or field.name.replace("_", "-")
+        default = argparse.SUPPRESS if only_given else field.default
+        group.add_argument(f"--{flag}", dest=field.name, default=default, **options)
 
 
 def _argument_options(hint: Any, text: str, default: Any) -> dict[str, Any]:
     """The arguments of `add_argument` for a field of that type."""
+    shown = "" if default is None else " Default: %(default)s."
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": f"{text} Default: {'on' if default else 'off'}."}
+        shown = shown and f" Default: {'on' if default else 'off'}."
+        return {"action": argparse.BooleanOptionalAction, "help": f"{text}{shown}"}
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "help": f"{text} Default: %(default)s."}
+        return {"choices": get_args(hint), "help": f"{text}{shown}"}
     if get_origin(hint) is UnionType:
         (kind,) = (one for one in get_args(hint) if one is not NoneType)
         return {"type": kind, "help": text}
-    return {"type": hint, "help": f"{text} Default: %(default)s."}
+    return {"type": hint, "help": f"{text}{shown}"}
 
 
 def _metavar(name: str, kind: type) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
 
 # Options that a plan does not depend on. Speculation is planned by --acceptance.
-WITHOUT = ("seed", "swap_memory", "speculate", "exit_head")
+WITHOUT = ("seed", "swap_memory", "speculate", "exit_head", "tensor_parallel_size")
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 OF_TRACE = ("slo", "trace_speed", "num_requests", "attainment")
 ATTAINMENT = 0.99

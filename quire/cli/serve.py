@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import fields
 
 from quire.cli.errors import say
@@ -12,10 +13,10 @@ from quire.progress import bar
 from quire.store import resolve
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     from quire.server.config import ServerConfig
 
-    add_fields(parser, "server", ServerConfig)
+    add_fields(parser, "server", ServerConfig, without=without)
     add_engine_options(parser)
 
 

@@ -52,7 +52,7 @@ def add_load(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="recorded traffic: Azure's or BurstGPT's CSV, or Mooncake's JSON lines",
+        help="recorded traffic: Azure's or BurstGPT's CSV, Mooncake's JSON lines, or quire serve --trace",
     )
     group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
     group.add_argument("--rate", type=float, metavar="R", help="instead of a trace: R random requests a second")

@@ -18,7 +18,7 @@ from quire.store import STORED, head_directory
 WITHOUT = (
     "model", "weights", "swap_memory", "prefix_cache", "batching", "order", "batch_size", "batch_wait",
     "waiting_served_ratio", "max_waiting_tokens", "itl_target_ms", "speculate", "exit_head", "seed", "block_size",
-    "max_tokens_per_step",
+    "tensor_parallel_size", "max_tokens_per_step",
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ class Request:
     encoder_tokens: Sequence[int] = ()
     stop_matcher: StopMatcher | None = None  # for beams with stop strings
     prediction: Sequence[int] = ()  # tokens that the client expects as the answer
+    submitted_s: float = 0.0  # when a server got it, of `time.monotonic`; 0 without one
 
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)  # num_prompt + max_tokens

@@ -1,4 +1,4 @@
-"""estimate_waits: in how many seconds each waiting request is admitted, from measured step times. No promise.
+"""estimate_waits: in how many seconds each waiting request is admitted, from measured times. No promise.
 
 Running requests end after as many tokens as recent answers had. In order, each waiting request takes rows and blocks of
 those that end first, and then its prompt is computed. The server calls this with what an engine shows of itself.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_LENGTHS = 256  # of recent answers
+RATE_DECAY = 0.95  # of what was measured before, with each new measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What is free now, and how long steps take."""
+    """What is free now, and how long tokens take."""
 
     num_rows: int
     num_blocks: int
-    decode_s: float
+    output_token_s: float  # between two tokens of an answer
     prompt_token_s: float
     waits_for_all: bool = False  # none is admitted before all running requests have ended (static batching)
     hold_s: float = 0.0  # until the batching policy admits any
@@ -62,6 +63,23 @@ class AnswerLengths:
             return max(0, max_tokens - num_output)
         average = (self._sums[-1] - self._sums[start]) / num_longer
         return min(average, max_tokens) - num_output if max_tokens > num_output else 0.0
+
+
+class OutputRate:
+    """The time between two tokens of an answer as it has been lately, with all that came between."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._num_tokens = 0.0
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        """All answers together: their seconds, and their new tokens."""
+        self._seconds = self._seconds * RATE_DECAY + seconds
+        self._num_tokens = self._num_tokens * RATE_DECAY + num_tokens
+
+    @property
+    def token_s(self) -> float | None:
+        return self._seconds / self._num_tokens if self._num_tokens >= 1 else None
 
 
 @dataclass(order=True, slots=True)
@@ -95,4 +113,4 @@ def estimate_waits(running: Sequence[Demand], line: Sequence[Demand], supply: Su
 
 def end_of(demand: Demand, prompt_s: float, supply: Supply) -> End:
     """The end of a request whose prompt is computed at `prompt_s`."""
-    return End(prompt_s + demand.num_output_tokens * supply.decode_s, demand.num_rows, demand.num_blocks)
+    return End(prompt_s + demand.num_output_tokens * supply.output_token_s, demand.num_rows, demand.num_blocks)

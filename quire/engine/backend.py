@@ -263,10 +263,11 @@ def choose_quantize(wanted: str, weights: Sequence[StoredPart], *, tiled: bool =
     return wanted
 
 
-def describe_ops(ops: Kernels, dtype: str) -> str:
+def describe_ops(ops: Kernels, dtype: str, rank_threads: Sequence[int] = ()) -> str:
     """For the summary: 'own kernels (avx512) on 2 threads', 'own kernels in bfloat16 on cuda', 'torch ...'."""
     if ops.native is not None:
-        threads = ops.native.threads
-        return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}"
+        threads = sum(rank_threads) or ops.native.threads
+        ranks = f" of {len(rank_threads)} ranks" if rank_threads else ""
+        return f"own kernels ({ops.native.isa}) on {threads} thread{'s' if threads > 1 else ''}{ranks}"
     whose = "torch" if ops.fused is None else "own kernels"
     return f"{whose} in {dtype} on {ops.device}"

@@ -74,6 +74,7 @@ from quire.weights.loader import (
 if TYPE_CHECKING:
     from quire.engine.draft_heads import DraftHeads
     from quire.engine.precompile import Precompilation
+    from quire.engine.ranks import RankGroup
     from quire.engine.self_speculation import Exit
     from quire.kernels.cpu.split import SplitModel
     from quire.weights.eagle import LoadedEagle
@@ -86,6 +87,27 @@ def build_engine(
     precompilation: Precompilation | None = None,
 ) -> Engine:
     """Load the model at `path` and build an engine for it."""
+    if config.tensor_parallel_size == 1:
+        return _build(config, path, progress, precompilation)
+    from quire.engine.ranks import RankGroup
+
+    group = RankGroup()
+    try:
+        engine = _build(config, path, progress, precompilation, group)
+    except BaseException:
+        group.close()
+        raise
+    engine.add_ranks(group)
+    return engine
+
+
+def _build(
+    config: EngineConfig,
+    path: Path,
+    progress: Callable[[int, int], None] | None,
+    precompilation: Precompilation | None,
+    group: RankGroup | None = None,
+) -> Engine:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     libraries = None
@@ -94,7 +116,7 @@ def build_engine(
 
         libraries = read_libraries(device, dtype)
     with explain_out_of_memory("the weights", WEIGHTS_REMEDY, device):
-        loaded, ops = load(config, path, dtype, device, progress)
+        loaded, ops = load(config, path, dtype, device, progress, group)
     model = loaded.config
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype, ops)
     max_requests = choose_max_requests(config, device)
@@ -114,6 +136,8 @@ def build_engine(
     head_specs = heads.specs if heads else []
     specs = loaded.model.cache_specs() + head_specs + (draft.model.cache_specs() if draft else [])
     layout = lay_out(specs, shape_blocks(specs, ops, kv_dtype, config.block_size))
+    others = group.wait_loaded(layout) if group is not None else []  # of the memory that is free now, they take no more
+    total_weights = loaded.weight_bytes + sum(other.weight_bytes for other in others)
     if precompilation is not None:
         if ops.fused is None:
             precompilation.cancel()  # torch's ops need no Triton kernels
@@ -126,7 +150,7 @@ def build_engine(
         kept_bytes = heads.count_bytes(step_tokens, ITEM_BYTES[dtype]) if heads else 0
     budget = find_memory_budget(device, step_bytes, kept_bytes)
     size = size_cache(
-        block_bytes=layout.block_bytes,
+        block_bytes=layout.block_bytes + sum(other.block_bytes for other in others),
         block_size=config.block_size,
         windows=layout.windows,
         num_fixed=fixed_blocks(model.max_len, config.block_size, layout.num_encoder_groups, layout.num_state_groups),
@@ -138,18 +162,26 @@ def build_engine(
         max_requests=max_requests,
         budget=budget,
     )
-    ops_text = describe_ops(ops, dtype)
+    ops_text = describe_ops(ops, dtype, () if group is None else group.threads)
     kv_dtypes = " and ".join(dict.fromkeys(spec.dtype or kv_dtype for spec in specs))
     summary = describe(
-        config.model, model.family, ops_text, loaded.weight_bytes, budget.reserved_bytes, size, kv_dtypes, max_requests
+        config.model, model.family, ops_text, total_weights, budget.reserved_bytes, size, kv_dtypes, max_requests
     )  # fmt: skip
     summary += note_cache_scales(loaded.unused, kv_dtype, native=ops.native is not None)
-    info = EngineInfo(config.model, model, size.max_len, max_requests, loaded.weight_bytes, size, device, summary)
+    is_exact = ops.exact or ops.native is not None
+    info = EngineInfo(
+        config.model, model, size.max_len, max_requests, total_weights, size, device, summary, ops_text, is_exact
+    )  # fmt: skip
     num_host_blocks = size_swap(config.swap_memory, size.block_bytes, device)
     with explain_out_of_memory("the cache", f"End other programs on the GPU, or {LESS_MEMORY}.", device):
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        if group is None:
+            cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        else:
+            group.build(size.num_blocks, num_host_blocks, step_tokens)
+            cache = group.cache(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        arrays = ops.arrays if group is None else group.arrays()
         shape = BufferShape(
-            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, ops.arrays,
+            step_tokens, max_requests, size.max_len, layout.windows, config.block_size, model.vocab_size, arrays,
             layout.num_fixed_groups,
         )  # fmt: skip
         num_target_and_heads = num_layers + len(head_specs)
@@ -170,6 +202,8 @@ def build_engine(
             speculates=speculates(config, ops), drafter=drafter,
         )  # fmt: skip
         runner.prepare()
+        if group is not None:
+            group.go()
         costs = SwapCosts(copy_s=time_copies(cache, ops.arrays) if num_host_blocks else None)
     scheduler = Scheduler(
         size.num_blocks,
@@ -219,11 +253,14 @@ def load(
     dtype: str,
     device: str,
     progress: Callable[[int, int], None] | None,
+    group: RankGroup | None = None,
 ) -> tuple[LoadedModel, Kernels]:
-    """The model, and the ops that it runs on."""
+    """The model, and the ops that it runs on. With a group, the other ranks load theirs at the same time."""
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
+        if group is not None:
+            ops = group.start(config, path, model, ops, choose_kv_dtype(config.kv_dtype, dtype, ops))
         check_weights(count_weights(model, ops) * ITEM_BYTES[dtype], device)
         check_tables(model, device)
         rounding = None if config.quantize == "none" else config.quantize
@@ -234,6 +271,8 @@ def load(
         stored = survey(model, checkpoint, ops)
         tiled = has_tiles(ops, dtype)
         quantize = choose_quantize(config.quantize, stored, tiled=tiled)
+        if group is not None:
+            ops = group.start(config, path, model, ops, choose_kv_dtype(config.kv_dtype, dtype, ops))
         check_weights(weight_bytes(stored, dtype, tiled=tiled, quantize=quantize), device)
         check_tables(model, device)
         return build_model(model, checkpoint, dtype=dtype, ops=ops, quantize=quantize, progress=progress), ops

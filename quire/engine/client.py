@@ -101,6 +101,8 @@ class InProcess:
         return self._engine is not None
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
 

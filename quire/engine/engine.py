@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.pace import moving_average
 from quire.core.params import check_early_exit
@@ -26,6 +28,9 @@ from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
 from quire.speculative.controller import Controller
+
+if TYPE_CHECKING:
+    from quire.engine.ranks import RankGroup
 
 log = logging.getLogger("quire.engine")
 
@@ -48,6 +53,8 @@ class EngineInfo:
     cache: CacheSize
     device: str
     summary: str
+    kernels: str = ""  # as the summary names them
+    exact: bool = False  # an answer's bits do not depend on what else is in the batch
 
 
 @dataclass(slots=True)
@@ -90,6 +97,15 @@ class Engine:
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self.observers: list[Observer] = []
+        self.ranks: RankGroup | None = None  # with tensor parallelism
+        self._closer: Callable[[], object] = lambda: None
+
+    def add_ranks(self, ranks: RankGroup) -> None:
+        """They end when the engine is closed, or when nothing refers to it any more."""
+        self.ranks, self._closer = ranks, weakref.finalize(self, ranks.close)
+
+    def close(self) -> None:
+        self._closer()
 
     def add(self, request: Request) -> None:
         check_early_exit(request.params.early_exit, self.has_exit)
@@ -306,7 +322,9 @@ class Engine:
             self.controller.reset()
 
     def _check_device(self, error: Exception) -> None:
-        """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine."""
+        """After an error on a GPU: free its memory, or raise DeviceLost, which ends the engine. So does a lost rank."""
+        if isinstance(error, DeviceLost):
+            raise error
         if self.info.device == "cuda":
             if is_out_of_memory(error):
                 release_memory(error)

@@ -8,6 +8,7 @@ is started again. The answers are the same: sampling depends on seed and positio
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from quire.config import EngineConfig
 from quire.core.plan import Update
@@ -28,6 +31,7 @@ from quire.engine.supervisor import EngineCallbacks, InFlightRequest, Supervised
 from quire.errors import EngineClosed, InvalidParams, QuireError
 from quire.kernels.cuda_driver import count_devices
 from quire.kernels.isa import usable_cores
+from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
@@ -65,7 +69,9 @@ class Fleet:
         *,
         stall_s: float = 120.0,
         callbacks: FleetCallbacks | None = None,
+        recording: RecordingStart | None = None,
     ) -> None:
+        numbers = itertools.count()
         self._callbacks = callbacks or FleetCallbacks()
         self._block_size = config.block_size
         self.members = [
@@ -76,6 +82,8 @@ class Fleet:
                 callbacks=self._callbacks_of(index),
                 environment=environment,
                 report_prefixes=True,
+                recording=recording and structs.replace(recording, replica=index),
+                numbers=numbers,
             )
             for index, (member_config, environment) in enumerate(divide(config, num_replicas))
         ]

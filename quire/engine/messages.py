@@ -17,6 +17,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Update
 from quire.core.request import Request
 from quire.engine.live_changes import CacheDescription, LiveChanges
+from quire.trace.format import RecordingStart
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
@@ -39,10 +40,17 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
     output: list[int]
     num_scored: int
     prediction: list[int]
+    submitted_s: float
 
     @classmethod
     def of(
-        cls, request: Request, wire_id: str, leader_id: str | None, output: list[int], num_scored: int
+        cls,
+        request: Request,
+        wire_id: str,
+        leader_id: str | None,
+        output: list[int],
+        num_scored: int,
+        submitted_s: float,
     ) -> EngineRequest:
         """`wire_id` and `leader_id` are the ids that the supervisor gave to the request and its leader."""
         return cls(
@@ -60,6 +68,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
             output,
             num_scored,
             list(request.prediction),
+            submitted_s,
         )
 
     def to_request(
@@ -86,15 +95,18 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True):
             constraint=constraint,
             stop_matcher=stop_matcher,
             prediction=self.prediction,
+            submitted_s=self.submitted_s,
         )
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: load a model. With `report_prefixes`, steps report what the prefix tree has."""
+    """The first message: load a model. With `report_prefixes`, steps report what the prefix tree has. With
+    `recording`, they report the lines of a recording."""
 
     config: EngineConfig
     path: str
     report_prefixes: bool = False
+    recording: RecordingStart | None = None
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -190,6 +202,7 @@ class StepOutputs(msgspec.Struct, tag=True):
     predicted_s: float = 0.0  # total of the steps that were predicted,
     measured_s: float = 0.0  # and what these took
     prediction_error: float | None = None  # median of the last 1,000 of them
+    recorded: bytes = b""  # lines of the recording, up to these updates
 
 
 class Calibrated(msgspec.Struct, tag=True, frozen=True):

@@ -52,6 +52,7 @@ from quire.errors import DeviceLost, EngineError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.engine.recorder import Recorder
     from quire.text.grammar.constraint import GrammarBackend
     from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -108,6 +109,12 @@ class EngineLoop:
         engine.observers += [PlanObserver(self._announce), self._meter]
         if self._reports_prefixes:
             self._reported_tree.report_changes()
+        self._recorder: Recorder | None = None
+        if start.recording is not None:
+            from quire.engine.recorder import Recorder
+
+            self._recorder = Recorder(start.recording, engine, start.config)
+            engine.observers.append(self._recorder)
 
     def run(self) -> None:
         engine, connection = self._engine, self._connection
@@ -229,6 +236,8 @@ class EngineLoop:
         meter = self._meter
         outputs.predicted_s, outputs.measured_s = meter.predicted_s, meter.measured_s
         outputs.prediction_error = meter.recent_error
+        if self._recorder is not None:
+            outputs.recorded = self._recorder.take()
         self._connection.send(outputs)
         if meter.num_profiles > self._num_profiles and meter.profile is not None:
             self._num_profiles = meter.num_profiles
@@ -254,6 +263,8 @@ def load(connection: Connection) -> EngineLoop | None:
     except QuireError as error:
         connection.send(LoadFailed(type(error).__name__, str(error)))
         return None
+    if engine.ranks is not None:
+        engine.ranks.on_loss = end_as_rank
     info = engine.info
     connection.send(
         Ready(
@@ -270,6 +281,20 @@ def load(connection: Connection) -> EngineLoop | None:
     return EngineLoop(engine, connection, start)
 
 
+def end_as_rank(reason: str, code: int) -> None:
+    """End in the way in which a rank has: the supervisor tells a kill from outside from a crash."""
+    if code < 0:
+        log.critical("%s", reason)
+        os.kill(os.getpid(), -code)
+    end_process(reason)
+
+
+def end_process(reason: str) -> None:
+    """At once: a regular exit could hang on a failed GPU, or wait for a rank that has ended."""
+    log.critical("%s", reason)
+    os._exit(EXIT_DEVICE_LOST)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; the server handles it
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -279,8 +304,7 @@ def main() -> None:
         if loop is not None:
             loop.run()
     except DeviceLost as error:
-        log.critical("%s", error)
-        os._exit(EXIT_DEVICE_LOST)  # a regular exit could hang on the failed GPU
+        end_process(str(error))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
 # The options of an engine that its costs depend on: each combination has a profile of its own.
-DECIDE_COSTS = ("device", "dtype", "kernels", "weights", "quantize", "kv_dtype", "exact", "block_size", "threads")
+DECIDE_COSTS = (
+    "device",
+    "dtype",
+    "kernels",
+    "weights",
+    "quantize",
+    "kv_dtype",
+    "exact",
+    "block_size",
+    "threads",
+    "tensor_parallel_size",
+)
 
 log = logging.getLogger("quire.engine")
 

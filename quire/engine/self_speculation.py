@@ -49,6 +49,10 @@ def load_exit(config: EngineConfig, target: LoadedModel, ops: Kernels) -> Exit |
     text, field, value = named[0]
     if ops.native is None:
         raise InvalidParams(f"{field} has {text}, and an exit needs quire's own CPU kernels; leave it out.", field)
+    if target.config.gemma4 is not None and target.config.gemma4.per_layer_size:
+        raise InvalidParams(
+            f"{field} has {text}, and quire does not split models with embeddings for each layer.", field
+        )
     if len(values) > 1:
         raise InvalidParams(f"speculate names {len(values)} exits; give one.", "speculate")
     if len(named) == 2 and not is_same(value, named[1][2]):

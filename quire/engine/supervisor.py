@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,8 @@ from quire.engine.messages import (
     decode_for_server,
     encode,
 )
-from quire.errors import EngineClosed, EngineError, NotReady, QuireError
+from quire.errors import EngineClosed, EngineError, NotReady, QuireError, make_error
+from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
@@ -83,7 +84,10 @@ class InFlightRequest:
 
     request: Request
     mailbox: Mailbox
-    wire_id: str = ""  # a number and the id; a caller may reuse an id while updates of the first are on their way
+    # A number and the id. A caller may reuse an id while updates of the first request are still on their way. The
+    # number is unique among the replicas, and stays with the request wherever it goes.
+    wire_id: str = ""
+    submitted_s: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     num_scored: int = 0
     crash_count: float = 0.0
@@ -119,14 +123,17 @@ class Supervised:
         callbacks: EngineCallbacks | None = None,
         environment: Mapping[str, str] | None = None,
         report_prefixes: bool = False,
+        recording: RecordingStart | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        self._start_message = Start(config, str(path), report_prefixes)
+        """`numbers`: where wire ids are from, if other supervisors take them from there too."""
+        self._start_message = Start(config, str(path), report_prefixes, recording)
         self._environment = environment  # of the engine's process; None: that of this one
         self._stall_s = stall_s
         self._callbacks = callbacks or EngineCallbacks()
         self._in_flight: dict[str, InFlightRequest] = {}  # by wire id
         self._by_request_id: dict[str, InFlightRequest] = {}  # the same, by request id
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
         self._quarantined: list[InFlightRequest] = []  # not sent to the engine yet
         self._probed: InFlightRequest | None = None  # the quarantined request that the engine has
         self._process: asyncio.subprocess.Process | None = None
@@ -170,7 +177,7 @@ class Supervised:
         if self.gone or self._closing:
             raise EngineClosed("The engine has been shut down.")
         for in_flight in group:
-            in_flight.wire_id = f"{next(self._numbers)}:{in_flight.request.id}"
+            in_flight.wire_id = in_flight.wire_id or f"{next(self._numbers)}:{in_flight.request.id}"
             in_flight.sent = in_flight.scheduled = False
             self._in_flight[in_flight.wire_id] = self._by_request_id[in_flight.request.id] = in_flight
         self._send_requests(group)
@@ -371,7 +378,10 @@ class Supervised:
     def _to_message(self, in_flight: InFlightRequest) -> EngineRequest:
         leader = self._by_request_id.get(in_flight.request.leader.id) if in_flight.request.leader else None
         leader_id = leader.wire_id if leader else None
-        return EngineRequest.of(in_flight.request, in_flight.wire_id, leader_id, in_flight.output, in_flight.num_scored)
+        return EngineRequest.of(
+            in_flight.request, in_flight.wire_id, leader_id, in_flight.output, in_flight.num_scored,
+            in_flight.submitted_s,
+        )  # fmt: skip
 
     def _handle(self, message: ToServer) -> None:
         self._adding = message.ids if isinstance(message, AddingRequests) else []
@@ -506,9 +516,3 @@ class Supervised:
         self._probed = self._quarantined.pop(0) if self._quarantined and self._writer is not None else None
         if self._probed is not None:
             self._send_requests([self._probed])
-
-
-def make_error(name: str, message: str) -> QuireError:
-    """An error of the engine's process, from the name of its class."""
-    kind = getattr(errors, name, EngineError)
-    return kind(message) if isinstance(kind, type) and issubclass(kind, QuireError) else EngineError(message)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.kernels.cache_spec import BlockShape, KVCacheSpec
     from quire.kernels.cpu.native import Native
     from quire.kernels.paging import LayerCache
+    from quire.kernels.shares import Ranks
 
 __all__ = ["Kernels", "select_native", "select_torch"]
 
@@ -69,6 +70,7 @@ class Kernels:
     native: Native | None = None  # set if weights must be packed for the C++ kernels
     linear: Callable[[Tensor, Tensor], Tensor] | None = None  # of dense matrices; not set if `native` is
     exact: bool = False  # set on GPUs if a row's results must not depend on the other rows
+    ranks: Ranks | None = None  # set with tensor parallelism
 
     @property
     def device(self) -> str:
@@ -80,17 +82,17 @@ class Kernels:
         return 1 if self.fused is None else 128
 
 
-OPTIONS = ("arrays", "fused", "native", "exact")  # the fields that are no ops
+OPTIONS = ("arrays", "fused", "native", "exact", "ranks")  # the fields that are no ops
 
 
-def select_native(native: Native) -> Kernels:
-    """quire's own CPU kernels."""
+def select_native(native: Native, ranks: Ranks | None = None) -> Kernels:
+    """quire's own CPU kernels. `ranks` are set with tensor parallelism."""
     from quire.kernels.arrays import NumpyArrays
     from quire.kernels.cpu.native_ops import NativeOps
 
     backend = NativeOps(native)
     names = [field.name for field in fields(Kernels) if field.name not in (*OPTIONS, "linear")]
-    return Kernels(NumpyArrays(), **{name: getattr(backend, name) for name in names}, native=native)
+    return Kernels(NumpyArrays(), **{name: getattr(backend, name) for name in names}, native=native, ranks=ranks)
 
 
 def select_torch(device: str, *, plain: bool = False, exact: bool = False) -> Kernels:

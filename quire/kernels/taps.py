@@ -23,10 +23,15 @@ class Taps:
 
     def keep(self, x: Any, residual: Any) -> None:
         """Called by the model after each of these layers."""
-        self.states.append(x if residual is None else x + residual)
+        self.states.append(hidden_state(x, residual))
 
     def __post_init__(self) -> None:
         assert list(self.layers) == sorted(set(self.layers)), self.layers
+
+
+def hidden_state(x: Any, residual: Any) -> Any:
+    """The sum of what a layer returns; some families return no residual."""
+    return x if residual is None else x + residual
 
 
 class TappedModel:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
-from quire.layers.linear import JoinedLinear, Linear
+from quire.kernels.shares import own_heads
+from quire.layers.linear import JoinedLinear, Linear, output_linear
 from quire.layers.norm import Norm, UnitNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
@@ -24,7 +25,8 @@ class Attention:
     keys, is applied to each head, or with `wide_norm` to all heads together, before rotation. Without `rotary` nothing
     is rotated. `slopes` [num_heads] float32 are ALiBi's. With `sinks`, each head's softmax has one more term. `qkv` and
     `output` name the stored projections, if they do not have the usual names. With `joined` the input is two tensors
-    [tokens, hidden_size], whose projection is that of both side by side.
+    [tokens, hidden_size], whose projection is that of both side by side. Of several ranks each computes and caches its
+    own heads; with `wide_norm`, which needs all of them, each has all.
 
     Gemma 4: with `keys_are_values` there is no projection to values, which are the keys before norm and rotation.
     `value_norm` is applied to each head of values. A layer that `shares` projects to queries only, stores nothing, and
@@ -58,31 +60,36 @@ class Attention:
         value_norm: UnitNorm | None = None,
         shares: int | None = None,
     ) -> None:
-        self.heads = [num_heads, num_kv_heads, num_kv_heads]
+        own = own_heads(num_heads, num_kv_heads, None if wide_norm else ops.ranks)
+        self.heads = [len(own.queries), len(own.keys), len(own.keys)]
         num_parts = 1 if shares else 2 if keys_are_values else 3
         self.projected = [*self.heads[:num_parts], *([0] if shares else [])]
         qkv = qkv or [
             Part(f"{name}.{letter}_proj", heads * head_dim, split="rows", unit=head_dim)
-            for letter, heads in zip("qkv"[:num_parts], self.heads[:num_parts], strict=True)
+            for letter, heads in zip("qkv"[:num_parts], (num_heads, num_kv_heads, num_kv_heads), strict=False)
         ]
+        columns = [range(heads.start * head_dim, heads.stop * head_dim) for heads in (own.queries, own.keys, own.keys)]
+        qkv = [part.only(rows) for part, rows in zip(qkv, columns, strict=False)]  # a layer that shares has no keys
         output = output or Part(f"{name}.o_proj", hidden_size, split="columns", unit=head_dim)
         self.qkv: Linear | JoinedLinear = (
             JoinedLinear(source, ops, qkv, hidden_size, bias=bias)
             if joined
             else Linear(source, qkv, hidden_size, bias=bias)
         )
-        self.output = Linear(source, [output], num_heads * head_dim, bias=output_bias)
+        width = num_heads * head_dim
+        self.output = output_linear(source, ops, output, width, inputs=columns[0], unit=head_dim, bias=output_bias)
         self.head_dim = head_dim
         self.scale = scale
         self.rotary = rotary
-        self.slopes = slopes
+        self.slopes = None if slopes is None else slopes[own.queries.start : own.queries.stop]
         self.window = window
         self.softcap = softcap
         self.qk_norm = qk_norm
         self.wide_norm = wide_norm
         self.value_norm = value_norm
         self.shares = shares
-        self.sinks = source.vector([Part(f"{name}.sinks.weight", num_heads, split="rows")]) if sinks else None
+        sink = Part(f"{name}.sinks.weight", num_heads, split="rows")
+        self.sinks = source.vector([sink.only(own.queries)]) if sinks else None
         self.ops = ops
         fuses = num_parts == 3 and value_norm is None  # the fused ops take queries, keys and values of one product
         self.fused = ops.fused if fuses and rotary is not None else None

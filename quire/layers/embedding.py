@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
+from quire.kernels.shares import Ranks, own_outputs
 from quire.layers.source import Part, Source
 from quire.quant.weight import Weight
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Embedding:
-    """A row of the matrix for each token, times `scale` if there is one, or times `multiplier`."""
+    """A row of the matrix for each token, times `scale` if there is one, or times `multiplier`.
+
+    Each of several ranks has some rows.
+    """
 
     def __init__(
         self,
@@ -27,15 +31,19 @@ class Embedding:
         hidden_size: int,
         scale: float | None = None,
         multiplier: float = 1.0,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.weight = source.matrix([Part(f"{name}.weight", vocab_size)], hidden_size)
+        self.own = own_outputs(vocab_size, ranks)
+        self.weight = source.matrix([Part(f"{name}.weight", vocab_size).only(self.own)], hidden_size)
+        self.ranks = ranks
         # A scale is rounded to the weights' type: models with a scale were trained that way. A multiplier is not.
         self.scale = source.scalar(scale) if scale is not None else multiplier if multiplier != 1.0 else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [n] int64 -> [n, hidden_size]"""
         x: Tensor = self.weight.rows(tokens)
-        return x if self.scale is None else x * self.scale
+        x = x if self.scale is None else x * self.scale
+        return x if self.ranks is None else self.ranks.gather_rows(x, self.own.start)
 
 
 class Head:

@@ -3,7 +3,7 @@
 Keys and values of all heads are projections of one latent a token, which is all that the cache holds, with the part of
 the keys that rotates. The projections are absorbed: queries are projected to the latent, all heads attend to the latent
 as to one key head, and the outputs are projected back. Values are the first numbers of the keys. A GPU does not absorb
-the projections in steps of whole prompts, which takes fewer operations.
+the projections in steps of whole prompts, which takes fewer operations. Each of several ranks has all heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import KVCacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, output_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryTable
 from quire.layers.source import Part, Source
@@ -66,7 +66,8 @@ class LatentAttention:
         self.absorb = source.matrix(*key_parts(f"{name}.kv_b_proj.weight", num_heads, config))
         self.values = source.matrix(*value_parts(f"{name}.kv_b_proj.weight", num_heads, config))
         output = Part(f"{name}.o_proj", hidden_size, split="columns", unit=config.value_dim)
-        self.output = Linear(source, [output], num_heads * config.value_dim, bias=bias)
+        width = num_heads * config.value_dim
+        self.output = output_linear(source, ops, output, width, inputs=range(width), unit=width, bias=bias)
 
     @property
     def cache_spec(self) -> KVCacheSpec:

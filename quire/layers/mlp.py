@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.kernels import Kernels
-from quire.layers.linear import Linear
+from quire.kernels.shares import own_outputs, own_unit
+from quire.layers.linear import Linear, output_linear
 from quire.layers.source import Part, Source, fused_parts
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ class GatedMLP:
         gate_up = [Part(f"{name}.{layer}_proj", intermediate_size, split="rows") for layer in ("gate", "up")]
         if fused:
             gate_up = fused_parts(Part(f"{name}.gate_up_proj", 0, split="rows"), [intermediate_size] * 2)
-        self.gate_up = Linear(source, gate_up, hidden_size, bias=bias)
+        inner, unit = own_outputs(intermediate_size, ops.ranks), own_unit(intermediate_size, ops.ranks)
+        self.gate_up = Linear(source, [part.only(inner) for part in gate_up], hidden_size, bias=bias)
         down = Part(f"{name}.down_proj", hidden_size, split="columns")
-        self.down = Linear(source, [down], intermediate_size, bias=bias)
+        self.down = output_linear(source, ops, down, intermediate_size, inputs=inner, unit=unit, bias=bias)
         self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[activation]
         self.activation = activation
         self.fused = None if bias else ops.fused
@@ -68,8 +70,9 @@ class MLP:
     ) -> None:
         up = Part(f"{name}.up_proj", intermediate_size, split="rows", transposed=transposed)
         down = Part(f"{name}.down_proj", hidden_size, split="columns", transposed=transposed)
-        self.up = Linear(source, [up], hidden_size, bias=bias)
-        self.down = Linear(source, [down], intermediate_size, bias=bias)
+        inner, unit = own_outputs(intermediate_size, ops.ranks), own_unit(intermediate_size, ops.ranks)
+        self.up = Linear(source, [up.only(inner)], hidden_size, bias=bias)
+        self.down = output_linear(source, ops, down, intermediate_size, inputs=inner, unit=unit, bias=bias)
         self.activation = activation
         self.ops = ops
 

@@ -71,12 +71,17 @@ class Part:
         """The same part in a format that stores parts concatenated and not transposed."""
         return replace(self, order=None, transposed=False)
 
+    def only(self, rows: range) -> Part:
+        """Some of the part's rows."""
+        if rows == range(self.rows):
+            return self
+        runs, offset = self.stored_runs(rows.start, rows.stop), self.offset + rows.start
+        return replace(self, rows=len(rows), offset=offset, fused_rows=self.stored_rows, order=runs)
+
     def shard(self, rank: int, size: int, cols: int | None) -> Part:
         """The shard of rank `rank` of `size`. `cols` is None for a vector, whose columns cannot be split."""
         if self.split == "rows":
-            own = self._share(rank, size, self.rows)
-            runs, offset = self.stored_runs(own.start, own.stop), self.offset + own.start
-            return replace(self, rows=len(own), offset=offset, fused_rows=self.stored_rows, order=runs)
+            return self.only(self._share(rank, size, self.rows))
         if self.split == "columns" and cols is not None:
             return replace(self, columns=self._share(rank, size, cols))
         return self

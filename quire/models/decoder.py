@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.kernels import Kernels
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.paging import Ends, LayerCache, Paging
+from quire.kernels.shares import own_outputs
 from quire.kernels.taps import Taps
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
@@ -62,11 +63,15 @@ class Decoder:
             hidden_size=size,
             scale=embedding_scale,
             multiplier=config.embedding_multiplier,
+            ranks=ops.ranks,
         )
         self.layers = layers
         self.norm = build_norm(config, source, ops, "model.norm", size)
         tied = config.tie_embeddings
-        head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab)], size)
+        own = own_outputs(vocab, ops.ranks)
+        head = self.embedding.weight if tied else source.matrix([Part("lm_head.weight", vocab).only(own)], size)
+        if ops.ranks is not None:
+            head = ops.ranks.head(head, own, vocab)
         scale, has_bias = config.structure.logit_scale, config.structure.head_bias
         if scale is not None or has_bias:
             bias = source.vector([Part("lm_head.bias", vocab)]) if has_bias else None

@@ -122,7 +122,7 @@ class PerLayerEmbedding:
         width = own_size * self.num_layers
         self.embedding = Embedding(
             source, "model.embed_tokens_per_layer", vocab_size=details(config).per_layer_vocab, hidden_size=width,
-            scale=own_size**0.5,
+            scale=own_size**0.5, ranks=ops.ranks,
         )  # fmt: skip
         self.project = Linear(source, [Part("model.per_layer_model_projection", width)], config.hidden_size)
         # The projection is to be multiplied by hidden_size ** -0.5. Its norm undoes that, but for the epsilon.

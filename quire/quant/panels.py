@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.native import DENSE_FORMATS, Native
+from quire.kernels.cpu.native import DENSE_FORMATS, Native, multiplies_floats
 from quire.kernels.cpu.recorded import StepTokens
 from quire.kernels.cpu.tape import Value, address
 from quire.kernels.cpu.tape_memory import PADDING_ROWS, padded
@@ -78,6 +78,12 @@ class PanelWeight:
     @property
     def nbytes(self) -> int:
         return sum(panels.nbytes for panels in self.panels)
+
+    @property
+    def reads_rounded(self) -> bool:
+        """Whether a product reads its input in int8 only, and in order."""
+        is_quantized = not any(multiplies_floats(panels.format) for panels in self.panels)
+        return is_quantized and all(order is None for order in self.orders)
 
     def matmul(self, x: Any) -> Any:
         if isinstance(x, Value):

@@ -126,6 +126,10 @@ class InputModel:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Kernels) -> None:
         assert ops.native is not None
+        if config.gemma4 is not None:
+            raise UnsupportedModel(
+                "quire cannot quantize Gemma 4. Load it with --quantize int8 or another of its formats."
+            )
         self.config = config
         self.checkpoint = checkpoint
         self.ops = replace(ops, experts=self._note_experts, store_latent=self._note_latent)

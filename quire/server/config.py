@@ -42,6 +42,8 @@ class ServerConfig:
     allow_request_templates: bool = option(False, "Accept requests with their own chat template.")
     console: bool = option(True, "Show what the engines do, at /console and to `quire top`.")
     log_requests: bool = option(True, "Write a line for every request, as JSON, on standard error.")
+    trace: str | None = option(None, "Record requests, steps and answers into this new file, for quire trace.", "FILE")
+    trace_anonymous: bool = option(False, "Record lengths and digests instead of tokens, texts and parameters' texts.")
     cors_origins: str | None = option(
         None, "Origins of web pages that may send requests, with commas; none if not set.", "ORIGIN,..."
     )
@@ -61,5 +63,7 @@ class ServerConfig:
                 raise InvalidParams(f"{name} is {getattr(self, name)}; give a number of seconds above 0.")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidParams("tls_cert and tls_key go together; give both or neither.")
+        if self.trace_anonymous and self.trace is None:
+            raise InvalidParams("trace_anonymous needs trace, the file to record into; give it, or leave both out.")
         if self.api_key is not None and self.api_key_file is not None:
             raise InvalidParams("Give api_key or api_key_file, not both.")

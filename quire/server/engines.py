@@ -13,6 +13,7 @@ from quire.engine.fleet import Fleet, FleetCallbacks
 from quire.engine.live_changes import CacheDescription
 from quire.engine.messages import Ready
 from quire.engine.supervisor import Supervised
+from quire.trace.format import RecordingStart
 
 if TYPE_CHECKING:
     from quire.capacity.profile import CapacityProfile
@@ -47,9 +48,14 @@ class EngineClient(Protocol):
 
 
 def make_client(
-    engine: EngineConfig, path: Path, num_replicas: int, stall_s: float, callbacks: FleetCallbacks
+    engine: EngineConfig,
+    path: Path,
+    num_replicas: int,
+    stall_s: float,
+    callbacks: FleetCallbacks,
+    recording: RecordingStart | None = None,
 ) -> EngineClient:
     """A client that is not started."""
     if num_replicas > 1:
-        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks)
-    return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0))
+        return Fleet(engine, path, num_replicas, stall_s=stall_s, callbacks=callbacks, recording=recording)
+    return Supervised(engine, path, stall_s=stall_s, callbacks=callbacks.of_replica(0), recording=recording)

@@ -27,6 +27,7 @@ from quire.server.connection import ConnectionLimits, RefusalLog, UvicornConfig,
 from quire.server.engines import EngineClient, make_client
 from quire.server.metrics import Metrics
 from quire.server.middleware import RequestMiddleware
+from quire.server.recording import ServerRecording
 from quire.server.service import Service
 from quire.text.tokenizers.tokenizer import load_tokenizer
 
@@ -52,6 +53,9 @@ class Server:
         self.engine = engine
         self.config = config
         self.path = path
+        self.recording = (
+            ServerRecording(Path(config.trace), anonymous=config.trace_anonymous) if config.trace is not None else None
+        )
         self.metrics = Metrics()
         self.middleware: RequestMiddleware = build_app(
             config, load_api_keys(config.api_key, config.api_key_file), self.metrics
@@ -61,15 +65,25 @@ class Server:
         self._abort = asyncio.Event()
 
     async def run(self, announce: Callable[[str, str], None]) -> None:
+        try:
+            await self._run(announce)
+        finally:
+            if self.recording is not None:
+                self.recording.close(has_served=self.middleware.service is not None)
+
+    async def _run(self, announce: Callable[[str, str], None]) -> None:
         """Serve until a signal. `announce` gets the address and the summary of the engine when the server is ready."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with bind(self.config.host, self.config.port) as listening:
             http = UvicornServer(self._uvicorn_config())
             serving = asyncio.create_task(http.serve([listening]))
+            if self.recording is not None:
+                await asyncio.to_thread(self.recording.begin, self.engine.model, self.path, self.config.replicas)
             client = make_client(
                 self.engine, self.path, self.config.replicas, self.config.stall_timeout,
                 FleetCallbacks(self._on_step, self._on_restart, self._on_changes),
+                self.recording.start if self.recording is not None else None,
             )  # fmt: skip
             try:
                 service = await self._load(client)
@@ -130,11 +144,15 @@ class Server:
     def _on_step(self, outputs: StepOutputs, replica: int) -> None:
         if self.middleware.service is not None:
             self.middleware.service.on_step(outputs, replica)
+        if self.recording is not None:
+            self.recording.on_step(outputs)
 
     def _on_restart(self, reason: str, replica: int) -> None:
         self.metrics.on_restart(replica)
         if self.middleware.service is not None:
             self.middleware.service.live.on_restart(reason, replica)
+        if self.recording is not None:
+            self.recording.on_restart(reason, replica)
 
     def _on_changes(self, changes: LiveChanges, replica: int) -> None:
         if self.middleware.service is not None:

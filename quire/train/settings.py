@@ -122,7 +122,7 @@ def choose(settings: Settings, scale: Scale, model: ModelConfig) -> Settings:
     if model.num_layers < least:
         raise InvalidParams(
             f"The model has {model.num_layers} layers, and a head of kind {settings.kind} needs {least}. Train a head "
-            "of kind medusa."
+            "Train a head of kind medusa."
         )
     check_architecture(settings.kind, model)
     return replace(
@@ -141,6 +141,11 @@ def check_architecture(kind: str, model: ModelConfig) -> None:
         raise UnsupportedModel(
             f"A head of kind {kind} has the attention heads of its target, and this model has latents instead. Train a "
             "head of kind medusa."
+        )
+    if kind in ("block", "eagle") and model.gemma4 is not None:
+        raise UnsupportedModel(
+            f"A head of kind {kind} has the attention heads of its target, and this model has others in some layers. "
+            "Train a head of kind medusa."
         )
     if model.structure.head_bias:
         raise UnsupportedModel(

@@ -7,6 +7,7 @@ A canonical name is "model.layers.0.mlp.experts.3.gate_proj.weight". Checkpoints
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
 
 from quire.layers.source import Part
@@ -61,13 +62,17 @@ def _gpt_oss_part(part: Part, prefix: str, matrix: str, kind: str) -> Part:
     return replace(part, order=(range(matrix == "up", 2 * part.rows, 2),), fused_rows=2 * part.rows)
 
 
-def gguf_part(part: Part, cols: int | None) -> tuple[Part, int | None]:
+def gguf_part(part: Part, cols: int | None, names: Container[str] = ()) -> tuple[Part, int | None]:
     """The part and its columns. All experts of a layer are in three tensors, such as ffn_gate_exps [experts, size,
-    hidden]. Latent attention's projections are in two, attn_k_b [heads, rank, key_dim] and attn_v_b."""
+    hidden], or in two, with gate and up in one; `names` are the tensors of the file. Latent attention's projections are
+    in two, attn_k_b [heads, rank, key_dim] and attn_v_b."""
     if part.expert is None:
         return part, cols
     if match := EXPERT.fullmatch(part.name):
         _, layer, matrix, kind = match.groups()
+        gate_up, down = (f"blk.{layer}.ffn_{each}_exps.{kind}" for each in ("gate_up", "down"))
+        if gate_up in names:
+            return _stacked_part(part, matrix, gate_up, down), cols
         return replace(part, name=f"blk.{layer}.ffn_{matrix}_exps.{kind}", stacked=True), cols
     if match := HEADS.fullmatch(part.name):
         alone = replace(part, offset=0, fused_rows=None, columns=None, stacked=True)

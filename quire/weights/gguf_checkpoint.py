@@ -187,7 +187,7 @@ class GGUFCheckpoint:
         return {name: info.shape for name, info in self.file.tensors.items()}
 
     def find(self, part: Part, cols: int | None) -> GGUFPart:
-        part, cols = gguf_part(part.in_plain_order(), cols)
+        part, cols = gguf_part(part.in_plain_order(), cols, self.file.tensors)
         return GGUFPart(self.file, gguf_name(part.name, self.family), part, cols)
 
     def may_stay_unread(self, name: str) -> bool:

@@ -24,6 +24,7 @@ from quire.weights.gguf_experts import (
     read_qwen3moe,
 )
 from quire.weights.gguf_families import GGUF_FAMILIES
+from quire.weights.gguf_gemma4 import read_gemma4
 from quire.weights.rope import rope_from_gguf
 from quire.weights.sampling import sampling_from_gguf
 
@@ -140,6 +141,7 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
     "qwen2": read_qwen2,
     "qwen3": read_qwen3,
     "gemma3": read_gemma3,
+    "gemma4": lambda fields, shapes, divisors: read_gemma4(plain_config, gemma_windows, fields, shapes, divisors),
     **{architecture: partial(read, plain_config) for architecture, read in GGUF_FAMILIES.items()},
     "qwen2moe": lambda fields, shapes, divisors: read_qwen2moe(
         fields, shapes, plain_config(fields, shapes, "qwen2_moe", divisors)
@@ -160,7 +162,7 @@ ARCHITECTURES: dict[str, Callable[[Fields, Shapes, Sequence[float] | None], Mode
         fields, shapes, plain_config(fields, shapes, "granitemoe", divisors, interleaved=True)
     ),
 }
-EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe")
+EXPERT_ARCHITECTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2", "granitemoe", "gemma4")
 
 
 def vocab_size(fields: Fields, shapes: Shapes) -> int:

@@ -15,6 +15,9 @@ GGUF_TOP = {
     "model.embed_positions": "position_embd",
     "model.embed_norm": "token_embd_norm",
     "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "lm_head": "output",
 }
 
@@ -61,7 +64,20 @@ GGUF_LAYER_GEMMA3 = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
-GGUF_LAYERS = {"gemma3": GGUF_LAYER_GEMMA3, "gpt_oss": GGUF_LAYER_GPT_OSS}
+GGUF_LAYER_GEMMA4 = {
+    **GGUF_LAYER_GEMMA3,
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "mlp.router_norm": "ffn_gate_inp.scale",
+    "mlp.expert_factors": "ffn_down_exps.scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scale": "layer_output_scale",
+}
+
+GGUF_LAYERS = {"gemma3": GGUF_LAYER_GEMMA3, "gemma4": GGUF_LAYER_GEMMA4, "gpt_oss": GGUF_LAYER_GPT_OSS}
 
 # Parts of canonical names that some families' safetensors spell in another way.
 SAFETENSORS_SPELLING = {
@@ -103,7 +119,8 @@ def gguf_name(name: str, family: str) -> str:
     if match and suffix == "e_score_correction_bias":
         return f"blk.{match[1]}.exp_probs_b.bias"
     if match and match[2] in table:
-        return f"blk.{match[1]}.{table[match[2]]}.{suffix}"
+        stored = table[match[2]]
+        return f"blk.{match[1]}.{stored}" if stored.endswith(".scale") else f"blk.{match[1]}.{stored}.{suffix}"
     return name
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.bench.offline import machine
 from quire.config import EngineConfig
+from quire.engine.machine import machine
 from quire.kernels.isa import usable_cores
 
 pytestmark = pytest.mark.cpu

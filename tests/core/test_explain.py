@@ -57,14 +57,7 @@ def is_admitted(scheduler: Scheduler, request_id: str, now_s: float) -> bool:
 def play(rng: random.Random) -> World:
     world = World(rng)
     for _ in range(rng.randint(1, STEPS_PER_WORLD)):
-        dice = rng.random()
-        if dice < 0.3:
-            world.arrive()
-        elif dice < 0.32:
-            world.abort()
-        elif dice < 0.34:
-            world.preempt()
-        world.step()
+        world.play(arrivals=0.3)
     return world
 
 

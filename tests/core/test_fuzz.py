@@ -223,6 +223,19 @@ class World:
         named = [request for plan, _, _ in self.in_flight for request in plan.requests]
         check(self.scheduler, named)
 
+    def play(self, arrivals: float = 0.11) -> None:
+        """Something at random, then a step."""
+        dice = self.random.random() + 0.11 - arrivals
+        if dice < 0.11:
+            self.arrive()
+        elif dice < 0.13:
+            self.abort()
+        elif dice < 0.5:
+            self.draft()
+        elif dice < 0.52:
+            self.preempt()
+        self.step()
+
     def drain(self) -> None:
         for _ in range(20_000):
             if not self.scheduler.has_work and not self.in_flight:
@@ -306,16 +319,7 @@ def test_random_traffic(seed: int) -> None:
     for number in range(NUM_WORLDS // 20):
         world = World(random.Random(f"{seed}.{number}"))
         for _ in range(STEPS_PER_WORLD):
-            dice = world.random.random()
-            if dice < 0.11:
-                world.arrive()
-            elif dice < 0.13:
-                world.abort()
-            elif dice < 0.5:
-                world.draft()
-            elif dice < 0.52:
-                world.preempt()
-            world.step()
+            world.play()
         world.drain()
         world.judge()
         num_preemptions += world.scheduler.counters.preemptions

@@ -12,7 +12,7 @@ from quire.core.params import SamplingParams
 from quire.core.plan import Plan, Sampled
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.wait_estimate import AnswerLengths, Demand, Supply, estimate_waits
+from quire.core.wait_estimate import AnswerLengths, Demand, OutputRate, Supply, estimate_waits
 
 pytestmark = pytest.mark.core
 
@@ -21,20 +21,20 @@ DECODE_S, TOKEN_S = 0.02, 0.001
 
 def test_one_after_another() -> None:
     """One row: each waits for the answer and the prompt before it."""
-    supply = Supply(num_rows=0, num_blocks=100, decode_s=0.1, prompt_token_s=0.01)
+    supply = Supply(num_rows=0, num_blocks=100, output_token_s=0.1, prompt_token_s=0.01)
     running = [Demand(0, 10, 1, 5)]
     line = [Demand(100, 20, 1, 5), Demand(0, 5, 1, 5), Demand(0, 5, 1, 5)]
     assert estimate_waits(running, line, supply) == pytest.approx([1.0, 1.0 + 1.0 + 2.0, 4.5])
 
 
 def test_blocks_come_from_those_that_end_first() -> None:
-    supply = Supply(num_rows=8, num_blocks=2, decode_s=1.0, prompt_token_s=0.0)
+    supply = Supply(num_rows=8, num_blocks=2, output_token_s=1.0, prompt_token_s=0.0)
     running = [Demand(0, 9, 1, 4), Demand(0, 3, 1, 4)]
     assert estimate_waits(running, [Demand(0, 1, 1, 6), Demand(0, 1, 1, 6)], supply) == [3.0, 4.0]
 
 
 def test_a_static_batch_waits_for_the_last() -> None:
-    supply = Supply(num_rows=8, num_blocks=90, decode_s=1.0, prompt_token_s=0.0, waits_for_all=True)
+    supply = Supply(num_rows=8, num_blocks=90, output_token_s=1.0, prompt_token_s=0.0, waits_for_all=True)
     assert estimate_waits([Demand(0, 9, 1, 4), Demand(0, 3, 1, 4)], [Demand(0, 1, 1, 6)], supply) == [9.0]
 
 
@@ -48,6 +48,16 @@ def test_answers_are_as_long_as_recent_longer_ones() -> None:
     assert lengths.expected_left(30, 35) == 5
     assert lengths.expected_left(40, 100) == 60
     assert lengths.expected_left(60, 60) == 0
+
+
+def test_the_rate_of_tokens_follows_what_is_measured() -> None:
+    rate = OutputRate()
+    assert rate.token_s is None
+    rate.add(4.0, 8)
+    assert rate.token_s == 0.5
+    for _ in range(200):
+        rate.add(4.0, 40)
+    assert rate.token_s == pytest.approx(0.1, rel=0.01)
 
 
 def step_s(plan: Plan) -> float:

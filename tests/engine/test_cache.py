@@ -1,6 +1,7 @@
 """Cache layout and size: which layer lives where, how many blocks there are, and the line that says so."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,6 +187,21 @@ def test_tokens_move_in_all_layers_of_their_group(name: str, block_size: int) ->
             block = 1 + 3 * min(layer.group, num_moved)
             own = slice(block, block + 3)
             assert torch.equal(now.nan_to_num()[own], expected.nan_to_num()[own])
+
+
+def test_a_layer_that_shares_is_another_one() -> None:
+    """It has no memory of its own, and its tokens move once: moved twice, slot 3 would hold what slot 7 held."""
+    own = [KVCacheSpec(1, 16, window=8), KVCacheSpec(2, 32)]
+    layout = mixed_layout([*own, *(replace(spec, shares=2) for spec in own)])
+    assert layout.layers == mixed_layout(own).layers * 2
+    assert layout.stored == layout.layers[:2]
+    assert layout.padding == mixed_layout(own).padding
+    cache = CacheTensors(layout, CacheSize(4, 16, 0, 64, 1), HOST, move_kv=select_torch(CPU).move_kv)
+    assert cache.layers[2] is cache.layers[0]
+    assert cache.stored_layers == cache.layers[:2]
+    cache.layers[0].k[0] = torch.arange(16, dtype=torch.bfloat16)[:, None, None]
+    cache.move_tokens([[(5, 3), (7, 5)], []])
+    assert cache.layers[2].k[0, [3, 5, 7], 0, 0].tolist() == [5, 7, 7]
 
 
 def test_a_source_that_was_overwritten_is_a_mistake() -> None:

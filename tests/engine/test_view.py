@@ -72,18 +72,6 @@ class WatchedWorld(World):
         }.items():  # fmt: skip
             setattr(scheduler, name, function)
 
-    def play(self) -> None:
-        dice = self.random.random()
-        if dice < 0.11:
-            self.arrive()
-        elif dice < 0.13:
-            self.abort()
-        elif dice < 0.5:
-            self.draft()
-        elif dice < 0.52:
-            self.preempt()
-        self.step()
-
 
 class Reader:
     """A reader of the stream: it knows only the lines."""

@@ -19,12 +19,12 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.prompt_logits import prompt_logits
-from quire.errors import BadModelFile, UnsupportedModel, WeightMismatch
+from quire.errors import BadModelFile, InvalidParams, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
 from quire.weights.json_config import config_from_json
 from quire.weights.loader import load_model
 from tests.tools.expert_models import expected_logits
-from tests.tools.gemma4_models import GEMMA4_MODELS, LENGTH, gemma4_model, save
+from tests.tools.gemma4_models import GEMMA4_MODELS, LENGTH, gemma4_model, save, save_gguf
 
 pytestmark = pytest.mark.cpu
 
@@ -82,6 +82,17 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.parametrize("name", ["31b", "26b-a4b", "e2b"])
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    model = gemma4_model(name)
+    expected = expected_logits(model, TOKENS)[:-1]
+    path = save_gguf(model, tmp_path / "plain.gguf")
+    torch.testing.assert_close(logits_of(path, "native"), expected, atol=TOLERANCE, rtol=0)
+    blocks = logits_of(save_gguf(model, tmp_path / "q8_0.gguf", quantized=True), "native")
+    errors = (blocks - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 0 < errors[:2].max() < 0.06  # for later tokens, rounded numbers may choose another expert
+
+
 def test_a_published_file(tmp_path: Path) -> None:
     """Its names of sizes, the prefix of multimodal checkpoints, and keys of layers that share, which are not read."""
     model = gemma4_model("e2b", num_global_key_value_heads=None)
@@ -98,6 +109,27 @@ def test_a_published_file(tmp_path: Path) -> None:
     tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, path / "model.safetensors")
     torch.testing.assert_close(logits_of(path, "torch"), expected_logits(model, TOKENS)[:-1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["26b-a4b", "e2b"])
+def test_drafts_of_its_first_layers(name: str, tmp_path: Path) -> None:
+    path = save(gemma4_model(name), tmp_path)
+    if name == "e2b":
+        with (
+            pytest.raises(InvalidParams, match="embeddings for each layer"),
+            engine_of(path, "native", speculate="self:2"),
+        ):
+            pass
+        return
+    answers = []
+    for speculate in ("off", "self:2"):
+        with engine_of(path, "native", speculate=speculate) as client:
+            request = Request("0", TOKENS.tolist(), SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=12)
+            client.add(request)
+            while client.engine.has_work:
+                client.step()
+            answers.append(request.tokens)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from quire.text.answer_format import AnswerFormat
 from quire.text.reasoning.formats import THINK
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tools.definitions import NO_TOOLS, ToolChoice, make_tool
+from quire.text.tools.events import ReasoningDelta, TextDelta
 from quire.text.tools.formats import HERMES
 from tests.server.openapi_schema import validate_event
 from tests.server.scripted import ScriptedService, make_output_processor
@@ -131,6 +132,12 @@ class TestEndings:
         call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
         (called,) = as_messages([reasoning, call], None)
         assert (called["reasoning_content"], len(called["tool_calls"])) == ("Let me see.", 1)
+
+    def test_log_probabilities_of_reasoning_are_not_those_of_the_text(self):
+        builder = make_stored().builder
+        builder.write([ReasoningDelta("Hm")], [{"token": "Hm"}])
+        builder.write([TextDelta("Yes")], [{"token": "Yes"}])
+        assert builder.document["output"][1]["content"][0]["logprobs"] == [{"token": "Yes"}]
 
     def test_a_call_that_is_cut_is_incomplete(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": ']

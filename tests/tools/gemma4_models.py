@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 
 LENGTH = 96
@@ -59,6 +61,68 @@ def gemma4_model(name: str, **changes: Any) -> Any:
         if key.endswith("layer_scalar"):
             buffer.normal_(0.9, 0.1)
     return model
+
+
+def save_gguf(model: Any, path: Path, *, quantized: bool = False) -> Path:
+    """In the layout of llama.cpp's converter, by the gguf package's names. Matrices may be in Q8_0."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "gemma4")
+    full, heads = gguf.MODEL_ARCH.GEMMA4, config.per_layer_config
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    num_sharing = config.num_kv_shared_layers
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([heads[index].num_key_value_heads for index in range(len(kinds))])
+    writer.add_feed_forward_length([layer.mlp.intermediate_size for layer in model.model.layers])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_shared_kv_layers(num_sharing)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    for add, dim in (
+        (writer.add_key_length, 32), (writer.add_value_length, 32), (writer.add_rope_dimension_count, 32),
+        (writer.add_key_length_swa, 16), (writer.add_value_length_swa, 16), (writer.add_rope_dimension_count_swa, 16),
+    ):  # fmt: skip
+        add(dim)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    names = gguf.get_tensor_name_map(full, config.num_hidden_layers)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, np.float32))
+    for key, value in model.state_dict().items():
+        if key != "lm_head.weight":
+            name, values = gguf_tensor_name(names, key), value.float().numpy()
+            if quantized and values.ndim > 1 and values.shape[-1] % 32 == 0:
+                blocks = gguf.GGMLQuantizationType.Q8_0
+                writer.add_tensor(name, gguf.quantize(values, blocks), raw_dtype=blocks)
+            else:
+                writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensor_name(names: Any, key: str) -> str:
+    """The router's scale and the experts' factors have another suffix than weights."""
+    layer = key.split(".")[2]
+    if key.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if key.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
+    if not key.endswith(".weight"):  # layer_scalar, and the experts' stacks
+        key += ".weight"
+    found = names.get_name(key, (".weight",))
+    assert found is not None, key
+    return str(found)
 
 
 def save(model: Any, directory: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from quire.engine.memory import CacheSize
 from quire.engine.runner import ModelRunner, StepListener
 from quire.engine.torch_runner import TorchRunner
 from quire.kernels import Kernels, select_torch
+from quire.kernels.arrays import Arrays
 from quire.kernels.cache_spec import CacheSpec
 from quire.kernels.routing import Routing
 from quire.models.config import ExpertsConfig, Gemma4Config, LatentConfig, ModelConfig, Rope
@@ -129,10 +130,13 @@ class TinyEngine:
         more_specs: Sequence[CacheSpec] = (),
         tap_layers: Sequence[int] = (),
         listeners: Sequence[StepListener] = (),
+        make_cache: Callable[..., CacheTensors] = CacheTensors,
+        batch_arrays: Arrays | None = None,
     ) -> None:
         """With `num_host_blocks`, whoever has to make room goes to the host, as far as that has room.
 
-        `more_specs` are kept in the same blocks, in `more_layers`: for a draft model or a head.
+        `more_specs` are kept in the same blocks, in `more_layers`: for a draft model or a head. `make_cache` and
+        `batch_arrays` are those of several ranks.
         """
         ops, model = ops or select_torch(CPU), model or tiny_model(config)
         specs = [*model.cache_specs(), *more_specs]
@@ -151,17 +155,17 @@ class TinyEngine:
             costs=SwapCosts(copy_s=0.0, compute_s=1.0),
         )
         size = CacheSize(num_blocks, block_size, 0, config.max_len, 1)
-        cache = CacheTensors(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
+        cache = make_cache(layout, size, ops.arrays, num_host_blocks, ops.move_kv)
         vocab_size = config.vocab_size
         shape = BufferShape(
-            max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size, ops.arrays,
-            layout.num_fixed_groups,
+            max_tokens, max_requests, config.max_len, layout.windows, block_size, vocab_size,
+            batch_arrays or ops.arrays, layout.num_fixed_groups,
         )  # fmt: skip
         self.more_layers = cache.layers[len(model.layers) :]
         del cache.layers[len(model.layers) :]
-        buffers = BatchBuffers(shape)
         self.layers = cache.layers
         recorded = ops.record(model, cache.layers, max_tokens, tap_layers)
+        buffers = BatchBuffers(shape)
         self.runner = (ModelRunner if ops.native else TorchRunner)(recorded, cache, buffers, ops, listeners)
 
     def step(self) -> None:

@@ -1,9 +1,9 @@
 """Traces of recorded traffic: arrival times, lengths and shared prefixes.
 
-Three published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens and GeneratedTokens. BurstGPT's is a
-CSV of Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens and Log Type. Mooncake's is JSON
-lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for each 512 tokens of the prompt:
-equal ids at the beginning are equal text. `workload.py` makes the text.
+Recordings (`quire serve --trace`) and three published formats are read. Azure's is a CSV of TIMESTAMP, ContextTokens
+and GeneratedTokens. BurstGPT's is a CSV of Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens
+and Log Type. Mooncake's is JSON lines of timestamp (milliseconds), input_length, output_length and hash_ids, one for
+each 512 tokens of the prompt: equal ids at the beginning are equal text. `workload.py` makes the text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quire.errors import InvalidParams
+from quire.trace.format import PROMPT_BLOCK
+from quire.trace.mooncake import traffic
+from quire.trace.reader import is_recording, read_recording
 
 BLOCK_TOKENS = 512
 MAX_TOKENS = 1 << 24  # of a prompt or an answer
@@ -29,12 +32,13 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. `blocks`: an id for each 512 tokens of the prompt; without ids it shares no prefix."""
+    """A request of a trace. `blocks`: an id for each `block_tokens` of the prompt. Without ids it shares no prefix."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_tokens <= MAX_TOKENS or not 0 <= self.output_tokens <= MAX_TOKENS:
@@ -57,15 +61,29 @@ class TraceSlice:
 def read_trace(path: Path) -> list[TraceRequest]:
     """All requests of a file, by time."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            is_json = file.read(1) == "{"
-            file.seek(0)
-            entries = list(read_mooncake(file, path) if is_json else read_csv(file, path))
+        if is_recording(path):
+            entries = list(read_recorded(path))
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                is_json = file.read(1) == "{"
+                file.seek(0)
+                entries = list(read_mooncake(file, path) if is_json else read_csv(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParams(f"--trace {path} cannot be read: {error}.") from None
     if not entries:
         raise InvalidParams(f"--trace {path} has no request in it.")
     return sorted(entries, key=lambda entry: entry.at_s)
+
+
+def read_recorded(path: Path) -> Iterator[TraceRequest]:
+    """The requests of a recording. Each answer to a prompt is a request of its own."""
+    for number, request in enumerate(traffic(read_recording(path)), 1):
+        try:
+            yield TraceRequest(
+                request.at_s, request.prompt_tokens, request.output_tokens, tuple(request.blocks), PROMPT_BLOCK
+            )
+        except ValueError as error:
+            raise InvalidParams(f"--trace {path}, request {number}, cannot be sent: {error}.") from None
 
 
 def read_csv(file: TextIO, path: Path) -> Iterator[TraceRequest]:

@@ -16,7 +16,7 @@ from quire.bench.serve.client import PreparedRequest, RequestTemplate, send_once
 from quire.bench.serve.http_client import ConnectionPool
 from quire.bench.serve.metrics import RequestRecord
 from quire.bench.serve.settings import NUM_REQUESTS, OUTPUT_TOKENS, PROMPT_WORDS, Settings
-from quire.bench.serve.traces import BLOCK_TOKENS, TraceRequest, TraceSlice, read_trace, slice_trace
+from quire.bench.serve.traces import TraceRequest, TraceSlice, read_trace, slice_trace
 from quire.errors import EngineError
 
 PROBE_WORDS = (50, 550)
@@ -75,10 +75,10 @@ class PromptGenerator:
 
     def trace_words(self, key: str, entry: TraceRequest, ratio: TokenRatio) -> str:
         size = ratio.words(entry.prompt_tokens)
-        return " ".join(self._draw(WORDS, segments(key, entry.blocks, size, BLOCK_TOKENS / ratio.per_word)))
+        return " ".join(self._draw(WORDS, segments(key, entry.blocks, size, entry.block_tokens / ratio.per_word)))
 
     def trace_ids(self, key: str, entry: TraceRequest) -> list[int]:
-        return list(self._draw(TOKEN_IDS, segments(key, entry.blocks, entry.prompt_tokens, BLOCK_TOKENS)))
+        return list(self._draw(TOKEN_IDS, segments(key, entry.blocks, entry.prompt_tokens, entry.block_tokens)))
 
     def _draw(self, units: Sequence[Unit], counts: list[tuple[str, int]]) -> Iterator[Unit]:
         for key, count in counts:

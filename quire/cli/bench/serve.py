@@ -64,7 +64,10 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recorded traffic")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="lengths and times of requests: Azure's CSV or Mooncake's JSON lines"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="lengths and times of requests: Azure's CSV, Mooncake's JSON lines, or quire serve --trace",
     )
     group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
     group.add_argument("--trace-ids", action="store_true", help="send token ids, with exactly the trace's lengths")

@@ -17,6 +17,8 @@ from quire.kernels.cpu.tape import Tape
 from quire.kernels.paging import LayerCache, Paging
 from quire.kernels.taps import Taps
 
+FEW_ROWS = 3  # up to here a meeting takes longer than the norms that it would divide
+
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
@@ -33,8 +35,33 @@ class StepPaging:
     slot_mapping: Sequence[int]
 
 
+class Recording:
+    """A model on a tape, for steps of up to `max_tokens` tokens. `few_rows` are those of a `Tape`."""
+
+    def __init__(
+        self,
+        model: Any,
+        kv: Sequence[LayerCache],
+        native: Native,
+        max_tokens: int,
+        tap_layers: Sequence[int] = (),
+        *,
+        few_rows: bool = False,
+    ) -> None:
+        self.tape = Tape(native, max_tokens, few_rows=few_rows)
+        groups = range(1 + max(cache.group for cache in kv))
+        taps = Taps(tuple(tap_layers))
+        inputs = StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups)
+        hidden = model(*inputs, kv, None, taps) if tap_layers else model(*inputs, kv)
+        values = [hidden, *taps.states]  # no op reuses their memory while the tape is recorded
+        for value in values:
+            value.read()
+        self.tape.finish()
+        self.result, *self.taps = (self.tape.result(value, max_tokens) for value in values)
+
+
 class RecordedModel:
-    """A model, its caches and the tape of its forward pass."""
+    """A model, its caches and the tape of its forward pass. With several ranks, steps of few rows have their own."""
 
     def __init__(
         self,
@@ -46,17 +73,11 @@ class RecordedModel:
     ) -> None:
         self.model = model
         self.head = model.head
-        self.tape = Tape(native, max_tokens)
         self._kv = kv
-        groups = range(1 + max(cache.group for cache in kv))
-        taps = Taps(tuple(tap_layers))
-        inputs = StepTokens(self.tape), StepTokens(self.tape, True), StepPaging(groups)
-        self._hidden = model(*inputs, kv, None, taps) if tap_layers else model(*inputs, kv)
-        values = [self._hidden, *taps.states]  # no op reuses their memory while the tape is recorded
-        for value in values:
-            value.read()
-        self.tape.finish()
-        self._result, *self._taps = (self.tape.result(value, max_tokens) for value in values)
+        self._whole = self._last = Recording(model, kv, native, max_tokens, tap_layers)
+        self._few_rows: Recording | None = None
+        if self.tape.shares_norms:
+            self._few_rows = Recording(model, kv, native, min(FEW_ROWS, max_tokens), tap_layers, few_rows=True)
         self._num_tokens = 0
 
     def __call__(
@@ -64,10 +85,23 @@ class RecordedModel:
     ) -> NDArray[np.float32]:
         assert kv is self._kv
         self._num_tokens = num_tokens = tokens.shape[0]
-        self.tape.run(tokens, positions, paging, num_tokens)
-        return self._result[:num_tokens]
+        self._last = self._recording(num_tokens)
+        self._last.tape.run(tokens, positions, paging, num_tokens)
+        return self._last.result[:num_tokens]
+
+    def run_words(self, words: Sequence[int], base: int) -> None:
+        """On another rank: the step of a command. The pages that rank 0 shares begin at `base`."""
+        self._recording(words[0]).tape.run_words(words, base)
+
+    def _recording(self, num_tokens: int) -> Recording:
+        return self._whole if self._few_rows is None or num_tokens > FEW_ROWS else self._few_rows
+
+    @property
+    def tape(self) -> Tape:
+        """That of the largest steps."""
+        return self._whole.tape
 
     @property
     def taps(self) -> list[NDArray[np.float32]]:
         """The hidden states after the tapped layers, [num_tokens, hidden_size] each. The next call overwrites them."""
-        return [tap[: self._num_tokens] for tap in self._taps]
+        return [tap[: self._num_tokens] for tap in self._last.taps]

@@ -17,7 +17,7 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded import StepPaging, StepTokens
 from quire.kernels.cpu.tape import Tape, Value
 from quire.kernels.paging import LayerCache, Paging
-from quire.kernels.taps import Taps
+from quire.kernels.taps import Taps, hidden_state
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -49,7 +49,7 @@ class SplitModel:
         taps = Taps(tuple(tap for tap in tap_layers if tap < layer))
         tokens, positions = StepTokens(self._first), StepTokens(self._first, True)
         x, residual = model.run_layers(range(layer), model.embed(tokens, positions), positions, groups, kv, None, taps)
-        self._state, *self._first_taps = finish(self._first, [x + residual, *taps.states], max_tokens)
+        self._state, *self._first_taps = finish(self._first, [hidden_state(x, residual), *taps.states], max_tokens)
 
         self._second = Tape(native, max_tokens)
         taps = Taps(tuple(tap for tap in tap_layers if tap >= layer))

@@ -4,22 +4,29 @@ A model is called with `Value`s in place of tensors. Each op is appended to the 
 computes. `finish` allocates memory and builds the C++ program. The memory of a buffer is reused after Python has
 dropped the last reference to it. Neighbouring ops are fused while they are recorded: a product with its bias and its
 gate, and an op with the rounding to int8 that the next product needs.
+
+With several ranks (`ranks.py`) each records the same ops with its own share of the weights. `all_gather` places the
+columns of all ranks side by side in shared memory, where the ops behind a meeting read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import Native, multiplies_floats
-from quire.kernels.cpu.tape_memory import Columns, Memory, Storage, padded
-from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Norm, Op, Recorded
-from quire.kernels.paging import Paging
+from quire.kernels.cpu.ranks import Command, step_arguments_of, step_words
+from quire.kernels.cpu.tape_memory import Columns, Memory, MemoryKind, Storage, padded
+from quire.kernels.cpu.tape_ops import Embed, Floats, Matmul, Meet, Norm, Op, Recorded, Round
+from quire.kernels.paging import MAX_TREE_NODES, Paging
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.ranks import CpuRanks
 
 Ids = NDArray[np.int64]
 Order = NDArray[np.int64]
@@ -28,15 +35,32 @@ Order = NDArray[np.int64]
 class Buffer:
     """The output of one op: rows of `width` values in float32 and in int8. Each is written only if it is needed."""
 
-    def __init__(self, tape: Tape, width: int, producer: Op | None) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        width: int,
+        producer: Op | None,
+        *,
+        shares_values: bool = False,
+        shares_quantized: bool = False,
+    ) -> None:
         self.tape = tape
         self.width = width
         self.producer = producer
-        self.values = Storage(tape.acquire(width, quantized=False))
-        self.quantized = Storage(tape.acquire(width, quantized=True))
+        self.values = Storage(tape.acquire(MemoryKind(width, shared=shares_values)))
+        self.quantized = Storage(tape.acquire(MemoryKind(width, quantized=True, shared=shares_quantized)))
+        self._owned = [self.values.memory, self.quantized.memory]
+
+    def move(self, storage: Storage, other: Storage, first: int) -> None:
+        """A storage of this buffer becomes columns of another buffer's, from `first` on."""
+        assert not self.quantized.needed
+        self._owned.remove(storage.memory)
+        self.tape.release(storage.memory)
+        storage.memory, storage.first, storage.needed = other.memory, first, True
 
     def __del__(self) -> None:
-        self.tape.release(self.values.memory, self.quantized.memory)
+        for memory in self._owned:
+            self.tape.release(memory)
 
 
 class Value:
@@ -96,24 +120,29 @@ class Tape:
     native: Native
     max_tokens: int
     ops: list[Op] = field(default_factory=list)
-    _free: dict[tuple[int, bool], list[Memory]] = field(default_factory=dict)
+    few_rows: bool = False  # each of several ranks computes all of a norm, and no meeting follows
+    _free: dict[MemoryKind, list[Memory]] = field(default_factory=dict)
+    _unmet: list[Memory] = field(default_factory=list)  # shared: other ranks may read it until the next meeting
     _storages: list[Storage] = field(default_factory=list)
     _program: Any = None
     _matmul_input: Buffer | None = None  # of the last op: a gate that fuses with it must not reuse this memory
+    _ranks: CpuRanks | None = None  # set by the first gather
+    _paths: Any = None  # with ranks: shared memory for the paths of draft trees
 
-    def acquire(self, width: int, *, quantized: bool) -> Memory:
-        free = self._free.setdefault((width, quantized), [])
+    def acquire(self, kind: MemoryKind) -> Memory:
+        free = self._free.setdefault(kind, [])
         if free:
             return free.pop()
-        row_bytes = self.native.module.quantized_row_bytes(width) if quantized else 4 * padded(width)
-        return Memory(width, row_bytes)
+        return Memory(
+            kind, self.native.module.quantized_row_bytes(kind.width) if kind.quantized else 4 * padded(kind.width)
+        )
 
-    def release(self, values: Memory, quantized: Memory) -> None:
-        self._free[values.width, False].append(values)
-        self._free[quantized.width, True].append(quantized)
+    def release(self, memory: Memory) -> None:
+        (self._unmet if memory.kind.shared else self._free[memory.kind]).append(memory)
 
-    def new(self, tail: tuple[int, ...], producer: Op | None = None) -> Value:
-        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer), tail)
+    def new(self, tail: tuple[int, ...], producer: Op | None = None, **shares: bool) -> Value:
+        """`shares` are those of `Buffer`."""
+        value = Value(Buffer(self, tail[0] if len(tail) == 1 else tail[0] * tail[1], producer, **shares), tail)
         self._storages += [value.buffer.values, value.buffer.quantized]
         return value
 
@@ -142,13 +171,22 @@ class Tape:
         bias: Floats | None = None,
         centered: bool = False,
     ) -> tuple[Value, Value]:
-        """The norm of x, or of x + residual, and the norm's input."""
+        """The norm of x, or of x + residual, and the norm's input.
+
+        If x is in shared memory, so that all ranks have all of it, each of them computes a part.
+        """
         groups = x.tail[0] if len(x.tail) == 2 else 1
-        out, total = self.new(x.tail), x if residual is None else self.new(x.tail)
+        ranks = self._ranks if x.buffer.values.memory.kind.shared else None
+        shared = ranks is not None and ranks.equal_threads and not self.few_rows
+        out = self.new(x.tail, shares_values=shared, shares_quantized=shared)
+        total = x if residual is None else self.new(x.tail, shares_values=shared)
         columns = (x.read(), residual.read() if residual else None, total.read() if residual else None)
         op = Norm(*columns, weight, bias, centered, eps, groups, out.buffer.values, out.buffer.quantized)
         out.buffer.producer = op
         self.put(op)
+        if ranks is not None and shared:
+            op.rank, op.ranks = ranks.rank, ranks.size
+            self._meet(ranks)
         return out, total
 
     def matmul(self, x: Value, weights: Sequence[Any], orders: Sequence[Order | None] = ()) -> Value:
@@ -241,24 +279,98 @@ class Tape:
             self.put(self._activation(x, out, activation, gated=True))
         return out
 
+    def all_gather(self, ranks: CpuRanks, x: Value, first: int, width: int, *, rounded: bool = False) -> Value:
+        """The columns of all ranks, [tokens, width]. x has those from `first` on, and is not used any more.
+
+        The ops that write x write into shared memory. With `rounded`, values in int8 are shared, for a product that
+        reads no others: each rank rounds its own columns.
+        """
+        assert x.whole
+        assert x.buffer.producer is None or any(op is x.buffer.producer for op in self._since_meeting())
+        out = self.new((width,), shares_values=not rounded, shares_quantized=rounded)
+        if not rounded:
+            x.buffer.move(x.buffer.values, out.buffer.values, first)
+        elif isinstance(x.buffer.producer, Matmul) and x.buffer.producer.rounds:
+            x.buffer.move(x.buffer.quantized, out.buffer.quantized, first)
+        else:
+            part = Storage(out.buffer.quantized.memory)
+            part.first, part.needed = first, True
+            self.put(Round(x.read(), part, x.width))
+        out.buffer.quantized.needed = rounded
+        self._meet(ranks)
+        return out
+
+    def gather_rows(self, ranks: CpuRanks, x: Value, first: int) -> Value:
+        """The rows of all tokens. x is an embedding by a rank's rows, from `first` on."""
+        assert isinstance(x.buffer.producer, Embed)
+        x.buffer.producer.first = first
+        return self.all_gather(ranks, x, 0, x.width)
+
+    def _meet(self, ranks: CpuRanks) -> None:
+        self._ranks = ranks
+        self.put(Meet(ranks.native))
+        for memory in self._unmet:
+            self._free[memory.kind].append(memory)
+        self._unmet.clear()
+
+    def _since_meeting(self) -> list[Op]:
+        last = next((nth for nth in reversed(range(len(self.ops))) if isinstance(self.ops[nth], Meet)), -1)
+        return self.ops[last + 1 :]
+
+    @property
+    def shares_norms(self) -> bool:
+        return any(isinstance(op, Norm) and op.ranks > 1 for op in self.ops)
+
     def finish(self) -> None:
         """Allocate the memory of needed storages and build the program."""
         self._matmul_input = None
+        pages = None if self._ranks is None else self._ranks.pages
         for storage in self._storages:
             if storage.needed and storage.memory.data is None:
-                storage.memory.allocate(self.max_tokens)
+                storage.memory.allocate(self.max_tokens, pages)
+        if pages is not None:
+            self._paths = pages.array((self.max_tokens * (MAX_TREE_NODES + 1),), "int32")
         self._program = self.native.module.Program(self.native.isa)
         for op in self.ops:
             op.emit(self._program)
 
     def run(self, tokens: Ids | None, positions: Ids | None, paging: Paging | None, num_tokens: int) -> None:
-        assert num_tokens <= self.max_tokens, num_tokens
-        self._program.run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
+        self._run(self._program.run, tokens, positions, paging, num_tokens)
 
     def run_timed(self, tokens: Ids, positions: Ids, paging: Paging) -> list[tuple[str, int]]:
         """As `run`; returns the kind and the nanoseconds of each op."""
-        arguments = step_arguments(tokens, positions, paging, len(tokens))
-        return list(self._program.run_timed(self.native.threads, *arguments))
+        return list(self._run(self._program.run_timed, tokens, positions, paging, len(tokens)))
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        tokens: Ids | None,
+        positions: Ids | None,
+        paging: Paging | None,
+        num_tokens: int,
+    ) -> Any:
+        assert num_tokens <= self.max_tokens, num_tokens
+        if self._ranks is None:
+            return run(self.native.threads, *step_arguments(tokens, positions, paging, num_tokens))
+        if paging is not None and paging.paths is not None:
+            paging = replace(paging, paths=self._share_paths(self._ranks, paging.paths))
+        arguments = step_arguments(tokens, positions, paging, num_tokens)
+        self._ranks.write(Command.STEP, step_words(arguments, self._ranks.pages.offset_of))
+        # The call that gives the command also runs the program: no signal of Python comes between them.
+        result = run(self.native.threads, *arguments, self._ranks.native)
+        self._ranks.wait()
+        return result
+
+    def _share_paths(self, ranks: CpuRanks, paths: Any) -> Any:
+        """The paths of draft trees, in shared memory."""
+        ranks.wait()  # the last step may read it
+        shared = self._paths[: paths.size].reshape(paths.shape)
+        shared[...] = paths
+        return shared
+
+    def run_words(self, words: Sequence[int], base: int) -> None:
+        """On another rank: the step of a command. The pages that rank 0 shares begin at `base`."""
+        self._program.run(self.native.threads, *step_arguments_of(words, base))
 
     def result(self, value: Value, num_tokens: int) -> Floats:
         """The array of a value, [num_tokens, width]. The next run overwrites it."""

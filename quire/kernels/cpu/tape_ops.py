@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.native import multiplies_floats
-from quire.kernels.cpu.tape_memory import NULL_VIEW, Columns, Storage
+from quire.kernels.cpu.tape_memory import NULL_PART, NULL_VIEW, Columns, Storage
 
 Floats = NDArray[np.float32]
 
@@ -23,20 +23,48 @@ class Op(Protocol):
 
 @dataclass(slots=True)
 class Embed:
-    """A row of the matrix for each token, by its id or by its position."""
+    """A row of the matrix for each token, by its id or by its position.
+
+    `first`: the matrix has the rows from there on. Tokens whose rows other ranks have are skipped.
+    """
 
     weight: Any
     by_position: bool
     out: Storage
     scale: float = 1.0
+    first: int = 0
 
     def emit(self, program: Any) -> None:
-        program.embed(weight=self.weight, by_position=self.by_position, scale=self.scale, out=self.out.view())
+        program.embed(
+            weight=self.weight, first=self.first, by_position=self.by_position, scale=self.scale, out=self.out.view()
+        )
+
+
+@dataclass(slots=True)
+class Meet:
+    """Waits for the other ranks."""
+
+    ranks: Any
+
+    def emit(self, program: Any) -> None:
+        program.meet(self.ranks)
+
+
+@dataclass(slots=True)
+class Round:
+    """Rounds columns to int8, into columns of another storage."""
+
+    x: Columns
+    quantized: Storage
+    width: int
+
+    def emit(self, program: Any) -> None:
+        program.round(x=self.x.view(), quantized=self.quantized.quantized_part(self.width))
 
 
 @dataclass(slots=True)
 class Norm:
-    """RMSNorm, or LayerNorm if it is centered."""
+    """RMSNorm, or LayerNorm if it is centered. Of several `ranks` each computes a part, and a meeting follows."""
 
     x: Columns
     residual: Columns | None
@@ -48,6 +76,8 @@ class Norm:
     groups: int
     y: Storage
     quantized: Storage
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def rounds(self) -> bool:
@@ -66,6 +96,8 @@ class Norm:
             size=len(self.weight),
             y=self.y.view(),
             quantized=self.quantized.quantized(),
+            rank=self.rank,
+            ranks=self.ranks,
         )
 
 
@@ -103,7 +135,7 @@ class Matmul:
             y=self.y.view(self.first),
             bias=self.bias.ctypes.data if self.bias is not None else 0,
             activation=self.activation,
-            gated=self.gated.quantized() if self.gated and self.rounds else NULL_VIEW,
+            gated=self.gated.quantized_part(self.weight.rows // 2) if self.gated and self.rounds else NULL_PART,
             few_rows=self.few_rows,
         )
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.core.wait_estimate import AnswerLengths, Demand, Supply, estimate_waits
+from quire.core.wait_estimate import AnswerLengths, Demand, OutputRate, Supply, estimate_waits
 from quire.engine.live_changes import EngineFacts, LiveChanges, RequestRow, make_runs
 from quire.server.console.documents import Document, facts_document, mask, request_document, step_document
 from quire.server.streaming import encode_json
@@ -39,6 +39,8 @@ class Mirror:
         self.sequence = 0
         self.deltas: deque[Delta] = deque(maxlen=MAX_DELTAS)
         self._lengths = AnswerLengths()
+        self._rate = OutputRate()
+        self._sent_s = 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -118,6 +120,7 @@ class Mirror:
             self._owners[first : first + count] = array("I", [owner]) * count
 
     def _apply_rows(self, changes: LiveChanges) -> None:
+        self._measure_output(changes)
         for row in changes.requests:
             self._rows[row.number] = row
         for ended in changes.ended:
@@ -125,6 +128,16 @@ class Mirror:
             self._documents.pop(ended.row.number, None)
             if ended.finish in ("stop", "length"):
                 self._lengths.add(ended.row.num_output)
+
+    def _measure_output(self, changes: LiveChanges) -> None:
+        """Over the answers that had tokens at the last message, and have a row in this one."""
+        seconds, self._sent_s = changes.sent_s - self._sent_s, changes.sent_s
+        known = [(row, self._rows.get(row.number)) for row in changes.requests if row.wait is None]
+        grown = [
+            row.num_output - before.num_output for row, before in known if before is not None and before.num_output
+        ]
+        if grown:
+            self._rate.add(seconds * len(grown), sum(grown))
 
     def _update_documents(self, changes: LiveChanges) -> list[Document]:
         """The documents that have changed: of the rows that were sent, and of waiting requests."""
@@ -141,7 +154,7 @@ class Mirror:
 
     def _estimate(self, changes: LiveChanges) -> dict[int, float]:
         """Seconds until each waiting request is admitted. Empty while no step has been measured."""
-        if changes.decode_s is None:
+        if changes.decode_s is None or changes.prompt_token_s is None:
             return {}
         line = sorted((row for row in self._rows.values() if is_in_line(row)), key=position)
         if not line:
@@ -150,8 +163,8 @@ class Mirror:
         supply = Supply(
             room.num_rows,
             room.num_free_blocks - room.num_reserved_blocks,
-            changes.decode_s,
-            changes.decode_s if changes.prompt_token_s is None else changes.prompt_token_s,
+            self._rate.token_s or changes.decode_s,
+            changes.prompt_token_s,
             waits_for_all=self._waits_for_all(room.num_admissible),
             hold_s=room.hold.seconds or 0.0,
         )

@@ -27,6 +27,7 @@ _PREFIX = "tokenizer.ggml."
 _ID_KEYS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _END_KEYS = ("eos", "eot", "eom")
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_GEMMA4 = "gemma4"  # SentencePiece's tokens, with merges in the file
 
 
 class TokenType(IntEnum):
@@ -80,8 +81,10 @@ class GGUFVocabulary(NamedTuple):
         kind = self.metadata.get(_PREFIX + "model")
         if kind is None:
             raise BadModelFile("The GGUF file has no tokenizer (tokenizer.ggml.model is missing).")
-        if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
-            raise UnsupportedModel(f"The GGUF file's tokenizer is of the kind {kind!r}; quire has gpt2 and llama.")
+        if kind not in (_BYTE_LEVEL, _SENTENCEPIECE, _GEMMA4):
+            raise UnsupportedModel(
+                f"The GGUF file's tokenizer is of the kind {kind!r}; quire has gpt2, llama and gemma4."
+            )
         return str(kind)
 
     def find(self, text: str) -> int | None:
@@ -202,18 +205,8 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Backend:
 
 
 def _make_sentencepiece_bpe(vocabulary: GGUFVocabulary) -> models.BPE:
-    # Imported here because byte-level vocabularies, such as the default model's, load faster without numpy.
-    from quire.text.tokenizers.sentencepiece import derive_merges
-
-    tokens = vocabulary.tokens.tokens()
-    scores = _numbers(vocabulary.metadata, "scores", len(tokens))
-    if scores is None:
-        raise BadModelFile("The GGUF file's SentencePiece vocabulary has no scores (tokenizer.ggml.scores is missing).")
-    types = _numbers(vocabulary.metadata, "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
-    mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-    kept = [token_id for token_id, kind in enumerate(types) if kind in mergeable]
-    merges = derive_merges([tokens[t] for t in kept], [scores[t] for t in kept])
-    unknown = vocabulary.named.get("unknown")
+    tokens, unknown = vocabulary.tokens.tokens(), vocabulary.named.get("unknown")
+    merges = _merges(vocabulary.metadata) if vocabulary.kind == _GEMMA4 else _derive_merges(vocabulary, tokens)
     return _make_bpe(
         vocabulary,
         merges,
@@ -221,6 +214,19 @@ def _make_sentencepiece_bpe(vocabulary: GGUFVocabulary) -> models.BPE:
         byte_fallback=True,
         fuse_unk=True,
     )
+
+
+def _derive_merges(vocabulary: GGUFVocabulary, tokens: list[str]) -> list[tuple[str, str]]:
+    # Imported here because byte-level vocabularies, such as the default model's, load faster without numpy.
+    from quire.text.tokenizers.sentencepiece import derive_merges
+
+    scores = _numbers(vocabulary.metadata, "scores", len(tokens))
+    if scores is None:
+        raise BadModelFile("The GGUF file's SentencePiece vocabulary has no scores (tokenizer.ggml.scores is missing).")
+    types = _numbers(vocabulary.metadata, "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
+    mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+    kept = [token_id for token_id, kind in enumerate(types) if kind in mergeable]
+    return derive_merges([tokens[t] for t in kept], [scores[t] for t in kept])
 
 
 def _make_bpe(vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: Any) -> models.BPE:

@@ -108,7 +108,7 @@ def test_block_sizes(name: str, kind: str, block_size: int) -> None:
 
 @each_isa
 @each_cache_type
-@pytest.mark.parametrize("head_dim", [16, 48, 96, 112, 256])
+@pytest.mark.parametrize("head_dim", [16, 48, 96, 112, 256, 512])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (4, 2), (6, 2), (7, 1), (14, 2), (13, 1)])
 def test_head_shapes(name: str, kind: str, head_dim: int, heads: int, kv_heads: int) -> None:
     pair = Pair(ops_of(name), kind, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=16)

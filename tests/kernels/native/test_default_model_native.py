@@ -42,3 +42,16 @@ def test_the_default_model_bit_for_bit(default_model: Path, kind: str, scores: l
         engine = start_engine(EngineConfig(**options, **way), default_model)
         assert run_engine(engine, PROMPTS) == expected
         scores[-1].check(alone)
+
+
+def test_the_default_model_bit_for_bit_on_several_ranks(default_model: Path, scores: list[Scores]) -> None:
+    """Three key heads: two ranks have one and two of them."""
+    options = {"kernels": "native", "kv_memory": 0.2, "max_len": 512, "speculate": "off"}
+    expected = run_engine(start_engine(EngineConfig(**options), default_model), PROMPTS)
+    alone = scores[-1]
+    for size in (2, 3):
+        scores.append(Scores())
+        engine = start_engine(EngineConfig(**options, tensor_parallel_size=size), default_model)
+        assert run_engine(engine, PROMPTS) == expected
+        scores[-1].check(alone)
+        engine.close()

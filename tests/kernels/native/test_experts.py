@@ -51,6 +51,11 @@ def test_route(routing: Routing, biased: bool, name: str) -> None:
     ids, weights = ops_of(name).route(logits, bias, routing)
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
+    factors = draw(routing.num_experts, seed=2)
+    scaled = ops_of(name).route(logits, bias, routing, factors)
+    assert torch.equal(scaled[0], ids)
+    torch.testing.assert_close(scaled[1], weights * factors[ids], atol=0, rtol=0)
+    torch.testing.assert_close(reference.route(logits, bias, routing, factors)[1], scaled[1], atol=1e-6, rtol=1e-5)
 
 
 def make_experts(

@@ -83,8 +83,10 @@ def test_layer_norm(name: str, has_bias: bool, tokens: int, size: int, seed: int
 @few
 @given(tokens=tokens, size=sizes, seed=seeds, threads=thread_counts)
 def test_add(name: str, tokens: int, size: int, seed: int, threads: int) -> None:
-    x, y = draw(2, tokens, size, seed=seed)
-    assert torch.equal(ops_of(name, threads).add(x, y), x + y)
+    ops, (x, y) = ops_of(name, threads), draw(2, tokens, size, seed=seed)
+    assert torch.equal(ops.add(x, y), x + y)
+    assert torch.equal(ops.add(x, y, 0.3), (x + y) * 0.3)
+    assert torch.equal(ops.multiply(x, y), x * y)
 
 
 @each_isa

@@ -101,6 +101,16 @@ class TestSentencePiece:
         assert tokens_of(bare, "hello", add_special_tokens=False) == ["hello"]
         assert bare.decode(bare.encode(" hello")) == " hello"
 
+    def test_gemma_4_has_merges_of_its_own(self):
+        """Scores would make "hello" and "▁wor"; the merges end before."""
+        merges = ["h e", "l l", "he ll", "▁ w"]
+        metadata = sentencepiece(model="gemma4", merges=merges, scores=None, add_space_prefix=False)
+        tokenizer = Tokenizer.from_gguf(metadata)
+        assert tokens_of(tokenizer, "hello wor🦙") == [
+            "<s>", "hell", "o", "▁w", "o", "r", "<0xF0>", "<0x9F>", "<0xA6>", "<0x99>"
+        ]  # fmt: skip
+        assert tokenizer.decode(tokenizer.encode(" hello  wor🦙")) == " hello  wor🦙"
+
     def test_characters_outside_the_vocabulary_become_bytes(self):
         tokenizer = Tokenizer.from_gguf(sentencepiece())
         assert tokens_of(tokenizer, "🦙")[2:] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x99>"]

@@ -106,6 +106,7 @@ class ResponseBuilder:
             events = self._close("completed") + self._open_with(item, {"type": "reasoning_text", "text": ""})
         assert self._item is not None
         self._item["content"][0]["text"] += text
+        self._logprobs.clear()  # a reasoning item has no place for them
         return [*events, self._emit("response.reasoning_text.delta", **self._location(), content_index=0, delta=text)]
 
     def _open_message(self) -> list[bytes]:
