@@ -14,6 +14,7 @@ pytestmark = pytest.mark.browser
 
 SCREENS = ("live", "request/abc", "cache", "batching", "plan", "chat")
 MAX_BYTES = 150_000
+DRAWINGS = "() => [...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
 PLACE_OF_A_LONG_REQUEST = """async () => {
     const { live } = await import('./console/static/stream.js');
     const { layOut } = await import('./console/static/blocks.js');
@@ -181,8 +182,13 @@ def test_batching_draws_three_policies_and_lays_a_live_run_over_one(visit):
         speeds = [float(text) for text in figures[::6]]
         assert len(speeds) == 3
         assert speeds[2] > max(speeds[:2])
+        before = page.evaluate(DRAWINGS)
         page.click("text=Run it live")
-        page.wait_for_selector("text=off in the median")
+        page.wait_for_selector("text=off in the median >> nth=1")
+        page.wait_for_timeout(100)
+        after = page.evaluate(DRAWINGS)
+        assert after[:2] == before[:2]
+        assert after[2] != before[2]
         page.focus("canvas >> nth=2")
         page.keyboard.press("ArrowDown")
         assert "Measured: first token" in page.get_attribute("canvas >> nth=2", "aria-valuetext")

@@ -119,7 +119,8 @@ def test_a_live_run_that_is_left_aborts_its_requests():
         stream = measured_events(SimpleNamespace(service=service), requests)
         for _ in requests:
             assert json.loads((await anext(stream))[6:])["kind"] == "first"
-        await stream.aclose()
+        async with asyncio.timeout(10):  # requests that are not aborted never end
+            await stream.aclose()
 
     asyncio.run(leave())
     assert service.num_closed == len(service.prompts) == LOAD["num_requests"]
