@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from quire.bench.replicas import RandomLoad, RecordedLoad, ServerLoad, Totals, make_policy, simulate_servers
+from quire.bench.replicas import RandomLoad, RecordedLoad, Server, ServerLoad, Totals, make_policy, simulate_servers
 from quire.bench.search import Wanted, busiest, fewest, plan_replicas
 from quire.bench.serve.metrics import distribution, parse_slo
 from quire.bench.serve.traces import TraceRequest
@@ -64,6 +64,21 @@ def test_requests_follow_their_prefix():
     entries = [TraceRequest(index * 2.0, 80, 2, (index % 2,)) for index in range(40)]
     totals = simulate_servers(load(entries, 2), 1)
     assert totals.cached_tokens >= 79 * 36
+
+
+def test_the_router_learns_of_first_tokens(monkeypatch):
+    """The prompt of a request that decodes waits no more; that of one whose step still runs does."""
+    server = Server(load([], 1))
+    seen, choose = [], server._router.choose
+
+    def watched(*arguments):
+        seen.append((server.states[0].missing_tokens, server.states[0].num_answers))
+        return choose(*arguments)
+
+    monkeypatch.setattr(server._router, "choose", watched)
+    # Four steps of 16 tokens compute the first prompt, 0.26 s each. It has 25 tokens more, one in 0.11 s.
+    server.run(arrivals([TraceRequest(at_s, 60, 26) for at_s in (0.0, 0.5, 2.0, 30.0)]))
+    assert seen == [(0, 0), (60, 1), (60, 2), (0, 0)]
 
 
 def test_servers_in_processes_are_those_in_one():

@@ -171,6 +171,11 @@ def test_sizes_are_those_of_an_engine(tmp_path, family):
         engine.scheduler.max_tokens_per_step,
     )
     assert sizes.max_len == engine.info.max_len
+    is_tied = engine.info.config.tie_embeddings
+    assert size.weight_bytes - size.read_bytes == (0 if is_tied else 96 * 64 * 4)
+    assert size.head_values == 96 * 64
+    per_layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
+    assert size.num_values == size.num_layers * per_layer
 
 
 @pytest.mark.parametrize(
