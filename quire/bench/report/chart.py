@@ -16,7 +16,6 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 18, 8, 40
 LEGEND = 20.0  # height of a line above the area
 NUM_COLOURS = 8
 LANE = 9  # height of a request in a Gantt chart
-MAX_SPANS = 400
 
 Point = tuple[float, float]
 ScaleKind = Literal["linear", "log", "best"]
@@ -258,8 +257,8 @@ def draw_bar(
 
 
 def gantt(title: str, spans: Sequence[Span], duration_s: float | None = None) -> str:
-    """Requests in the order of sending, the time to the first token light and the rest full. At most MAX_SPANS."""
-    spans = sorted(spans, key=lambda span: span.sent_s)[:MAX_SPANS]
+    """Requests in the order of sending, the time to the first token light and the rest full."""
+    spans = sorted(spans, key=lambda span: span.sent_s)
     lane = max(2.0, min(LANE, 520 / max(1, len(spans))))
     canvas = Canvas(WIDE, TOP + lane * len(spans) + BOTTOM + 4)
     styles = {"until the first token": "c0 faint", "answer": "c0"}
@@ -286,8 +285,8 @@ def draw_span(span: Span, y: float, lane: float, scale: Scale) -> Iterator[str]:
     else:
         parts = [("c0 faint", span.sent_s, first_s), ("c0", first_s, span.ended_s)]
     for style, begin_s, end_s in parts:
-        x = scale(begin_s)
+        x, least = scale(begin_s), 3.0 if span.failed else 0.5  # a request may fail at once
         yield element(
-            "rect", x=x, y=y, width=max(0.5, scale(end_s) - x), height=lane - (2 if lane > 5 else 0.4),
+            "rect", x=x, y=y, width=max(least, scale(end_s) - x), height=lane - (2 if lane > 5 else 0.4),
             class_=f"bar {style}", data_tip=span.tip,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from quire.bench.report.chart import Axis, Bar, Mark, Series, bar_chart, line_chart
 from quire.bench.report.load import (
     LoadRun,
-    gantt_figure,
+    gantt_figures,
     latency_figures,
     load_tables,
     percent,
@@ -70,8 +70,47 @@ def serve(results: Sequence[Result]) -> Iterator[Section]:
     if missing:
         texts.append(f"Without rows of requests (--json-requests), so without distributions: {', '.join(missing)}.")
     figures = [*latency_figures(runs), *time_figures(runs)]
-    figures += [gantt_figure(run, labelled(results, "Requests", run.name)) for run in runs if run.requests]
+    figures += gantt_figures(runs, lambda run: labelled(results, "Requests", run.name), None)
     yield Section("A server under load", texts, figures, list(load_tables(runs)))
+
+
+def simulate(results: Sequence[Result]) -> Iterator[Section]:
+    """Simulated runs, and where a run was also measured, both."""
+    runs = [run for result in results for run in simulated_runs(results, result)]
+    longest_s = max(run.duration_s for run in runs)
+    error = results[0].document["step_error"]
+    text = (
+        f"The scheduler ran on a virtual clock. Costs of steps are {100 * error['median']:.1f}% off in the median and "
+        f"{100 * error['p95']:.1f}% at the 95th percentile of steps that were not fitted."
+    )
+    figures = [
+        *latency_figures(runs),
+        *time_figures(runs),
+        *gantt_figures(runs, lambda run: run.name.capitalize(), longest_s),
+    ]
+    tables = [*load_tables(runs), *(comparison(results, each) for each in results if "comparison" in each.document)]
+    yield Section("A simulated load", [text], figures, tables)
+
+
+def simulated_runs(results: Sequence[Result], result: Result) -> Iterator[LoadRun]:
+    document = result.document
+    yield load_run(labelled(results, "simulated", result.name), document)
+    if measured := document.get("measured"):
+        name = labelled(results, "measured", result.name)
+        yield load_run(name, {**measured, "requests": document.get("measured_requests", ())})
+
+
+def comparison(results: Sequence[Result], result: Result) -> Table:
+    rows = [
+        [
+            row["figure"],
+            number(row["simulated"]),
+            number(row["measured"]),
+            "-" if row["error"] is None else f"{100 * row['error']:+.1f}%",
+        ]
+        for row in result.document["comparison"]
+    ]
+    return Table(labelled(results, "Simulated and measured", result.name), ["", "simulated", "measured", "error"], rows)
 
 
 def describe_load(document: dict[str, Any]) -> Iterator[str]:
@@ -97,7 +136,7 @@ def batching(results: Sequence[Result]) -> Iterator[Section]:
         if document["different"]:
             texts.append(f"{document['different']} answers differ: with these kernels rounding depends on the batch.")
         figures = [*summary_bars(runs), *latency_figures(runs, ("ttft_ms",))]
-        figures += [gantt_figure(run, f"{run.name.capitalize()} batching", duration_s) for run in runs]
+        figures += gantt_figures(runs, lambda run: f"{run.name.capitalize()} batching", duration_s)
         yield Section(labelled(results, "Batching", result.name), texts, figures, list(load_tables(runs)))
 
 

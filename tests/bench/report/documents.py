@@ -13,7 +13,7 @@ MACHINE = {"cpu": "A CPU", "cores": 2, "threads": 2, "gpu": None, "python": "3.1
 
 def stamped(bench: str, **more: Any) -> dict[str, Any]:
     head = {"bench": bench, "quire": "0.1.0", "time": "2026-01-02T03:04:05+00:00", "command": f"quire bench {bench}"}
-    return {**head, "machine": MACHINE, "model": "m", **more}
+    return {**head, "machine": MACHINE, "model": "m", "engine": "m (llama), own kernels", **more}
 
 
 def offline(*batches: int) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def records(count: int, tokens: int = 8, failed: int = 0) -> list[RequestRecord]
 
 
 def load(made: list[RequestRecord]) -> dict[str, Any]:
-    return {"summary": summarize(made, {}), "errors": errors_by_kind(made), "requests": request_rows(made)}
+    return {"summary": summarize(made, {"ttft": 150.0}), "errors": errors_by_kind(made), "requests": request_rows(made)}
 
 
 def serve(count: int = 20, tokens: int = 8, failed: int = 0) -> dict[str, Any]:
     client = {"machine": {"cpu": "A CPU", "cores": 2, "python": "3.11.7"}, "cpu_us_per_chunk": None}
     more = {"url": "http://h/v1/completions", "load": "8 at a time", "interrupted": False, "client": client}
     document = stamped("serve", **load(records(count, tokens, failed)), **more)
-    del document["machine"]
+    del document["machine"], document["engine"]
     return document
 
 
@@ -118,7 +118,16 @@ def phases() -> dict[str, Any]:
     return stamped("phases", rows=rows, error={"median": 0.03, "p95": 0.1}, limits=limits)
 
 
+def simulate() -> dict[str, Any]:
+    measured = load(records(25))
+    rows = measured.pop("requests")
+    found = [{"figure": "ttft_ms p50", "simulated": 11.0, "measured": 10.0, "error": 0.1}]
+    engine = {"steps": 9, "busy_share": 0.5, "preemptions": 0, "cached_tokens": 0}
+    more = {"step_error": {"median": 0.03, "p95": 0.1}, "engine": engine, "comparison": found}
+    return stamped("simulate", **load(records(20)), **more, measured=measured, measured_requests=rows)
+
+
 ALL = {
     "offline": offline(1, 8), "serve": serve(), "batching": batching(), "prefix": prefix(),
-    "speculation": speculation(), "phases": phases(),
+    "speculation": speculation(), "phases": phases(), "simulate": simulate(),
 }  # fmt: skip

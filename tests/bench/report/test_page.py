@@ -62,7 +62,7 @@ def page(*results):
 def test_every_kind_has_a_page(bench):
     text = page(("m", documents.ALL[bench]))
     read = Page(text)
-    assert f"quire bench {bench}" in read.words
+    assert f"{bench}: m" in read.words
     assert "A CPU" in read.words
     charts = SVG.findall(text)
     assert len(charts) >= 4
@@ -132,6 +132,13 @@ def test_a_long_run_stays_small():
     assert "The first 400 of 3,000 requests." in text
 
 
+def test_several_long_runs_share_a_page():
+    long = documents.serve(1500, 40)
+    text = page(*((f"m{number}", long) for number in range(4)))
+    assert len(text.encode()) < MAX_BYTES
+    assert text.count("The first 100 of 1,500 requests.") == 4
+
+
 def test_a_server_without_rows_of_requests_has_tables():
     document = documents.serve()
     del document["requests"]
@@ -144,6 +151,25 @@ def test_failed_requests_are_marked_and_listed():
     text = page(("m", documents.serve(failed=3)))
     assert text.count('class="bar bad"') == 3
     assert "http_500" in Page(text).words
+
+
+def test_a_simulation_is_drawn_with_what_was_measured():
+    words = Page(page(("m", documents.simulate()))).words
+    assert "Simulated and measured" in words
+    assert "+10.0%" in words
+    charts = [
+        chart
+        for chart in SVG.findall(page(("m", documents.simulate())))
+        if "simulated" in chart and "measured" in chart
+    ]
+    assert len(charts) == 4
+    assert "quire simulate: m" in words
+
+
+def test_the_limit_of_an_slo_is_drawn_where_it_belongs():
+    charts = SVG.findall(page(("m", documents.serve())))
+    drawn = [re.findall('aria-label="([^"]*)"', chart)[0] for chart in charts if "limit, 150 ms" in chart]
+    assert drawn == ["TTFT, time to first token"]
 
 
 def test_all_requests_failed():
