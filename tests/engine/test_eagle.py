@@ -733,7 +733,7 @@ def test_heads_that_the_kernels_cannot_serve_are_refused(tmp_path: Path) -> None
     target, directory = Target(loaded.model, loaded.config), tmp_path / "head"
     config = eagle_config("own", target, head_dim=24, tap_layers=[0, 1, 1])
     write_head(directory, config, eagle_tensors("own", config, target.config))
-    with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 256, and this head's have 24"):
+    with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 512, and this head's have 24"):
         build(EngineConfig(model=str(path), device="cpu", kernels="native", speculate=f"eagle:{directory}"), path)
 
 
