@@ -192,7 +192,7 @@ def test_fork_after_import_and_after_a_run(llama: Path) -> None:
 
 
 def test_heads_that_do_not_fit_are_refused_at_load(narrow: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 256, and this model's have 8"):
+    with pytest.raises(UnsupportedModel, match="multiple of 16 dimensions, at most 512, and this model's have 8"):
         build(narrow)
 
 
