@@ -188,7 +188,8 @@ class World:
     def _sent(self, request: Request, answer: Answer, engine: Engine) -> Request:
         """As the supervisor sends it to an engine, with the tokens that there are after an engine was killed."""
         leader = request.leader.id if request.leader is not None else None
-        message = EngineRequest.of(request, request.id, leader, list(answer.tokens), len(answer.prompt_logprobs))
+        given = list(answer.tokens), len(answer.prompt_logprobs)
+        message = EngineRequest.of(request, request.id, leader, *given, 0.0)
         spec = request.params.structured_outputs
         constraint = GRAMMARS.make_constraint(spec, message.output) if spec is not None else None
         return message.to_request(engine.scheduler.requests, constraint)
