@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Say which options would serve a load better."""
+    """Say which options would serve a load better, by simulating each."""
     check_load(arguments)
     if arguments.acceptance is not None and not 0 <= arguments.acceptance <= 1:
         raise InvalidParams(f"--acceptance is {arguments.acceptance}; give a share from 0 to 1.")

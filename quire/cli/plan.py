@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plan for a model without loading it."""
+    """Plan for a model: memory, speed, prices and what bounds them, without loading it."""
     check(arguments)
     config = engine_config(arguments)
     from quire.bench.plan import plan_gpu, plan_here

@@ -21,8 +21,8 @@ from quire.engine import process
 from quire.engine.async_client import AsyncClient
 from quire.engine.engine import Engine
 from quire.engine.faults import explain_kernel_errors, explain_out_of_memory, is_out_of_memory
-from quire.engine.memory import CacheSize
 from quire.engine.messages import AddingRequests, EngineRequest, Refused, Start
+from quire.engine.observer import Observer
 from quire.errors import DeviceLost, EngineError, NotEnoughMemory, UnsupportedModel
 from quire.kernels import select_torch
 from quire.kernels.torch_arrays import TorchArrays
@@ -413,9 +413,9 @@ def test_an_order_that_cannot_be_added_is_refused_and_the_process_goes_on(monkey
     sent: list[Any] = []
     link = SimpleNamespace(send=sent.append, closed=False)
     engine = engine_with()
-    engine.info = SimpleNamespace(device="cuda", cache=CacheSize(64, 4, 1, 64, 16), max_len=64)  # type: ignore[assignment]
+    monkeypatch.setattr(process, "make_meter", lambda engine, config: Observer())
     loop = process.EngineLoop(engine, link, Start(EngineConfig(), "none"))  # type: ignore[arg-type]
-    good, bad, other = (EngineRequest.of(request(name), name, None, [], 0) for name in ("good", "bad", "other"))
+    good, bad, other = (EngineRequest.of(request(name), name, None, [], 0, 0.0) for name in ("good", "bad", "other"))
     loop._submit([good])
     failing_once(monkeypatch, engine, "_enqueue", RuntimeError("a bug"))
     loop._submit([bad, other])
