@@ -156,6 +156,17 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("A step", quantiles("quire_step_seconds", (0.5, 0.99)), "s", "Seconds of one step of the engine."),
         Panel(
+            "Measured over predicted time of steps",
+            [
+                Query(
+                    ratio("quire_measured_step_seconds_total", "quire_predicted_step_seconds_total"),
+                    "measured / predicted",
+                )
+            ],
+            "short",
+            "Above 1 the engine is slower than its own cost of a step: other programs, or a cost that is out of date.",
+        ),
+        Panel(
             "Time that speculation gained",
             [Query(f"quire_speculation_gain_seconds{{{CHOSEN}}}", "{{instance}}")],
             "s",
