@@ -99,6 +99,7 @@ def run(
     return {
         "machine": machine(config),
         "model": config.model,
+        "engine": client.info.summary,
         "load": asdict(load),
         "batch_size": config.max_requests,
         "repeats": repeats,

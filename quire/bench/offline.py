@@ -65,6 +65,7 @@ def run(
     return {
         "machine": machine(config),
         "model": config.model,
+        "engine": client.info.summary,
         "rows": [asdict(row) for row in rows],
         "start_s": start_s,
     }

@@ -85,7 +85,8 @@ def run(
         results.append(measure(client, scenario, sizes, repeats))
     profile = make_profile(config, sizes, results)
     limits = limits.best(measure_limits(config, client.info, path))
-    return profile, describe(config, model_size(config, client.info.device, path), limits, profile, results)
+    document = describe(config, model_size(config, client.info.device, path), limits, profile, results)
+    return profile, {**document, "engine": client.info.summary}
 
 
 def model_size(config: EngineConfig, device: str, path: Path) -> ModelSize:

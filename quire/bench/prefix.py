@@ -88,6 +88,7 @@ def run(config: EngineConfig, path: Path, load: Load, *, report: Report | None =
     return {
         "machine": machine(config),
         "model": config.model,
+        "engine": client.info.summary,
         "load": {**asdict(load), "message_tokens": load.message_tokens},
         "shared": shared,
         "turns": turns,

@@ -115,6 +115,7 @@ def run(
     return {
         "machine": machine(config),
         "model": config.model,
+        "engine": llm._client.info.summary,
         "speculate": config.speculate,
         "batch": batch,
         "temperature": temperature,

@@ -59,6 +59,8 @@ def make_facts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
         yield f"{prefix}measured", f"{document['time'].replace('T', ' ')}, quire {document['quire']}"
         if "machine" in document:
             yield f"{prefix}machine", describe_machine(document["machine"])
+        if "engine" in document:
+            yield f"{prefix}engine", str(document["engine"])
         if "url" in document:
             yield f"{prefix}server", str(document["url"])
             yield f"{prefix}client", describe_machine(document["client"]["machine"])

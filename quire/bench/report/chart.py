@@ -16,7 +16,6 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 18, 8, 40
 LEGEND = 20.0  # height of a line above the area
 NUM_COLOURS = 8
 LANE = 9  # height of a request in a Gantt chart
-MAX_SPANS = 400
 
 Point = tuple[float, float]
 ScaleKind = Literal["linear", "log", "best"]
@@ -258,8 +257,8 @@ def draw_bar(
 
 
 def gantt(title: str, spans: Sequence[Span], duration_s: float | None = None) -> str:
-    """Requests in the order of sending, the time to the first token light and the rest full. At most MAX_SPANS."""
-    spans = sorted(spans, key=lambda span: span.sent_s)[:MAX_SPANS]
+    """Requests in the order of sending, the time to the first token light and the rest full."""
+    spans = sorted(spans, key=lambda span: span.sent_s)
     lane = max(2.0, min(LANE, 520 / max(1, len(spans))))
     canvas = Canvas(WIDE, TOP + lane * len(spans) + BOTTOM + 4)
     styles = {"until the first token": "c0 faint", "answer": "c0"}

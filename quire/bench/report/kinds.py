@@ -8,7 +8,7 @@ from typing import Any
 from quire.bench.report.chart import Axis, Bar, Mark, Series, bar_chart, line_chart
 from quire.bench.report.load import (
     LoadRun,
-    gantt_figure,
+    gantt_figures,
     latency_figures,
     load_tables,
     percent,
@@ -70,7 +70,7 @@ def serve(results: Sequence[Result]) -> Iterator[Section]:
     if missing:
         texts.append(f"Without rows of requests (--json-requests), so without distributions: {', '.join(missing)}.")
     figures = [*latency_figures(runs), *time_figures(runs)]
-    figures += [gantt_figure(run, labelled(results, "Requests", run.name)) for run in runs if run.requests]
+    figures += gantt_figures(runs, lambda run: labelled(results, "Requests", run.name), None)
     yield Section("A server under load", texts, figures, list(load_tables(runs)))
 
 
@@ -97,7 +97,7 @@ def batching(results: Sequence[Result]) -> Iterator[Section]:
         if document["different"]:
             texts.append(f"{document['different']} answers differ: with these kernels rounding depends on the batch.")
         figures = [*summary_bars(runs), *latency_figures(runs, ("ttft_ms",))]
-        figures += [gantt_figure(run, f"{run.name.capitalize()} batching", duration_s) for run in runs]
+        figures += gantt_figures(runs, lambda run: f"{run.name.capitalize()} batching", duration_s)
         yield Section(labelled(results, "Batching", result.name), texts, figures, list(load_tables(runs)))
 
 

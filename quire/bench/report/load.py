@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from quire.bench.report.chart import MAX_SPANS, Axis, Mark, Point, Series, Span, gantt, line_chart
+from quire.bench.report.chart import Axis, Mark, Point, Series, Span, gantt, line_chart
 from quire.bench.report.page import Figure, Table
 from quire.bench.report.svg import short
 from quire.bench.serve.metrics import percentile
@@ -19,6 +19,7 @@ from quire.bench.serve.report import LATENCIES, TAILS, counts, number
 NUM_POINTS = 160  # of a distribution
 NUM_BINS = 60  # of a run's time
 PERCENTS = (50, 90, 99)
+MAX_SPANS = 400  # requests in the Gantt charts of a section
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,15 @@ def in_flight(run: LoadRun) -> list[Point]:
     return points
 
 
-def gantt_figure(run: LoadRun, title: str, duration_s: float | None = None) -> Figure:
-    """Every request from sending to its end."""
-    spans = [make_span(request) for request in run.requests]
-    note = f"The first {MAX_SPANS} of {len(spans):,} requests." if len(spans) > MAX_SPANS else ""
-    return Figure(title, gantt(title, spans, duration_s), note, wide=True)
+def gantt_figures(
+    runs: Sequence[LoadRun], title: Callable[[LoadRun], str], duration_s: float | None
+) -> Iterator[Figure]:
+    """Every request from sending to its end, a chart for each run. They share MAX_SPANS."""
+    with_rows = [run for run in runs if run.requests]
+    for run in with_rows:
+        first = sorted(run.requests, key=lambda request: request["sent_s"])[: max(1, MAX_SPANS // len(with_rows))]
+        note = f"The first {len(first)} of {len(run.requests):,} requests." if len(first) < len(run.requests) else ""
+        yield Figure(title(run), gantt(title(run), list(map(make_span, first)), duration_s), note, wide=True)
 
 
 def make_span(request: dict[str, Any]) -> Span:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-MAX_JSON = 60_000  # characters of a result that is shown as JSON
+MAX_JSON = 60_000  # characters of all results that are shown as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def render(report: Report) -> str:
         f"<h1>{escape(report.title)}</h1>",
         facts(report.facts),
         *(part for section in report.sections for part in show_section(section)),
-        *(show_json(name, document) for name, document in report.results.items()),
+        *(show_json(name, document, MAX_JSON // len(report.results)) for name, document in report.results.items()),
     ]
     return "\n".join(
         [
@@ -124,9 +124,9 @@ def show_table(table: Table) -> str:
     return f'<div class="scroll" tabindex="0"><table>{caption}{body}</table></div>'
 
 
-def show_json(name: str, document: Any) -> str:
+def show_json(name: str, document: Any, most: int) -> str:
     """The result as JSON, closed at first."""
     text = json.dumps(document, indent=1, ensure_ascii=False)
-    if len(text) > MAX_JSON:
-        text = f"{text[:MAX_JSON]}\n... {len(text) - MAX_JSON:,} more characters"
+    if len(text) > most:
+        text = f"{text[:most]}\n... {len(text) - most:,} more characters"
     return f"<details><summary>{escape(name)} as JSON</summary><pre>{escape(text)}</pre></details>"

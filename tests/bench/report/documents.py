@@ -13,7 +13,7 @@ MACHINE = {"cpu": "A CPU", "cores": 2, "threads": 2, "gpu": None, "python": "3.1
 
 def stamped(bench: str, **more: Any) -> dict[str, Any]:
     head = {"bench": bench, "quire": "0.1.0", "time": "2026-01-02T03:04:05+00:00", "command": f"quire bench {bench}"}
-    return {**head, "machine": MACHINE, "model": "m", **more}
+    return {**head, "machine": MACHINE, "model": "m", "engine": "m (llama), own kernels", **more}
 
 
 def offline(*batches: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def serve(count: int = 20, tokens: int = 8, failed: int = 0) -> dict[str, Any]:
     client = {"machine": {"cpu": "A CPU", "cores": 2, "python": "3.11.7"}, "cpu_us_per_chunk": None}
     more = {"url": "http://h/v1/completions", "load": "8 at a time", "interrupted": False, "client": client}
     document = stamped("serve", **load(records(count, tokens, failed)), **more)
-    del document["machine"]
+    del document["machine"], document["engine"]
     return document
 
 

@@ -132,6 +132,13 @@ def test_a_long_run_stays_small():
     assert "The first 400 of 3,000 requests." in text
 
 
+def test_several_long_runs_share_a_page():
+    long = documents.serve(1500, 40)
+    text = page(*((f"m{number}", long) for number in range(4)))
+    assert len(text.encode()) < MAX_BYTES
+    assert text.count("The first 100 of 1,500 requests.") == 4
+
+
 def test_a_server_without_rows_of_requests_has_tables():
     document = documents.serve()
     del document["requests"]
