@@ -115,7 +115,7 @@ def run(
     return {
         "machine": machine(config),
         "model": config.model,
-        "engine": llm._client.info.summary,
+        "engine": llm.info.summary,
         "speculate": config.speculate,
         "batch": batch,
         "temperature": temperature,

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show results of quire bench as one page."""
+    """Show results of quire bench as one page with charts."""
     check_html(arguments.html)
     from quire.bench.report.build import build_from_files
     from quire.bench.report.page import render
