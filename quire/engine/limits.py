@@ -24,9 +24,9 @@ from quire.quant.panels import PanelWeight, rounded_format
 from quire.weights.matrices import describe_matrices
 
 BYTES_PER_THREAD = 1 << 26  # more than a core's share of the caches
-GPU_BYTES = 1 << 30
+GPU_BYTES = 1 << 28
 SIDE, ROWS = 2048, 256  # of a matrix, and rows that are multiplied with it
-GPU_SIDE = 8192
+GPU_SIDE = 4096
 BUDGET_S = 0.5
 
 

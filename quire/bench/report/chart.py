@@ -285,8 +285,8 @@ def draw_span(span: Span, y: float, lane: float, scale: Scale) -> Iterator[str]:
     else:
         parts = [("c0 faint", span.sent_s, first_s), ("c0", first_s, span.ended_s)]
     for style, begin_s, end_s in parts:
-        x = scale(begin_s)
+        x, least = scale(begin_s), 3.0 if span.failed else 0.5  # a request may fail at once
         yield element(
-            "rect", x=x, y=y, width=max(0.5, scale(end_s) - x), height=lane - (2 if lane > 5 else 0.4),
+            "rect", x=x, y=y, width=max(least, scale(end_s) - x), height=lane - (2 if lane > 5 else 0.4),
             class_=f"bar {style}", data_tip=span.tip,
         )  # fmt: skip

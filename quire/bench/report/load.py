@@ -63,8 +63,16 @@ def latency_figures(runs: Sequence[LoadRun], names: Sequence[str] = ("ttft_ms", 
         series = [distribution(run, name, number) for number, run in enumerate(runs) if run.values(name)]
         if series:
             title = LATENCIES[name]
+            series += limit_lines(runs, name.removesuffix("_ms"))
             share = Axis("share of all, %", ticks=(0, 0.25, 0.5, 0.75, 0.9, 1.0), show=percent, high=1.0)
             yield Figure(title, line_chart(title, series, Axis("ms", "best"), share), "The dots are p50, p90 and p99.")
+
+
+def limit_lines(runs: Sequence[LoadRun], name: str) -> list[Series]:
+    """The limits of --slo."""
+    goodputs = [goodput for run in runs if (goodput := run.summary["goodput"])]
+    limits = sorted({goodput["limits_ms"][name] for goodput in goodputs if name in goodput["limits_ms"]})
+    return [Series(f"limit, {short(ms)} ms", [(ms, 0.0), (ms, 1.0)], colour=None, dashed=True) for ms in limits]
 
 
 def distribution(run: LoadRun, name: str, colour: int) -> Series:

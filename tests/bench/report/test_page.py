@@ -153,6 +153,12 @@ def test_failed_requests_are_marked_and_listed():
     assert "http_500" in Page(text).words
 
 
+def test_the_limit_of_an_slo_is_drawn_where_it_belongs():
+    charts = SVG.findall(page(("m", documents.serve())))
+    drawn = [re.findall('aria-label="([^"]*)"', chart)[0] for chart in charts if "limit, 150 ms" in chart]
+    assert drawn == ["TTFT, time to first token"]
+
+
 def test_all_requests_failed():
     document = documents.serve(4, failed=4)
     assert document["summary"]["ttft_ms"] is None
