@@ -76,6 +76,7 @@ def run(
             f"The engine has room for {len(scenarios)} of the scenarios, and a fit needs {MIN_SCENARIOS}. "
             "Raise max_len, max_requests or the memory for the cache."
         )
+    size = model_size(config, client.info.device, path)
     measure(client, scenarios[1], sizes, 1)  # warms up
     limits = measure_limits(config, client.info, path)
     results = []
@@ -85,7 +86,7 @@ def run(
         results.append(measure(client, scenario, sizes, repeats))
     profile = make_profile(config, sizes, results)
     limits = limits.best(measure_limits(config, client.info, path))
-    document = describe(config, model_size(config, client.info.device, path), limits, profile, results)
+    document = describe(config, size, limits, profile, results)
     return profile, {**document, "engine": client.info.summary}
 
 

@@ -29,9 +29,12 @@ def run(*arguments: object, environment: dict[str, str] | None = None) -> subpro
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("phases") / "p.json"
-    done = run("bench", "phases", *SMALL, "--repeats", 1, "--save", "--profile", path)
+    page = path.with_suffix(".html")
+    done = run("bench", "phases", *SMALL, "--repeats", 1, "--save", "--profile", path, "--html", page)
     assert done.returncode == 0, done.stderr
     assert f"Saved to {path}" in done.stderr
+    assert "Memory is read at" in done.stdout
+    assert "Roofline" in page.read_text()
     return path
 
 
