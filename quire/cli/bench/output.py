@@ -56,14 +56,14 @@ def finish(
     *,
     without: Sequence[str] = (),
 ) -> None:
-    """Write the page, and print the document or a table. `without` are entries that only the page needs."""
+    """Print the document or a table, and write the page. `without` are entries that only the page needs."""
     stamped = stamp(bench, document)
-    if arguments.html is not None:
-        write_page(arguments.html, stamped)
     if arguments.json:
         print(json.dumps({name: value for name, value in stamped.items() if name not in without}))
     else:
         show(document)
+    if arguments.html is not None:  # last: if it cannot be written, the result has been printed
+        write_page(arguments.html, stamped)
 
 
 def write_page(path: Path, document: dict[str, Any]) -> None:

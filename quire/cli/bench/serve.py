@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     add_trace(parser)
     add_output(parser)
-    parser.add_argument("--json-requests", action="store_true", help="the same, with a row for every request")
+    parser.add_argument("--json-requests", action="store_true", help="as --json, with a row for every request")
     slo = "limits in ms, such as ttft:500,tpot:50,e2e:9000: goodput counts the requests within them"
     parser.add_argument("--slo", metavar="LIMITS", help=slo)
 
