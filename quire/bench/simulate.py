@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from quire.bench.in_process import request_rows
 from quire.bench.serve.metrics import RequestRecord, errors_by_kind, summarize
 from quire.bench.serve.traces import MAX_TOKENS, TraceRequest
 from quire.capacity.profile import CapacityProfile
@@ -56,6 +57,8 @@ def simulate(
     entries: Sequence[TraceRequest],
     policy: Policy | None = None,
     limits: dict[str, float] | None = None,
+    *,
+    with_requests: bool = False,
 ) -> dict[str, Any]:
     """The document of a run, as `quire bench serve --json` prints it, with the simulation's own numbers."""
     begin_s = time.perf_counter()
@@ -77,6 +80,7 @@ def simulate(
         "simulated_s": simulation.now_s,
         "wall_s": seconds,
         "step_error": {"median": profile.median_error, "p95": profile.p95_error},
+        **({"requests": request_rows(records)} if with_requests else {}),
     }
 
 

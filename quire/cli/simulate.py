@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench.output import add_output, check_html, finish
 from quire.cli.errors import say
-from quire.cli.options import add_engine_options, add_json, engine_config
+from quire.cli.options import add_engine_options, engine_config
 from quire.errors import InvalidParams
 from quire.progress import bar
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", metavar="URL", help="replay the trace on a running server too, and print the errors"
     )
-    add_json(parser)
+    add_output(parser)
     add_engine_options(parser, without=FIXED)
 
 
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         show_replicas(simulate_replicas(arguments, config, profile, limits), arguments)
         return
     replayed = load(arguments)
-    document = simulate(profile, replayed.entries, policy(), limits)
+    document = simulate(profile, replayed.entries, policy(), limits, with_requests=arguments.html is not None)
     document["trace"] = {
         "num_read": replayed.num_read,
         "num_skipped_prompt_too_long": replayed.num_too_long,
@@ -94,17 +95,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.ranges:
         document["ranges"] = ranges(profile, replayed.entries, policy)
     if arguments.compare:
-        document["measured"] = replay_live(arguments)
-        document["comparison"] = compare(document, document["measured"])
-    if arguments.json:
-        print(json.dumps(document))
-    else:
-        show(document)
+        measured = replay_live(arguments)
+        document["measured_requests"] = measured.pop("requests", [])
+        document["measured"] = measured
+        document["comparison"] = compare(document, measured)
+    finish("simulate", document, arguments, show, without=("requests", "measured_requests"))
 
 
 def check(arguments: argparse.Namespace) -> None:
     check_load(arguments)
-    for name in ("compare", "ranges"):
+    check_html(arguments.html)
+    for name in ("compare", "ranges", "html"):
         if getattr(arguments, name) and (arguments.replicas or arguments.servers):
             raise InvalidParams(f"--{name} is of one engine; leave it out, or --replicas and --servers.")
     if arguments.compare and arguments.trace is None:
@@ -238,7 +239,7 @@ def replay_live(arguments: argparse.Namespace) -> dict[str, Any]:
         max_output_tokens=arguments.max_output_tokens,
     )
     with bar("requests", unit="requests") as report:
-        return measure(settings, report)
+        return measure(settings, report, with_requests=arguments.html is not None)
 
 
 def show(document: dict[str, Any]) -> None:

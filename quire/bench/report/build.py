@@ -17,8 +17,9 @@ BUILDERS: dict[str, Callable[[Sequence[Result]], Iterable[Section]]] = {
     "prefix": kinds.prefix,
     "speculation": kinds.speculation,
     "phases": phases,
+    "simulate": kinds.simulate,
 }
-WITHOUT_JSON = ("requests", "runs")  # entries that are long, and not shown as JSON
+WITHOUT_JSON = ("requests", "measured_requests", "runs")  # entries that are long, and not shown as JSON
 
 
 def build(results: Sequence[Result]) -> Report:
@@ -46,8 +47,9 @@ def build_from_files(results: Sequence[Result]) -> Report:
 
 def make_title(results: Sequence[Result]) -> str:
     what = " and ".join(dict.fromkeys(result.bench for result in results))
+    what = what if what.startswith("simulate") else f"bench {what}"
     models = ", ".join(dict.fromkeys(str(result.document["model"]) for result in results))
-    return f"quire bench {what}: {models}"
+    return f"quire {what}: {models}"
 
 
 def make_facts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
@@ -58,9 +60,10 @@ def make_facts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
         yield f"{prefix}command", str(document["command"])
         yield f"{prefix}measured", f"{document['time'].replace('T', ' ')}, quire {document['quire']}"
         if "machine" in document:
-            yield f"{prefix}machine", describe_machine(document["machine"])
-        if "engine" in document:
-            yield f"{prefix}engine", str(document["engine"])
+            machine = document["machine"]  # of a simulation the name of the machine that was measured
+            yield f"{prefix}machine", machine if isinstance(machine, str) else describe_machine(machine)
+        if isinstance(document.get("engine"), str):
+            yield f"{prefix}engine", document["engine"]
         if "url" in document:
             yield f"{prefix}server", str(document["url"])
             yield f"{prefix}client", describe_machine(document["client"]["machine"])

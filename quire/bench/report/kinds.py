@@ -74,6 +74,44 @@ def serve(results: Sequence[Result]) -> Iterator[Section]:
     yield Section("A server under load", texts, figures, list(load_tables(runs)))
 
 
+def simulate(results: Sequence[Result]) -> Iterator[Section]:
+    """Simulated runs, and where a run was also measured, both."""
+    runs = [run for result in results for run in simulated_runs(results, result)]
+    error = results[0].document["step_error"]
+    text = (
+        f"The scheduler ran on a virtual clock. Costs of steps are {100 * error['median']:.1f}% off in the median and "
+        f"{100 * error['p95']:.1f}% at the 95th percentile of steps that were not fitted."
+    )
+    figures = [
+        *latency_figures(runs),
+        *time_figures(runs),
+        *gantt_figures(runs, lambda run: run.name.capitalize(), None),
+    ]
+    tables = [*load_tables(runs), *(comparison(results, each) for each in results if "comparison" in each.document)]
+    yield Section("A simulated load", [text], figures, tables)
+
+
+def simulated_runs(results: Sequence[Result], result: Result) -> Iterator[LoadRun]:
+    document = result.document
+    yield load_run(labelled(results, "simulated", result.name), document)
+    if measured := document.get("measured"):
+        name = labelled(results, "measured", result.name)
+        yield load_run(name, {**measured, "requests": document.get("measured_requests", ())})
+
+
+def comparison(results: Sequence[Result], result: Result) -> Table:
+    rows = [
+        [
+            row["figure"],
+            number(row["simulated"]),
+            number(row["measured"]),
+            "-" if row["error"] is None else f"{100 * row['error']:+.1f}%",
+        ]
+        for row in result.document["comparison"]
+    ]
+    return Table(labelled(results, "Simulated and measured", result.name), ["", "simulated", "measured", "error"], rows)
+
+
 def describe_load(document: dict[str, Any]) -> Iterator[str]:
     yield f"Load: {document['load']}."
     yield from notes(document)

@@ -118,7 +118,16 @@ def phases() -> dict[str, Any]:
     return stamped("phases", rows=rows, error={"median": 0.03, "p95": 0.1}, limits=limits)
 
 
+def simulate() -> dict[str, Any]:
+    measured = load(records(25))
+    rows = measured.pop("requests")
+    found = [{"figure": "ttft_ms p50", "simulated": 11.0, "measured": 10.0, "error": 0.1}]
+    engine = {"steps": 9, "busy_share": 0.5, "preemptions": 0, "cached_tokens": 0}
+    more = {"step_error": {"median": 0.03, "p95": 0.1}, "engine": engine, "comparison": found}
+    return stamped("simulate", **load(records(20)), **more, measured=measured, measured_requests=rows)
+
+
 ALL = {
     "offline": offline(1, 8), "serve": serve(), "batching": batching(), "prefix": prefix(),
-    "speculation": speculation(), "phases": phases(),
+    "speculation": speculation(), "phases": phases(), "simulate": simulate(),
 }  # fmt: skip

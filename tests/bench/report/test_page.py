@@ -62,7 +62,7 @@ def page(*results):
 def test_every_kind_has_a_page(bench):
     text = page(("m", documents.ALL[bench]))
     read = Page(text)
-    assert f"quire bench {bench}" in read.words
+    assert f"{bench}: m" in read.words
     assert "A CPU" in read.words
     charts = SVG.findall(text)
     assert len(charts) >= 4
@@ -151,6 +151,19 @@ def test_failed_requests_are_marked_and_listed():
     text = page(("m", documents.serve(failed=3)))
     assert text.count('class="bar bad"') == 3
     assert "http_500" in Page(text).words
+
+
+def test_a_simulation_is_drawn_with_what_was_measured():
+    words = Page(page(("m", documents.simulate()))).words
+    assert "Simulated and measured" in words
+    assert "+10.0%" in words
+    charts = [
+        chart
+        for chart in SVG.findall(page(("m", documents.simulate())))
+        if "simulated" in chart and "measured" in chart
+    ]
+    assert len(charts) == 4
+    assert "quire simulate: m" in words
 
 
 def test_the_limit_of_an_slo_is_drawn_where_it_belongs():
