@@ -77,6 +77,7 @@ def serve(results: Sequence[Result]) -> Iterator[Section]:
 def simulate(results: Sequence[Result]) -> Iterator[Section]:
     """Simulated runs, and where a run was also measured, both."""
     runs = [run for result in results for run in simulated_runs(results, result)]
+    longest_s = max(run.duration_s for run in runs)
     error = results[0].document["step_error"]
     text = (
         f"The scheduler ran on a virtual clock. Costs of steps are {100 * error['median']:.1f}% off in the median and "
@@ -85,7 +86,7 @@ def simulate(results: Sequence[Result]) -> Iterator[Section]:
     figures = [
         *latency_figures(runs),
         *time_figures(runs),
-        *gantt_figures(runs, lambda run: run.name.capitalize(), None),
+        *gantt_figures(runs, lambda run: run.name.capitalize(), longest_s),
     ]
     tables = [*load_tables(runs), *(comparison(results, each) for each in results if "comparison" in each.document)]
     yield Section("A simulated load", [text], figures, tables)
