@@ -90,7 +90,7 @@ class TestBatching:
     @pytest.fixture(scope="class")
     @classmethod
     def document(cls, path: Path) -> dict[str, object]:
-        given = config(batching="dynamic", batch_size=3, max_requests=3, prefix_cache=False)
+        given = config(batching="dynamic", batch_size=3, max_requests=3, prefix_cache=False, itl_target_ms=0.0)
         return batching.run(given, path, cls.LOAD, repeats=2)
 
     def test_the_same_requests_with_the_same_answers(self, document):
@@ -102,7 +102,7 @@ class TestBatching:
         assert all(run["summary"]["num_ok"] == 9 for run in document["runs"])
 
     def test_static_batches_wait_for_their_longest_request(self, document):
-        """Of three requests that run together none of the next three has begun before all have ended."""
+        """The prompts of a batch fit into one step, so its first tokens come together: when all before have ended."""
         static = next(run for run in document["runs"] if run["batching"] == "static")
         rows = sorted(static["requests"], key=lambda row: row["sent_s"])
         first = [row["sent_s"] + row["ttft_ms"] / 1e3 for row in rows]
