@@ -53,6 +53,10 @@ def check_ranks(config: EngineConfig, model: ModelConfig, ops: Kernels) -> None:
             "'cpu'.",
             "tensor_parallel_size",
         )
+    if model.gemma4 is not None:
+        raise InvalidParams(
+            f"{what}, and quire does not share Gemma 4 among ranks; leave it out.", "tensor_parallel_size"
+        )
     for what_has, most in find_limits(model, ops.native.module.MAX_RANKS):
         if size > most:
             raise InvalidParams(

@@ -19,12 +19,14 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.client import InProcess
 from quire.engine.prompt_logits import prompt_logits
+from quire.engine.ranks import check_ranks
 from quire.errors import BadModelFile, InvalidParams, UnsupportedModel, WeightMismatch
 from quire.kernels import select_torch
 from quire.weights.json_config import config_from_json
 from quire.weights.loader import load_model
 from tests.tools.expert_models import expected_logits
 from tests.tools.gemma4_models import GEMMA4_MODELS, LENGTH, gemma4_model, save, save_gguf
+from tests.tools.native import kernels_of
 
 pytestmark = pytest.mark.cpu
 
@@ -109,6 +111,12 @@ def test_a_published_file(tmp_path: Path) -> None:
     tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, path / "model.safetensors")
     torch.testing.assert_close(logits_of(path, "torch"), expected_logits(model, TOKENS)[:-1], atol=TOLERANCE, rtol=0)
+
+
+def test_ranks_are_refused() -> None:
+    config = config_from_json(gemma4_model("31b").config.to_dict())
+    with pytest.raises(InvalidParams, match="does not share Gemma 4 among ranks"):
+        check_ranks(EngineConfig(tensor_parallel_size=2), config, kernels_of())
 
 
 @pytest.mark.parametrize("name", ["26b-a4b", "e2b"])
