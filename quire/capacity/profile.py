@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,10 @@ class EngineSizes:
         for window in self.windows:
             if window is not None:
                 is_count("a window", window, 1)
-        for name in ("itl_target_s", "copy_s"):
+        for name, may_be_0 in (("itl_target_s", False), ("copy_s", True)):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+            if value is not None and not (is_number and (value or may_be_0)):
                 raise ValueError(f"{name} is {value!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ValueError(f"prefix_cache is {self.prefix_cache!r}")
@@ -74,6 +77,14 @@ def is_count(name: str, value: object, least: int) -> None:
     """Raise ValueError for what is no whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}")
+
+
+def finite(name: str, value: Any) -> float:
+    """Raise ValueError for what is not a finite number of at least 0."""
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}")
+    return number
 
 
 NUMBERS = ("median_error", "p95_error", "host_step_s", "host_row_s", "measured_at")
@@ -107,29 +118,33 @@ class CapacityProfile:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> CapacityProfile:
-        """From `to_dict`. Raises ValueError, KeyError, TypeError or AttributeError for what is no profile."""
+        """From `to_dict`. For what is no profile, it raises one of the errors that `load_profile` explains."""
         sizes = dict(document["sizes"])
         sizes["windows"] = tuple(sizes["windows"])
         cost = StepCost.of(document["cost"])
         if cost.windows != sizes["windows"]:
             raise ValueError(f"the costs are of the windows {cost.windows}, the sizes of {sizes['windows']}")
         served_error = document["served_error"]
+        numbers = {name: finite(name, document[name]) for name in NUMBERS}
         return cls(
             str(document["model"]),
             str(document["machine"]),
             EngineSizes(**sizes),
             cost,
-            served_steps=int(document["served_steps"]),
-            served_error=None if served_error is None else float(served_error),
-            **{name: float(document[name]) for name in NUMBERS},
+            served_steps=int(finite("served_steps", document["served_steps"])),
+            served_error=None if served_error is None else finite("served_error", served_error),
+            **numbers,
         )
 
     def save(self, path: Path) -> None:
         document = self.to_dict()
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(document, indent=1))
-        partial.replace(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several servers may keep one profile
+        try:
+            partial.write_text(json.dumps(document, indent=1))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def check_version(path: Path, version: object) -> None:
@@ -151,7 +166,7 @@ def load_profile(path: Path) -> CapacityProfile:
         raise InvalidParams(
             f"There is no profile {path}. Measure one: quire bench phases MODEL --save (a minute or two)."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InvalidParams(
             f"{path} is not a profile ({type(error).__name__}: {error}). Write it again: quire bench phases --save."
         ) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -275,3 +277,29 @@ def test_leaps_plan_few_steps(monkeypatch):
     monkeypatch.setattr(simulation.scheduler, "schedule", counted)
     simulation.run([Arrival(0.0, prompt(number, 10), 80) for number in range(4)])
     assert num_planned * 5 < simulation.num_steps
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 10**400])
+@pytest.mark.parametrize("name", ["median_error", "measured_at", "served_error", "served_steps"])
+def test_a_profile_has_finite_numbers(tmp_path, name, value):
+    (tmp_path / "p.json").write_text(json.dumps({**PROFILE.to_dict(), name: value}))
+    with pytest.raises(InvalidParams, match="is not a profile"):
+        load_profile(tmp_path / "p.json")
+
+
+def test_several_processes_keep_one_profile(tmp_path):
+    """Each has a partial file of its own: what one has written is not renamed, or cut, by another."""
+    path, ids = tmp_path / "p.json", []
+    program = (
+        "import sys; from pathlib import Path; from quire.capacity.profile import load_profile\n"
+        "path = Path(sys.argv[1]); profile = load_profile(path)\n"
+        "for _ in range(200): profile.save(path); load_profile(path)"
+    )
+    PROFILE.save(path)
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path)], stderr=subprocess.PIPE) for _ in range(3)]
+    for writer in writers:
+        _, text = writer.communicate(timeout=60)
+        ids.append((writer.returncode, text.decode()[-500:]))
+    assert ids == [(0, "")] * 3
+    assert load_profile(path) == PROFILE
+    assert [each.name for each in tmp_path.iterdir()] == ["p.json"]
