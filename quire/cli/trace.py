@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import serve
 from quire.cli.errors import say
 from quire.cli.options import add_fields, add_json
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_speculate
 from quire.errors import InvalidParams, show
 from quire.progress import bar
 from quire.store import resolve
@@ -140,6 +140,7 @@ def replay_here(arguments: argparse.Namespace, recording: Recording, given: dict
         raise InvalidParams(f"{arguments.file} ended before its engine had started; nothing can be replayed.")
     if given["model"] is None:
         del given["model"]
+    check_plugins(recording.engine.config, given)
     config = EngineConfig.of({**recording.engine.config, **given})
     with bar("fetching") as report:
         files = resolve(config.model, progress=lambda what, done, total: report(done, total))
@@ -147,6 +148,18 @@ def replay_here(arguments: argparse.Namespace, recording: Recording, given: dict
 
     with bar("replaying", unit="requests") as report:
         return replay(recording, config, files.path, speed=arguments.speed, report=report, save=arguments.save)
+
+
+def check_plugins(recorded: dict[str, Any], given: dict[str, Any]) -> None:
+    """A class that `speculate` names is code. Only whoever replays may name it: the file may come from anywhere."""
+    if "speculate" in given or "speculate" not in recorded:
+        return
+    methods = parse_speculate(recorded["speculate"]) or []
+    if named := [method.value for method in methods if method.kind == "plugin"]:
+        raise InvalidParams(
+            f"The recorded engine drafted with code of its own. A replay does not load what a file names: "
+            f"{', '.join(named)}. Give --speculate yourself; answers are the same with off."
+        )
 
 
 def replay_on_server(arguments: argparse.Namespace, recording: Recording, given: dict[str, Any]) -> Recording:
