@@ -70,4 +70,14 @@ def take(stream: Stream, state: ServerState) -> None:
         if isinstance(line, Lost):
             state.lost = line.reason
         else:
-            state.apply(line)
+            apply(line, state, stream.url)
+
+
+def apply(line: object, state: ServerState, url: str) -> None:
+    try:
+        state.apply(line)  # type: ignore[arg-type]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"{url} has sent a line that quire top cannot read ({type(error).__name__}); is it a server of another "
+            "version?"
+        ) from error

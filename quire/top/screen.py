@@ -120,7 +120,7 @@ def find_cell(engine: EngineState, first: int, count: int) -> tuple[int, int]:
         return (CACHED, CACHED_COLOR) if is_cached else (FREE, FREE_COLOR)
     if 2 * num_shared > num_used:
         return SHARED, SHARED_COLOR
-    owner = next(owner for owner in engine.owners[first : first + count] if owner)
+    owner = next((owner for owner in engine.owners[first : first + count] if owner), 0)  # 0: it is not known
     return IN_USE, OWNER_COLORS[owner % len(OWNER_COLORS)]
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidParams, QuireError
+from quire.cli.top import apply
+from quire.errors import InvalidParams, QuireError, ServerError
 from quire.server.metrics import TOTALS
 from quire.top.screen import draw
 from quire.top.state import ServerState
@@ -288,3 +289,17 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
         if select.select([descriptor], [], [], 0.2)[0]:
             shown += os.read(descriptor, 65536)
     return shown
+
+
+def test_a_block_in_use_whose_owner_is_not_known() -> None:
+    """Blocks of a request that has ended stay in use until the plan in flight is committed."""
+    lines = draw(state_of(line(blocks=[1, 300, 2, 0])), "http://x", 80, 20)
+    assert "300 blocks" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "sent", [7, None, [], {"type": "snapshot"}, {"type": "delta", "replica": 9}, {"type": "hello"}]
+)
+def test_a_line_that_cannot_be_read_is_an_error_in_words(sent: object) -> None:
+    with pytest.raises(ServerError, match="has sent a line that quire top cannot read"):
+        apply(sent, ServerState(), "http://x")
