@@ -23,7 +23,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step_costs import StepCosts
 from quire.engine.faults import describe_failure, find_device_loss, is_out_of_memory, release_memory
 from quire.engine.memory import CacheSize
-from quire.engine.observer import Observer
+from quire.engine.observer import Observers
 from quire.engine.runner import Runner, RunningStep
 from quire.errors import DeviceLost, QuireError
 from quire.models.config import ModelConfig
@@ -98,7 +98,7 @@ class Engine:
         self._launch_s = 0.0  # duration of planning and launching
         self._drains = False  # nothing is launched behind the plan in flight: drafts will follow its tokens
         self._holds = False  # nothing is launched until the plans in flight are committed
-        self.observers: list[Observer] = []
+        self.observers = Observers()
         self.ranks: RankGroup | None = None  # with tensor parallelism
         self._closer: Callable[[], object] = lambda: None
 
@@ -114,15 +114,13 @@ class Engine:
         now_s = time.monotonic()
         with self._reset_if_interrupted():
             self.scheduler.add(request, now_s)
-        for observer in self.observers:
-            observer.on_add(request, now_s)
+        self.observers.on_add(request, now_s)
 
     def abort(self, request_id: str) -> Update | None:
         with self._reset_if_interrupted():
             update = self.scheduler.abort(request_id, Finish.ABORT)
         self._forget(request_id)
-        for observer in self.observers:
-            observer.on_abort(request_id)
+        self.observers.on_abort(request_id)
         return update
 
     def detach(self, request_ids: Sequence[str]) -> tuple[list[Update], list[Request]]:
@@ -142,8 +140,7 @@ class Engine:
         found = [request for request in reversed(detached) if request is not None]
         for request in found:
             self._forget(request.id)
-            for observer in self.observers:
-                observer.on_abort(request.id)
+            self.observers.on_abort(request.id)
         return updates, found
 
     def _forget(self, request_id: str) -> None:
@@ -221,8 +218,7 @@ class Engine:
             self.costs.learn(plan, sampled.seconds)
         self.step_s = sampled.seconds
         updates += self._end_failed(plan, sampled) + self.scheduler.commit(plan, sampled)
-        for observer in self.observers:
-            observer.on_commit(plan, sampled, updates, oldest.launched_s)
+        self.observers.on_commit(plan, sampled, updates, oldest.launched_s)
         if self.controller is not None:
             self.controller.observe(plan, sampled)
         self._sample_next()
@@ -295,8 +291,7 @@ class Engine:
             return False
         if self.controller is not None:
             self.controller.plan_drafting(plan, self.scheduler.reserve_all)
-        for observer in self.observers:
-            observer.on_plan(plan)
+        self.observers.on_plan(plan)
         try:
             running: RunningStep = self.runner.launch(plan, is_behind=bool(self._launched))
         except Exception as error:
@@ -314,8 +309,7 @@ class Engine:
         """End the requests of a plan that failed."""
         log.error("step %d failed with %d requests", plan.step, len(plan), exc_info=error)
         updates = self.scheduler.fail(plan, describe_failure(error, plan))
-        for observer in self.observers:
-            observer.on_fail(plan, updates)
+        self.observers.on_fail(plan, updates)
         self._check_device(error)
         if self._launched:
             self._sample_next()
@@ -333,8 +327,7 @@ class Engine:
         return updates
 
     def _tell_reset(self, updates: list[Update]) -> None:
-        for observer in self.observers:
-            observer.on_reset(updates)
+        self.observers.on_reset(updates)
 
     def _drop_plans(self) -> None:
         """Wait for the plans in flight and drop their results."""

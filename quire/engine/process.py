@@ -133,7 +133,7 @@ class EngineLoop:
                 self._step()
             if self._view is not None and self._view.due_in_s() == 0:
                 self._report([])  # so that the metrics are those of the same moment
-                self._connection.send(self._view.take_changes())
+                self._report_changes(self._view)
             can_prepare = engine.has_work or engine.idle()
 
     def _step(self) -> None:
@@ -153,8 +153,7 @@ class EngineLoop:
             case Ping():
                 self._report([])
             case Watch(interval_s):
-                self._unwatch()
-                self._view = EngineView(self._engine, interval_s)
+                self._watch(interval_s)
             case Unwatch():
                 self._unwatch()
             case DescribeCache(number, salt, max_nodes):
@@ -167,6 +166,21 @@ class EngineLoop:
                     self._report(updates)
                 if reply is not None:
                     self._connection.send(reply)
+
+    def _watch(self, interval_s: float) -> None:
+        self._unwatch()
+        try:
+            self._view = EngineView(self._engine, interval_s)
+        except Exception as error:
+            log.error("the engine cannot be watched; serving goes on", exc_info=error)
+
+    def _report_changes(self, view: EngineView) -> None:
+        """A view that fails is dropped. The next watcher gets a new one."""
+        try:
+            self._connection.send(view.take_changes())
+        except Exception as error:
+            log.error("the live view has failed and is detached; serving goes on", exc_info=error)
+            self._unwatch()
 
     def _unwatch(self) -> None:
         if self._view is not None:

@@ -93,7 +93,8 @@ class EngineView(Observer):
 
     def detach(self) -> None:
         self._scheduler.kv.pool.changed = None
-        self._engine.observers.remove(self)
+        if self in self._engine.observers:
+            self._engine.observers.remove(self)
 
     def due_in_s(self) -> float | None:
         """Seconds until the next message is due; None while nothing has changed."""

@@ -250,3 +250,21 @@ def test_a_search_waits_for_as_many_rows_as_it_is_wide() -> None:
     mirror.apply(changes(*running, row(4, wait=wait), snapshot=True), {})
     (document,) = [each for each in json.loads(mirror.snapshot(None))["requests"] if each["number"] == 4]
     assert document["wait"]["estimate_s"] == 2.0
+
+
+def test_changes_that_cannot_be_applied_end_nothing_but_the_picture(caplog: pytest.LogCaptureFixture) -> None:
+    async def watch() -> None:
+        view, _ = make_view()
+        stream = view.watch("m", None)
+        await take(stream)
+        view.on_changes(changes(row(1), snapshot=True), 0)
+        assert (await take(stream))["type"] == "snapshot"
+        view.on_changes(changes(row(2), blocks=[1, 2, 3]), 0)  # not four numbers
+        view.on_changes(changes(row(3)), 0)
+        assert view.mirrors[0].is_empty
+        assert len(caplog.records) == 1
+        view.on_changes(changes(row(4), snapshot=True), 0)
+        assert [each["number"] for each in (await take(stream))["requests"]] == [4]
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(watch())

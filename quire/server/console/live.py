@@ -7,6 +7,7 @@ that it has been sent, or from a snapshot.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +19,8 @@ from quire.server.console.mirror import Mirror
 from quire.server.engines import EngineClient
 from quire.server.metrics import Metrics
 from quire.server.streaming import encode_json
+
+log = logging.getLogger("quire.server")
 
 INTERVAL_S = 0.1  # between two messages of an engine
 PING_S = 2.0
@@ -52,8 +55,12 @@ class LiveView:
     def on_changes(self, changes: LiveChanges, replica: int) -> None:
         if not self._num_watchers:
             return  # it was sent before the engine heard of that
-        self.mirrors[replica].apply(changes, self._metrics.totals())
-        self.lives.add(changes, replica)
+        try:
+            self.mirrors[replica].apply(changes, self._metrics.totals())
+            self.lives.add(changes, replica)
+        except Exception as error:  # the caller reads the engine's messages: it must not end
+            log.error("the live view of engine %d has failed until it is opened anew", replica, exc_info=error)
+            self.mirrors[replica].clear()
         self._wake()
 
     def on_restart(self, reason: str, replica: int) -> None:
