@@ -12,6 +12,8 @@ from quire.engine.profiles import DECIDE_COSTS, describe_machine, profile_path
 from quire.errors import InvalidParams
 from quire.kernels.cuda_driver import count_devices
 
+MAX_BLOCKS = 1 << 25  # the simulator's scheduler keeps some bytes of each
+
 
 def find_profile(config: EngineConfig, path: Path | None) -> CapacityProfile:
     """The profile at `path`, or the one of this machine, with the sizes that the configuration changes."""
@@ -60,6 +62,8 @@ def resize(profile: CapacityProfile, config: EngineConfig) -> CapacityProfile:
         target_s = config.itl_target_ms / 1e3 or None  # 0 is no target
         resized = replace(resized, sizes=replace(resized.sizes, itl_target_s=target_s))
     sizes = resized.sizes
+    if sizes.num_blocks > MAX_BLOCKS:
+        raise InvalidParams(f"num_blocks is {sizes.num_blocks:,}; a simulation has at most {MAX_BLOCKS:,}. Lower it.")
     if sizes.max_tokens_per_step < sizes.max_requests:
         raise InvalidParams(
             f"max_tokens_per_step is {sizes.max_tokens_per_step}, below max_requests ({sizes.max_requests}): every "

@@ -32,7 +32,7 @@ def arrivals(entries: Iterable[TraceRequest]) -> Iterator[Arrival]:
     numbers: dict[int, int] = {}  # of blocks, whose ids may be hashes
     for number, entry in enumerate(entries):
         prompt: list[int] = []
-        for block in entry.blocks:
+        for block in entry.blocks[: -(-entry.prompt_tokens // entry.block_tokens)]:
             start = BLOCK_BASE + numbers.setdefault(block, len(numbers)) * entry.block_tokens
             prompt += range(start, start + entry.block_tokens)
         own = (number + 1) * PROMPT_STRIDE

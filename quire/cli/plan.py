@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_json, engine_config
+from quire.cli.simulate import check_counts
 from quire.errors import InvalidParams
 
 if TYPE_CHECKING:
@@ -100,10 +101,7 @@ def find_replicas(
 
 
 def check(arguments: argparse.Namespace) -> None:
-    for name in ("prompt_tokens", "output_tokens", "num_requests"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
+    check_counts(arguments, ("prompt_tokens", "output_tokens", "num_requests"))
     for name in ("price", "trace_speed"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):

@@ -28,6 +28,10 @@ OF_TRACE = ("max_prompt_tokens", "max_output_tokens", "trace_speed")  # options 
 OF_RATE = ("prompt_tokens", "output_tokens")
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64  # defaults of --rate
 NUM_REQUESTS = 100
+ENGINES = ("replicas", "servers")
+MAX_ENGINES = 10_000  # replicas, and servers
+MAX_TOKENS = 1 << 24  # of a prompt or an answer, as `bench/serve/traces.py` has it; also the most requests
+MIN_NUMBER = 1e-9  # of requests a second, and of a trace's speed
 COUNTS = ("num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens")
 
 
@@ -110,7 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
             raise InvalidParams(f"--{name} is of one engine; leave it out, or --replicas and --servers.")
     if arguments.compare and arguments.trace is None:
         raise InvalidParams("--compare replays a trace; give --trace.")
-    check_counts(arguments, ("replicas", "servers"))
+    check_counts(arguments, ENGINES)
 
 
 def check_load(arguments: argparse.Namespace) -> None:
@@ -123,16 +127,21 @@ def check_load(arguments: argparse.Namespace) -> None:
             raise InvalidParams(f"--{flag} needs {needed}; leave it out.")
     for name in ("trace_speed", "rate"):
         value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
+        if value is not None and not MIN_NUMBER <= value <= 1 / MIN_NUMBER:
+            raise InvalidParams(
+                f"--{name.replace('_', '-')} is {value}; give a number above 0, from {MIN_NUMBER:g} to "
+                f"{1 / MIN_NUMBER:g}."
+            )
     check_counts(arguments, COUNTS)
 
 
 def check_counts(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1.")
+        value, most = getattr(arguments, name), MAX_ENGINES if name in ENGINES else MAX_TOKENS
+        if value is not None and not 1 <= value <= most:
+            raise InvalidParams(
+                f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1 and at most {most:,}."
+            )
 
 
 def simulate_replicas(

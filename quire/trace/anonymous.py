@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.core.params import SamplingParams
 from quire.core.structured import StructuredOutputs
+from quire.errors import InvalidParams, show
 from quire.trace.format import PROMPT_BLOCK
 
 DIGEST_BYTES = 8
@@ -54,7 +55,10 @@ def restore_params(given: dict[str, Any]) -> SamplingParams:
     """The parameters of a recorded request. Raises InvalidParams as the constructor does."""
     options = dict(given)
     if isinstance(bias := options.get("logit_bias"), dict):
-        options["logit_bias"] = {int(token): value for token, value in bias.items()}
+        try:
+            options["logit_bias"] = {int(token): value for token, value in bias.items()}
+        except ValueError:
+            raise InvalidParams(f"logit_bias is {show(bias)}; its names are token ids.", "logit_bias") from None
     if isinstance(spec := options.get("structured_outputs"), dict):
         options["structured_outputs"] = StructuredOutputs.of({name: value for name, value in spec.items() if value})
     return SamplingParams.of(options)

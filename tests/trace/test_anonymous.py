@@ -11,6 +11,7 @@ from quire.core.plan import Detail, Hypothesis, Plan, Sampled, Update
 from quire.core.request import Finish, Request
 from quire.engine import recorder as recorder_module
 from quire.engine.recorder import Recorder
+from quire.errors import InvalidParams
 from quire.trace.anonymous import PRIVATE, describe_params, prompt_digests, restore_params, tenant_digest
 from quire.trace.format import RecordingStart, decoder
 from quire.trace.recording import Recording
@@ -139,3 +140,8 @@ def test_every_parameter_that_holds_a_text_or_a_token_is_left_out():
         if any(word in hint for word in ("str", "Sequence", "Mapping", "Structured"))
     }
     assert texts - {"early_stopping"} == set(PRIVATE)
+
+
+def test_a_bias_of_no_token_is_refused_in_words():
+    with pytest.raises(InvalidParams, match="its names are token ids"):
+        restore_params({"logit_bias": {"x": 1.0}})

@@ -25,6 +25,7 @@ from quire.trace.reader import is_recording, read_recording
 
 BLOCK_TOKENS = 512
 MAX_TOKENS = 1 << 24  # of a prompt or an answer
+MAX_SPAN_S = 1e9  # of a trace that is replayed: a simulated clock of more seconds has no milliseconds
 TIME = re.compile(r"([\d-]+[ T][\d:]+)(\.\d+)?(Z|[+-][\d:]+)?")
 BURST_GPT = ("Timestamp", "Request tokens", "Response tokens")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -164,5 +165,7 @@ def slice_trace(
             f"--max-prompt-tokens {max_prompt_tokens} and {num_empty:,} no answer."
         )
     begin = kept[0].at_s
+    if (kept[-1].at_s - begin) / speed > MAX_SPAN_S:
+        raise InvalidParams(f"The times of the trace are too far apart: from {begin:g} s to {kept[-1].at_s:g} s.")
     timed = [replace(entry, at_s=(entry.at_s - begin) / speed) for entry in kept]
     return TraceSlice(timed, num_read, num_too_long, num_shortened, num_empty)
