@@ -96,6 +96,8 @@ def compare_batching(
 def run(profile: CapacityProfile, requests: Sequence[LoadRequest], batching: Batching) -> BatchingResult:
     simulation = Simulation(profile, Policy(batching))
     finished = simulation.run(to_arrival(number, request) for number, request in enumerate(requests))
+    if refused := next((request.refused for request in finished if request.refused), None):
+        raise InvalidParams(f"This engine refuses a request of the load: {refused}")
     num_tokens = sum(len(request.times) for request in finished)
     return BatchingResult(finished, simulation.num_steps, num_tokens / max(1, simulation.num_steps))
 

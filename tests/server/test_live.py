@@ -12,6 +12,7 @@ import pytest
 from quire.core.explain import Resource, Room, Wait
 from quire.engine.live_changes import EndedRequest, EngineFacts, Event, LiveChanges, MissReason, RequestRow, StepRow
 from quire.engine.messages import StepOutputs
+from quire.errors import NotReady
 from quire.server.console.documents import describe_miss
 from quire.server.console.live import LiveView
 from quire.server.console.lives import MAX_EVENTS, MAX_LIVES, Lives
@@ -268,3 +269,25 @@ def test_changes_that_cannot_be_applied_end_nothing_but_the_picture(caplog: pyte
         await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(watch())
+
+
+def test_a_cache_is_described_once_for_all_who_ask() -> None:
+    """The engine makes no step meanwhile: a hundred readers must not stop it a hundred times."""
+
+    async def ask() -> None:
+        view, client = make_view()
+
+        async def describe_cache(salt: bytes | None, max_nodes: int, replica: int) -> object:
+            client.calls.append("describe")
+            await asyncio.sleep(0.01)
+            if len(client.calls) == 1:
+                raise NotReady("The engine has ended.")
+            return object()
+
+        client.describe_cache = describe_cache  # type: ignore[attr-defined]
+        found = await asyncio.gather(*(view.describe_cache(0, b"a") for _ in range(100)), return_exceptions=True)
+        assert sum(isinstance(each, NotReady) for each in found) == 1
+        assert len(client.calls) == 2
+        assert len(set(map(id, found))) == 2
+
+    asyncio.run(ask())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from starlette.applications import Starlette
 
+from quire.capacity.step_cost import FIRST_KEYS, StepCost
 from quire.errors import QuireError
 from quire.server.app import handle_quire_error
 from quire.server.console import planning
@@ -125,6 +126,35 @@ def test_a_live_run_that_is_left_aborts_its_requests():
     asyncio.run(leave())
     assert service.num_closed == len(service.prompts) == LOAD["num_requests"]
     assert len({tuple(prompt) for prompt in service.prompts}) == LOAD["num_requests"]
+
+
+@pytest.mark.cpu
+def test_a_live_run_ends_if_the_server_fails_on_its_requests():
+    class FailingService(SlowService):
+        async def open(self, *values: Any) -> Any:
+            raise RuntimeError("a bug")
+
+    async def read() -> list[dict[str, Any]]:
+        requests = planning.LoadFields(**{**LOAD, "rate": 1000.0}).load().requests()
+        async with asyncio.timeout(10):
+            stream = measured_events(SimpleNamespace(service=FailingService()), requests)
+            return [json.loads(each[6:]) async for each in stream]
+
+    events = asyncio.run(read())
+    assert [event["kind"] for event in events] == ["failed"] * LOAD["num_requests"]
+    assert {event["message"] for event in events} == {"The server failed on this request."}
+
+
+@pytest.mark.cpu
+def test_a_load_that_the_groups_of_a_cache_have_no_room_for_is_refused():
+    windows = (None, 64, 64, 64)
+    zeros = (0.0,) * len(windows)
+    coefficients = (*PROFILE.cost.coefficients[:FIRST_KEYS], *zeros, *zeros)
+    sizes = replace(PROFILE.sizes, num_blocks=16, block_size=16, max_len=512, windows=windows)
+    profile = replace(PROFILE, sizes=sizes, cost=StepCost(windows, coefficients))
+    answer = ask("POST", "/console/batching", profile, json={**BATCHING, "prompt_tokens": 150})
+    assert answer.status_code == 400
+    assert "This engine refuses a request of the load" in answer.json()["error"]["message"]
 
 
 @pytest.mark.server

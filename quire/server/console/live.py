@@ -48,6 +48,7 @@ class LiveView:
         self._reasons = [""] * num_replicas  # why each engine was last started again
         self._changed = asyncio.Event()  # replaced at each change
         self._closed = False
+        self._describing = [asyncio.Lock() for _ in range(num_replicas)]
         self._described: dict[tuple[int, bytes | None], tuple[float, CacheDescription]] = {}  # with the time of each
 
     # ── what the engines' clients call ────────────────────────────────────────────────────────────────────────────────
@@ -92,12 +93,14 @@ class LiveView:
                 self._end_watch()
 
     async def describe_cache(self, replica: int, salt: bytes | None) -> CacheDescription:
-        """The prefix tree, at most MAX_AGE_S old: the engine makes no step while it describes it."""
-        made_s, described = self._described.get((replica, salt), (-math.inf, None))
-        if described is None or time.monotonic() - made_s > MAX_AGE_S:
-            described = await self._client.describe_cache(salt, MAX_NODES, replica)
-            self._described[replica, salt] = time.monotonic(), described
-        return described
+        """The prefix tree, at most MAX_AGE_S old: the engine makes no step while it describes it. Callers who come
+        meanwhile get the same."""
+        async with self._describing[replica]:
+            made_s, described = self._described.get((replica, salt), (-math.inf, None))
+            if described is None or time.monotonic() - made_s > MAX_AGE_S:
+                described = await self._client.describe_cache(salt, MAX_NODES, replica)
+                self._described[replica, salt] = time.monotonic(), described
+            return described
 
     def close(self) -> None:
         """End all streams."""

@@ -7,6 +7,7 @@ service, as the completions route does: under the server's limits, by the engine
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator
@@ -33,6 +34,8 @@ NO_PROFILE = (
     "The costs of this engine's steps are not known yet. They are measured while it serves: send some requests. Or "
     "measure them before it starts: quire bench phases MODEL --save."
 )
+
+log = logging.getLogger("quire.server")
 
 router = Router()
 simulating = asyncio.Semaphore(1)
@@ -196,3 +199,6 @@ async def measure(
         report("end")
     except QuireError as error:
         report("failed", message=str(error))
+    except Exception as error:  # without an event of each request's end the stream would not end
+        log.error("a request of a live run failed", exc_info=error)
+        report("failed", message="The server failed on this request.")
