@@ -7,6 +7,7 @@ Fits run rarely, in a thread of low priority. `process.py` sends the newest prof
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import sys
@@ -139,8 +140,16 @@ class StepMeter(Observer):
         if self._thread is not None and self._thread.is_alive():
             return
         self._num_new, self._next_fit_s = 0, now_s + REFIT_S
-        self._thread = threading.Thread(target=self._fit, name="step costs", daemon=True)
+        self._thread = threading.Thread(target=self._run_fit, name="step costs", daemon=True)
         self._thread.start()
+
+    def _run_fit(self) -> None:
+        """A fit that fails is the last one: the costs before it stay."""
+        try:
+            self._fit()
+        except Exception as error:
+            self._next_fit_s = math.inf
+            log.error("costs of steps cannot be fitted; serving goes on with those before", exc_info=error)
 
     def _fit(self) -> None:
         lower_priority()

@@ -115,3 +115,12 @@ def test_a_file_that_cannot_be_written_is_given_up(tmp_path, caplog):
     assert meter.path is None
     assert meter.profile is not None
     assert "cannot be written" in caplog.text
+
+
+def test_a_fit_that_fails_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(step_meter, "REFIT_S", 0.0)
+    monkeypatch.setattr(step_meter, "refit", lambda *values: 1 / 0)
+    meter = StepMeter("m", "here", SIZES, None)
+    serve(meter, random.Random(1), 3 * MIN_STEPS)
+    assert meter.profile is None
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
