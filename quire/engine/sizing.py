@@ -28,6 +28,7 @@ from quire.engine.backend import (
 )
 from quire.engine.cache import CacheLayout, lay_out, shape_blocks
 from quire.engine.memory import find_memory_budget, size_cache
+from quire.engine.ranks import check_ranks
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, cache_shapes
@@ -61,6 +62,8 @@ def measure_on_cpu(config: EngineConfig, path: Path) -> tuple[ModelSize, EngineS
     """The sizes of an engine on this machine's CPU."""
     described = shorten(read_config(path), config.max_len, path)
     ops = choose_ops(config, described, cpu_dtype(config), "cpu")
+    if config.tensor_parallel_size > 1:
+        check_ranks(config, described, ops)
     kv_dtype = choose_kv_dtype(config.kv_dtype, cpu_dtype(config), ops)
     held = hold_random(config, described, ops) if config.weights == "random" else hold_on_cpu(config, path, ops)
     specs = cache_specs(described, ops)

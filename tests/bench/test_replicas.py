@@ -7,15 +7,16 @@ from functools import partial
 
 import pytest
 
-from quire.bench.replicas import RandomLoad, RecordedLoad, Server, ServerLoad, Totals, make_policy, simulate_servers
+from quire.bench.replicas import PoissonLoad, RecordedLoad, Server, ServerLoad, Totals, simulate_servers
 from quire.bench.search import Wanted, busiest, fewest, plan_replicas
 from quire.bench.serve.metrics import distribution, parse_slo
 from quire.bench.serve.traces import TraceRequest
-from quire.bench.simulate import arrivals, without_idle_cache
+from quire.bench.simulate import arrivals, random_entries, without_idle_cache
 from quire.capacity.profile import CapacityProfile
 from quire.capacity.simulator import Simulation
 from quire.config import EngineConfig
 from quire.core.policy import Policy
+from quire.engine.batching import make_policy
 from quire.errors import InvalidParams
 from tests.capacity.test_plan import SMALL
 from tests.capacity.test_simulator import PROFILE, SIZES, uneven_cost
@@ -101,8 +102,8 @@ def test_what_is_too_long_misses_the_limits():
 
 
 def test_random_loads_are_the_same_each_time():
-    read = RandomLoad(2.0, 50, 10, 5)
-    assert list(read()) == list(read())
+    read = PoissonLoad(2.0, 50, 10, 5)
+    assert list(read()) == list(read()) == list(random_entries(2.0, 50, 10, 5, 0))  # as those of one engine
     assert list(read())[-1].at_s == pytest.approx(25, rel=0.5)
 
 

@@ -196,6 +196,16 @@ def test_what_cannot_be_planned_is_refused(monkeypatch, capsys, options, message
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--price", "--acceptance"])
+def test_what_needs_the_speed_of_a_machine_is_refused_before_it_is_measured(monkeypatch, capsys, tmp_path, option):
+    tiny_directory(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quire", "plan", str(tmp_path), "--device", "cpu", option, "0.5"])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert f"{option} needs the speed" in capsys.readouterr().err
+
+
 def test_the_command_prints_one_document(monkeypatch, capsys, tmp_path):
     tiny_directory(tmp_path)
     monkeypatch.setattr(
