@@ -15,7 +15,7 @@ from quire.errors import InvalidParams
 
 if TYPE_CHECKING:
     from quire.bench.plan import Origin
-    from quire.capacity.plan import Planned
+    from quire.capacity.plan import PlannedEngine
     from quire.config import EngineConfig
 
 # Options that a plan does not depend on. Speculation is planned by --acceptance.
@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def find_replicas(
-    arguments: argparse.Namespace, config: EngineConfig, engine: Planned, origin: Origin
+    arguments: argparse.Namespace, config: EngineConfig, engine: PlannedEngine, origin: Origin
 ) -> dict[str, Any]:
     """The fewest replicas that keep --slo on the trace."""
-    from quire.bench.search import Wanted, plan_replicas
+    from quire.bench.search import Objective, plan_replicas
     from quire.bench.serve.metrics import parse_slo
     from quire.bench.serve.traces import read_trace, slice_trace
     from quire.capacity.profile import CapacityProfile
@@ -93,9 +93,9 @@ def find_replicas(
         speed=arguments.trace_speed or 1.0,
     )
     profile = CapacityProfile(engine.size.model, origin.machine, engine.sizes, engine.cost, 0.0, 0.0)
-    wanted = Wanted(parse_slo(arguments.slo), arguments.attainment or ATTAINMENT)
+    objective = Objective(parse_slo(arguments.slo), arguments.attainment or ATTAINMENT)
     policy = partial(make_policy, config, engine.sizes.max_requests)
-    return plan_replicas(profile, engine.size, replayed.entries, wanted, policy)
+    return plan_replicas(profile, engine.size, replayed.entries, objective, policy)
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from quire.bench.replicas import PoissonLoad, RecordedLoad, Server, ServerLoad, Totals, simulate_servers
-from quire.bench.search import Wanted, busiest, fewest, plan_replicas
+from quire.bench.search import Objective, busiest, fewest, plan_replicas
 from quire.bench.serve.metrics import distribution, parse_slo
 from quire.bench.serve.traces import TraceRequest
 from quire.bench.simulate import arrivals, random_entries, without_idle_cache
@@ -127,12 +127,12 @@ def test_the_fewest_is_found(answer, first):
 def test_the_fewest_replicas_keep_the_limits_and_one_fewer_does_not():
     profile = CapacityProfile("m", "here", SIZES, uneven_cost((None,)), 0.0, 0.0)
     entries = recorded(300, 12.0)
-    wanted = Wanted({"ttft": 400.0, "tpot": 60.0}, 0.95)
-    document = plan_replicas(profile, SMALL, entries, wanted, MAKE_POLICY)
+    objective = Objective({"ttft": 400.0, "tpot": 60.0}, 0.95)
+    document = plan_replicas(profile, SMALL, entries, objective, MAKE_POLICY)
     count = document["replicas"]
     assert count > 1
     assert document["summary"]["attainment"] >= 0.95
-    fewer = ServerLoad(profile, MAKE_POLICY, RecordedLoad(entries), count - 1, 1, wanted.limits)
+    fewer = ServerLoad(profile, MAKE_POLICY, RecordedLoad(entries), count - 1, 1, objective.limits)
     assert simulate_servers(fewer, 1).summary()["attainment"] < 0.95
     low, high = document["range"]
     assert low <= count <= high
@@ -140,13 +140,13 @@ def test_the_fewest_replicas_keep_the_limits_and_one_fewer_does_not():
 
 def test_limits_that_an_idle_engine_misses_are_refused():
     with pytest.raises(InvalidParams, match="No number of replicas"):
-        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Wanted({"ttft": 1.0}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Objective({"ttft": 1.0}, 0.9), MAKE_POLICY)
     with pytest.raises(InvalidParams, match="No number of replicas keeps tpot"):
-        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Wanted({"tpot": 1.0}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Objective({"tpot": 1.0}, 0.9), MAKE_POLICY)
     with pytest.raises(InvalidParams, match="do not keep the limits"):
         fewest(lambda count: False, 1)
     with pytest.raises(InvalidParams, match="longest request"):
-        plan_replicas(PROFILE, SMALL, [TraceRequest(0.0, 500, 5)], Wanted({"ttft": 1e6}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, [TraceRequest(0.0, 500, 5)], Objective({"ttft": 1e6}, 0.9), MAKE_POLICY)
 
 
 def test_the_busiest_requests_are_chosen():
