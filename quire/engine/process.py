@@ -154,7 +154,7 @@ class EngineLoop:
                 self._report([])
             case Watch(interval_s):
                 self._unwatch()
-                self._view = EngineView(self._engine, interval_s)
+                self._view = EngineView(self._engine, interval_s, self._meter.predict)
             case Unwatch():
                 self._unwatch()
             case DescribeCache(number, salt, max_nodes):

@@ -109,7 +109,7 @@ class StepMeter(Observer):
 
     def on_commit(self, plan: Plan, sampled: Sampled, updates: Sequence[Update], launched_s: float) -> None:
         now_s = time.monotonic()
-        if plan.drafts or plan.drafted or plan.encodes or plan.swap_in or sampled.exited or sampled.failed:
+        if not is_predictable(plan) or sampled.exited or sampled.failed:
             return
         seconds = now_s - launched_s if self.sizes.depth == 1 else sampled.seconds
         if seconds is None or seconds <= 0:
@@ -121,6 +121,12 @@ class StepMeter(Observer):
         self._num_new += 1
         if self._num_new >= MIN_STEPS and now_s >= self._next_fit_s:
             self._start_fit(now_s)
+
+    def predict(self, plan: Plan) -> float | None:
+        """Seconds of a step. None while its cost is not known."""
+        if self.profile is None or not is_predictable(plan):
+            return None
+        return self.profile.cost.seconds(shape_of(plan, self.sizes.windows))
 
     def _compare(self, predicted_s: float, seconds: float) -> None:
         self.predicted_s += predicted_s
@@ -157,6 +163,11 @@ class StepMeter(Observer):
             except OSError as error:
                 log.warning("costs of steps cannot be written to %s: %s", self.path, error)
                 self.path = None
+
+
+def is_predictable(plan: Plan) -> bool:
+    """Drafts, encoders and copies from the host are not among the features of a cost."""
+    return not (plan.drafts or plan.drafted or plan.encodes or plan.swap_in)
 
 
 def lower_priority() -> None:

@@ -45,12 +45,16 @@ def test_costs_come_from_served_steps():
     serve(meter, random.Random(1), MIN_STEPS - 1)
     assert meter.profile is None
     assert meter.recent_error is None
+    assert meter.predict(plan_of([1])) is None
     serve(meter, random.Random(2), 1)
     assert meter.num_profiles == 1
     for shape in (decode_shape(3, 200, (None,)), prompt_shape(90, 0, (None,))):
         assert meter.profile.cost.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.05)
     serve(meter, random.Random(3), 100)
     assert meter.recent_error < 0.05
+    plan = plan_of([1, 1, 30])
+    assert meter.predict(plan) == meter.profile.cost.seconds(step_meter.shape_of(plan, (None,)))
+    assert meter.predict(replace(plan, drafts={0: Drafts([1])})) is None
     assert meter.predicted_s == pytest.approx(meter.measured_s, rel=0.05)
 
 
