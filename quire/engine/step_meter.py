@@ -57,10 +57,11 @@ def make_meter(engine: Engine, config: EngineConfig) -> StepMeter:
     """For an engine that serves. A calibration is kept fresh in its file; without one, costs stay in the process."""
     calibration = find_calibration(config, engine)
     sizes = read_sizes(engine, engine.scheduler.pace.target_s)
-    path = profile_path(config) if calibration is not None else None
-    return StepMeter(
-        config.model, describe_machine(config), sizes, calibration, path, num_profiles=int(calibration is not None)
-    )
+    machine = describe_machine(config)
+    if calibration is None:
+        return StepMeter(config.model, machine, sizes, None)
+    known = replace(calibration, sizes=sizes)
+    return StepMeter(config.model, machine, sizes, known, profile_path(config), calibration.sizes, num_profiles=1)
 
 
 class StepTable:
@@ -96,6 +97,7 @@ class StepMeter(Observer):
     sizes: EngineSizes
     profile: CapacityProfile | None
     path: Path | None = None  # where a calibration is kept; None: it is not
+    kept_sizes: EngineSizes | None = None  # of the calibration: options of this engine are not those of later plans
     predicted_s: float = 0.0  # total of the steps that were predicted,
     measured_s: float = 0.0  # and what these took
     recent_error: float | None = None  # the median relative error of the last ones
@@ -159,7 +161,7 @@ class StepMeter(Observer):
         self.num_profiles += 1
         if self.path is not None:
             try:
-                made.save(self.path)
+                replace(made, sizes=self.kept_sizes or made.sizes).save(self.path)
             except OSError as error:
                 log.warning("costs of steps cannot be written to %s: %s", self.path, error)
                 self.path = None
