@@ -1,4 +1,4 @@
-"""The JSON documents of the console: rows of requests, steps, lives. docs/console.md has their fields.
+"""The JSON documents of the console: rows of requests, steps, lives. docs/live.md has their fields.
 
 A document is made for a caller who may see everything; `mask` removes what is another tenant's.
 """
