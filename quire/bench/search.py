@@ -178,16 +178,16 @@ def fewest(keeps: Callable[[int], bool], first: int) -> int:
     return high
 
 
-def find_range(search: Search, replicas: int) -> list[int]:
-    """The fewest replicas with the fastest and the slowest of the costs that fit the measurements."""
+def find_range(search: Search, replicas: int) -> list[int | None]:
+    """The fewest replicas with the fastest and the slowest of the costs that fit the measurements. None: no number of
+    replicas keeps the limits with the slowest."""
     costs = search.profile.cost.alternatives() or [search.profile.cost]
     probe = max(search.entries, key=lambda entry: entry.prompt_tokens)
     ordered = sorted(costs, key=lambda cost: alone_ms(replace(search.profile, cost=cost), probe)["e2e"])
-    found = []
-    for cost in (ordered[0], ordered[-1]):
-        other = replace(search, profile=replace(search.profile, cost=cost))
-        try:
-            found.append(other.find(replicas).replicas)
-        except InvalidParams:
-            found.append(MAX_REPLICAS)
-    return [min(replicas, *found), max(replicas, *found)]
+    fast, slow = (replace(search, profile=replace(search.profile, cost=cost)) for cost in (ordered[0], ordered[-1]))
+    fewest_fast = min(replicas, fast.find(replicas).replicas)
+    try:
+        check_alone(slow.profile, slow.entries, slow.objective)
+        return [fewest_fast, max(replicas, slow.find(replicas).replicas)]
+    except InvalidParams:
+        return [fewest_fast, None]

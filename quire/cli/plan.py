@@ -139,7 +139,9 @@ def show_replicas(found: dict[str, Any], price: dict[str, Any] | None) -> None:
     limits = ", ".join(f"{name} within {limit:g} ms" for name, limit in found["limits_ms"].items())
     summary, count = found["summary"], found["replicas"]
     few, many = found["range"] or (count, count)
-    between = f" ({few:,} to {many:,})" if few < many else ""
+    between = f" ({few:,} to {many:,})" if many and few < many else ""
+    if many is None:
+        between = f" ({few:,} or more: with the slowest cost that fits the measurements no number is enough)"
     cost = f", {price['per_hour'] * count:,.2f} an hour" if price else ""
     print(f"\n{count:,} replica{'s' if count > 1 else ''}{between}{cost}: {limits} for", end=" ")
     print(f"{100 * summary['attainment']:.1f}% of {found['num_requests']:,} requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -136,6 +137,14 @@ def test_the_fewest_replicas_keep_the_limits_and_one_fewer_does_not():
     assert simulate_servers(fewer, 1).summary()["attainment"] < 0.95
     low, high = document["range"]
     assert low <= count <= high
+
+
+def test_a_range_has_no_end_if_the_slowest_cost_misses_the_limits_alone():
+    known = uneven_cost((None,))
+    slow = tuple(40 * each for each in known.coefficients)
+    profile = CapacityProfile("m", "here", SIZES, replace(known, resampled=(known.coefficients, slow)), 0.0, 0.0)
+    document = plan_replicas(profile, SMALL, recorded(100, 4.0), Objective({"ttft": 400.0}, 0.95), MAKE_POLICY)
+    assert document["range"] == [document["replicas"], None]
 
 
 def test_limits_that_an_idle_engine_misses_are_refused():
