@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,19 @@ def option(default: Any, text: str, metavar: str | None = None, flag: str | None
     field's name for a string. `flag` is the flag's name, if it is not the field's.
     """
     return field(default=default, metadata={"help": text, "metavar": metavar, "flag": flag})
+
+
+def flag_of(field: Field[Any]) -> str:
+    """The command line flag of an option."""
+    return "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
+
+
+def flag_with_value(field: Field[Any], value: Any) -> str:
+    """The option as it is written on a command line."""
+    flag = flag_of(field)
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,13 @@ from typing import Any
 
 from quire.bench.phases import run as measure_phases
 from quire.bench.profiles import find_profile, resize
-from quire.bench.replicas import RecordedLoad, ServerLoad, make_policy, simulate_servers
+from quire.bench.replicas import RecordedLoad, ServerLoad, simulate_servers
 from quire.bench.serve.traces import TraceRequest
 from quire.bench.simulate import simulate, without_idle_cache
 from quire.capacity.figures import speculation_speedup
 from quire.capacity.profile import CapacityProfile
-from quire.config import EngineConfig
-from quire.core.policy import Policy
-from quire.engine.batching import choose_batching
+from quire.config import EngineConfig, flag_with_value
+from quire.engine.batching import make_policy
 from quire.engine.profiles import DECIDE_COSTS, profile_path
 from quire.engine.sizing import measure_on_cpu, measure_on_gpu
 from quire.errors import QuireError
@@ -50,6 +49,12 @@ class Knob:
     config: EngineConfig
     changed: tuple[str, ...]
 
+    @property
+    def option(self) -> str:
+        """The changed option with its value."""
+        (field,) = (each for each in fields(self.config) if each.name == self.changed[0])
+        return flag_with_value(field, getattr(self.config, field.name))
+
     def command(self, program: str = "quire serve") -> str:
         """The command that has the option."""
         return " ".join([program, self.config.model, *flags(self.config)])
@@ -71,15 +76,11 @@ class Advice:
 
 def flags(config: EngineConfig) -> list[str]:
     """The options that differ from the defaults, as on a command line."""
-    found = [(each.name, getattr(config, each.name), each.default) for each in fields(EngineConfig)]
-    return [flag(name, value) for name, value, default in found if name != "model" and value != default]
-
-
-def flag(name: str, value: Any) -> str:
-    option = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    return f"--{option} {value:g}" if isinstance(value, float) else f"--{option} {value}"
+    return [
+        flag_with_value(each, getattr(config, each.name))
+        for each in fields(config)
+        if each.name != "model" and getattr(config, each.name) != each.default
+    ]
 
 
 def list_knobs(config: EngineConfig, profile: CapacityProfile) -> Iterator[Knob]:
@@ -119,6 +120,8 @@ def list_cost_knobs(config: EngineConfig, profile: CapacityProfile) -> Iterator[
     changes: list[tuple[str, Any]] = [("kv_dtype", "fp8"), ("block_size", 32)]
     changes += [("quantize", "fp8"), ("quantize", "int4")] if is_gpu else [("quantize", "int8"), ("quantize", "int4")]
     changes += [] if is_gpu else [("kv_dtype", "int8")]
+    if not is_gpu and (config.threads or usable_cores()) > 1:
+        changes.append(("tensor_parallel_size", 2))
     for name, value in changes:
         if value != getattr(config, name):
             options: dict[str, Any] = {name: value}
@@ -126,8 +129,7 @@ def list_cost_knobs(config: EngineConfig, profile: CapacityProfile) -> Iterator[
 
 
 def run_load(profile: CapacityProfile, config: EngineConfig, entries: Sequence[TraceRequest]) -> Summary:
-    policy = Policy(choose_batching(config, profile.sizes.max_requests), config.order)
-    return dict(simulate(profile, entries, policy)["summary"])
+    return dict(simulate(profile, entries, make_policy(config, profile.sizes.max_requests))["summary"])
 
 
 def gains(base: Summary, other: Summary) -> dict[str, float]:
@@ -194,7 +196,7 @@ def try_knob(
     *,
     measures: bool = False,
 ) -> Advice:
-    option, command = flag(knob.changed[0], getattr(knob.config, knob.changed[0])), knob.command()
+    option, command = knob.option, knob.command()
     if not knob.changes_cost:
         return Advice(option, command, gains(base, run_load(resize(profile, knob.config), knob.config, entries)))
     path = profile_path(knob.config)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, flag_with_value
 from quire.core.params import SamplingParams
 from quire.engine.client import InProcess, no_garbage_collection
 from quire.engine.prompt_logits import ExitedLogits, prompt_logits
@@ -210,8 +210,7 @@ def describe(config: EngineConfig) -> str:
         value = getattr(config, field.name)
         if field.name == "model" or field.name in WITHOUT_EFFECT or value == field.default:
             continue
-        flag = field.name.replace("_", "-")
-        words.append((f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag} {value}")
+        words.append(flag_with_value(field, value))
     return " ".join(words)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.bench.profiles import describe_age, find_profile
 from quire.capacity.memory import Memory, engine_memory, gpu_blocks
 from quire.capacity.model_size import ModelSize
-from quire.capacity.plan import Planned
+from quire.capacity.plan import PlannedEngine
 from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.roofline import MEASURED_GPU, SPREAD, Roofline, find_gpu, rates_of
 from quire.config import EngineConfig
@@ -39,7 +39,7 @@ class EnginePlan:
     sizes: EngineSizes
     memory: Memory
     origin: Origin
-    engine: Planned | None
+    engine: PlannedEngine | None
 
 
 def plan_here(config: EngineConfig, profile_file: Path | None) -> EnginePlan:
@@ -53,7 +53,7 @@ def plan_here(config: EngineConfig, profile_file: Path | None) -> EnginePlan:
     size = measure_on_gpu(named, path)[0] if is_gpu else measure_on_cpu(named, path)[0]
     rates = rates_of(profile.cost, size, profile.sizes, profile.host_step_s, profile.host_row_s)
     memory = engine_memory(size, profile.sizes, process_bytes(), is_gpu=is_gpu)
-    engine = Planned(size, profile.sizes, profile.cost, rates, profile.median_error)
+    engine = PlannedEngine(size, profile.sizes, profile.cost, rates, profile.median_error)
     return EnginePlan(
         size, profile.sizes, memory, Origin(profile.machine, "measured", describe_errors(profile)), engine
     )
@@ -113,5 +113,5 @@ def plan_gpu(config: EngineConfig, name: str) -> EnginePlan:
         f"{'' if sheet.name == MEASURED_GPU else '; quire has not been measured on this GPU'}"
     )
     memory = engine_memory(size, sizes, 0, is_gpu=True)
-    engine = Planned(size, sizes, Roofline(size, rates), rates)
+    engine = PlannedEngine(size, sizes, Roofline(size, rates), rates)
     return EnginePlan(size, sizes, memory, Origin(sheet.name, "extrapolated", note), engine)

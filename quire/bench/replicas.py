@@ -7,7 +7,6 @@ Memory does not grow with the load: a request that has ended leaves three number
 from __future__ import annotations
 
 import math
-import random
 import signal
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +21,11 @@ from numpy.typing import NDArray
 
 from quire.bench.serve.metrics import distribution
 from quire.bench.serve.traces import TraceRequest
-from quire.bench.simulate import arrivals
+from quire.bench.simulate import arrivals, random_entries
 from quire.capacity.profile import CapacityProfile
 from quire.capacity.simulator import Arrival, SimulatedRequest, Simulation
-from quire.config import EngineConfig
 from quire.core.policy import Policy
 from quire.core.routing import ReplicaState, Router
-from quire.engine.batching import choose_batching
 from quire.kernels.isa import usable_cores
 
 BINS_PER_DOUBLING = 64  # of gaps between tokens: 1.1% each
@@ -245,12 +242,8 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def make_policy(config: EngineConfig, max_requests: int) -> Policy:
-    return Policy(choose_batching(config, max_requests), config.order)
-
-
 @dataclass(frozen=True, slots=True)
-class RandomLoad:
+class PoissonLoad:
     """Requests of one kind at random times, made one by one."""
 
     rate: float
@@ -260,10 +253,7 @@ class RandomLoad:
     seed: int = 0
 
     def __call__(self) -> Iterator[TraceRequest]:
-        rng, at_s = random.Random(f"arrivals {self.seed}"), 0.0
-        for _ in range(self.count):
-            yield TraceRequest(at_s, self.prompt_tokens, self.output_tokens)
-            at_s += rng.expovariate(self.rate)
+        return random_entries(self.rate, self.count, self.prompt_tokens, self.output_tokens, self.seed)
 
 
 @dataclass(frozen=True, slots=True)

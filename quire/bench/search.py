@@ -27,7 +27,7 @@ RANGE_BUDGET_S = 12.0  # ranges are searched only if the search itself took less
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Objective:
     """At least `attainment` of the requests keep all limits (milliseconds by name)."""
 
     limits: Mapping[str, float]
@@ -35,7 +35,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The fewest replicas, what requests get from them, and what was tried."""
 
     replicas: int
@@ -56,7 +56,7 @@ def plan_replicas(
     profile: CapacityProfile,
     size: ModelSize,
     entries: Sequence[TraceRequest],
-    wanted: Wanted,
+    objective: Objective,
     make_policy: MakePolicy,
 ) -> dict[str, Any]:
     """The document of `quire plan --trace --slo`."""
@@ -65,14 +65,14 @@ def plan_replicas(
     if not fitting:
         raise InvalidParams(f"No request of the trace is within {profile.sizes.max_len:,} tokens, the longest request.")
     used = busiest(fitting, MAX_REQUESTS)
-    check_alone(profile, used, wanted)
-    search = Search(profile, used, wanted, make_policy)
+    check_alone(profile, used, objective)
+    search = Search(profile, used, objective, make_policy)
     found = search.find(guess(profile, size, used))
     document = {
         "replicas": found.replicas,
         "servers": math.ceil(found.replicas / REPLICAS_PER_SERVER),
-        "limits_ms": dict(wanted.limits),
-        "attainment_wanted": wanted.attainment,
+        "limits_ms": dict(objective.limits),
+        "attainment_wanted": objective.attainment,
         "summary": found.totals.summary(),
         "tried": found.tried,
         "num_requests": len(used),
@@ -85,11 +85,11 @@ def plan_replicas(
     return {**document, "seconds": time.perf_counter() - begin_s}
 
 
-def check_alone(profile: CapacityProfile, entries: Sequence[TraceRequest], wanted: Wanted) -> None:
+def check_alone(profile: CapacityProfile, entries: Sequence[TraceRequest], objective: Objective) -> None:
     """Raise InvalidParams if too many requests miss a limit on an engine of their own."""
-    for name, limit_ms in wanted.limits.items():
+    for name, limit_ms in objective.limits.items():
         num_missed = sum(alone_ms(profile, entry)[name] > limit_ms for entry in entries)
-        if num_missed > (1 - wanted.attainment) * len(entries):
+        if num_missed > (1 - objective.attainment) * len(entries):
             raise InvalidParams(
                 f"No number of replicas keeps {name} within {limit_ms:g} ms: {100 * num_missed / len(entries):.0f}% of "
                 "the requests miss it on an engine of their own. Raise the limit, lower --attainment, or take a faster "
@@ -124,10 +124,10 @@ class Search:
 
     profile: CapacityProfile
     entries: Sequence[TraceRequest]
-    wanted: Wanted
+    objective: Objective
     make_policy: MakePolicy
 
-    def find(self, first: int) -> Found:
+    def find(self, first: int) -> SearchResult:
         """Doubles or halves from the guess on, then bisects."""
         results: dict[int, Totals] = {}
         shares: dict[int, float | None] = {}
@@ -139,11 +139,11 @@ class Search:
             return totals.num_missed <= self.max_missed
 
         replicas = fewest(keeps, first)
-        return Found(replicas, results[replicas], dict(sorted(shares.items())))
+        return SearchResult(replicas, results[replicas], dict(sorted(shares.items())))
 
     @property
     def max_missed(self) -> float:
-        return (1 - self.wanted.attainment) * len(self.entries) + 1e-9
+        return (1 - self.objective.attainment) * len(self.entries) + 1e-9
 
     def simulate(self, replicas: int) -> Totals:
         num_servers = math.ceil(replicas / REPLICAS_PER_SERVER)
@@ -153,7 +153,7 @@ class Search:
             RecordedLoad(self.entries),
             math.ceil(replicas / num_servers),
             num_servers,
-            self.wanted.limits,
+            self.objective.limits,
             self.max_missed,
         )
         return simulate_servers(load)
@@ -178,16 +178,16 @@ def fewest(keeps: Callable[[int], bool], first: int) -> int:
     return high
 
 
-def find_range(search: Search, replicas: int) -> list[int]:
-    """The fewest replicas with the fastest and the slowest of the costs that fit the measurements."""
+def find_range(search: Search, replicas: int) -> list[int | None]:
+    """The fewest replicas with the fastest and the slowest of the costs that fit the measurements. None: no number of
+    replicas keeps the limits with the slowest."""
     costs = search.profile.cost.alternatives() or [search.profile.cost]
     probe = max(search.entries, key=lambda entry: entry.prompt_tokens)
     ordered = sorted(costs, key=lambda cost: alone_ms(replace(search.profile, cost=cost), probe)["e2e"])
-    found = []
-    for cost in (ordered[0], ordered[-1]):
-        other = replace(search, profile=replace(search.profile, cost=cost))
-        try:
-            found.append(other.find(replicas).replicas)
-        except InvalidParams:
-            found.append(MAX_REPLICAS)
-    return [min(replicas, *found), max(replicas, *found)]
+    fast, slow = (replace(search, profile=replace(search.profile, cost=cost)) for cost in (ordered[0], ordered[-1]))
+    fewest_fast = min(replicas, fast.find(replicas).replicas)
+    try:
+        check_alone(slow.profile, slow.entries, slow.objective)
+        return [fewest_fast, max(replicas, slow.find(replicas).replicas)]
+    except InvalidParams:
+        return [fewest_fast, None]

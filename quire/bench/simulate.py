@@ -43,13 +43,14 @@ def arrivals(entries: Iterable[TraceRequest]) -> Iterator[Arrival]:
         yield Arrival(entry.at_s, prompt, entry.output_tokens)
 
 
-def random_entries(rate: float, count: int, prompt_tokens: int, output_tokens: int, seed: int) -> list[TraceRequest]:
-    """Poisson arrivals of equal requests, as `quire bench serve --rate` sends them."""
-    rng, at_s, entries = random.Random(seed), 0.0, []
+def random_entries(
+    rate: float, count: int, prompt_tokens: int, output_tokens: int, seed: int
+) -> Iterator[TraceRequest]:
+    """Poisson arrivals of equal requests, as `quire bench serve --rate` sends them, made one by one."""
+    rng, at_s = random.Random(seed), 0.0
     for _ in range(count):
-        entries.append(TraceRequest(at_s, prompt_tokens, output_tokens))
+        yield TraceRequest(at_s, prompt_tokens, output_tokens)
         at_s += rng.expovariate(rate)
-    return entries
 
 
 def simulate(

@@ -110,9 +110,9 @@ def to_arrival(number: int, request: LoadRequest) -> Arrival:
 
 def check_fits(profile: CapacityProfile, requests: Sequence[LoadRequest]) -> None:
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
-    room = min(profile.sizes.max_len, profile.sizes.num_blocks * profile.sizes.block_size)
-    if longest > room:
+    sizes = profile.sizes
+    if longest > sizes.max_len or sizes.request_blocks(longest) > sizes.num_blocks:
         raise InvalidParams(
-            f"The longest request has {longest:,} tokens, and this engine takes at most {room:,}. Shorten the prompts "
-            "or the answers."
+            f"The longest request has {longest:,} tokens, and this engine takes at most {sizes.max_len:,} tokens in "
+            f"{sizes.num_blocks:,} blocks. Shorten the prompts or the answers."
         )

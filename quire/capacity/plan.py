@@ -34,7 +34,7 @@ MAX_DRAFTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedEngine:
     """An engine to plan for. `error` widens ranges: the median error of steps that were not fitted."""
 
     size: ModelSize
@@ -49,7 +49,7 @@ class Planned:
 
 
 def plan_speed(
-    planned: Planned,
+    planned: PlannedEngine,
     load: Load,
     *,
     price_per_hour: float | None = None,
@@ -74,7 +74,7 @@ def plan_speed(
     return document
 
 
-def fitting_batches(planned: Planned, load: Load) -> list[int]:
+def fitting_batches(planned: PlannedEngine, load: Load) -> list[int]:
     """Powers of 2 up to the requests that fit, and these."""
     if load.length > planned.sizes.max_len:
         return []
@@ -99,7 +99,7 @@ def describe_memory(size: ModelSize, sizes: EngineSizes, memory: Memory, load: L
     }
 
 
-def plan_batch(planned: Planned, load: Load, batch: int) -> dict[str, Any]:
+def plan_batch(planned: PlannedEngine, load: Load, batch: int) -> dict[str, Any]:
     """One batch size: its figures, the range of each, and what bounds decoding."""
     figures = batch_figures(planned.cost, planned.sizes, load, batch)
     others = [batch_figures(cost, planned.sizes, load, batch) for cost in planned.alternatives]
@@ -128,7 +128,7 @@ def spread(rows: Sequence[BatchFigures], figure: Callable[[BatchFigures], float]
     return [low * (1 - error), high * (1 + error)]
 
 
-def plan_prefill(planned: Planned, load: Load) -> dict[str, Any]:
+def plan_prefill(planned: PlannedEngine, load: Load) -> dict[str, Any]:
     """A prompt alone, and what bounds its largest step."""
     figures = batch_figures(planned.cost, planned.sizes, load, 1)
     count = min(load.prompt_tokens, planned.sizes.max_tokens_per_step)
@@ -142,7 +142,7 @@ def plan_prefill(planned: Planned, load: Load) -> dict[str, Any]:
     }
 
 
-def plan_speculation(planned: Planned, load: Load, batch: int, acceptance: float) -> dict[str, Any]:
+def plan_speculation(planned: PlannedEngine, load: Load, batch: int, acceptance: float) -> dict[str, Any]:
     """The number of drafts that gains most at a batch size; 0 if none gains."""
     windows = planned.sizes.windows
     room = planned.sizes.max_tokens_per_step // batch - 1

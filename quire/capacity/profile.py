@@ -14,6 +14,7 @@ from typing import Any
 
 from quire import __version__
 from quire.capacity.step_cost import Cost, StepCost
+from quire.core.kv_cache import fixed_blocks, peak_blocks
 from quire.core.pace import Pace
 from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
@@ -55,6 +56,11 @@ class EngineSizes:
                 raise ValueError(f"{name} is {value!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ValueError(f"prefix_cache is {self.prefix_cache!r}")
+
+    def request_blocks(self, length: int) -> int:
+        """The most blocks of the cache that a request of `length` tokens holds, as the scheduler counts them."""
+        grown = peak_blocks(length, self.max_tokens_per_step, self.block_size, self.windows)
+        return grown + fixed_blocks(length, self.block_size, self.num_encoder_groups, self.num_state_groups)
 
     def scheduler(self, policy: Policy | None = None) -> Scheduler:
         return Scheduler(

@@ -49,13 +49,12 @@ def predict_steps(profile: CapacityProfile, context_tokens: int) -> dict[str, An
         )
     batches = [decode_shape(size, context_tokens, sizes.windows) for size in up_to(sizes.max_requests)]
     prompts = [prompt_shape(size, 0, sizes.windows) for size in up_to(sizes.max_tokens_per_step)]
-    blocks_each = -(-context_tokens // sizes.block_size) * len(sizes.windows)
     return {
         "context_tokens": context_tokens,
         "max_len": sizes.max_len,
         "max_requests": sizes.max_requests,
         "max_tokens_per_step": sizes.max_tokens_per_step,
-        "fitting_requests": min(sizes.max_requests, sizes.num_blocks // blocks_each),
+        "fitting_requests": min(sizes.max_requests, sizes.num_blocks // sizes.request_blocks(context_tokens)),
         "decode": [describe(cost, shape) for shape in batches],
         "prompt": [describe(cost, shape) for shape in prompts],
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
+from quire.cli.load import FIXED, add_acceptance, add_load, add_profile, check_acceptance, check_load, load
 from quire.cli.options import add_engine_options, add_json, engine_config
-from quire.cli.simulate import FIXED, add_load, check_load, load
 from quire.errors import InvalidParams
 from quire.progress import bar
 from quire.store import resolve
@@ -23,10 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goal", choices=GOALS, default="e2e", help="what should become better; default %(default)s")
     measure = "measure the options that change the cost of a step (minutes each), and keep what was measured"
     parser.add_argument("--measure", action="store_true", help=measure)
-    parser.add_argument(
-        "--acceptance", type=float, metavar="A", help="chance that a draft is right: speculation's gain"
-    )
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
+    add_acceptance(parser)
+    add_profile(parser)
     add_json(parser)
     add_engine_options(parser, without=FIXED)
 
@@ -34,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Say which options would serve a load better, by simulating each."""
     check_load(arguments)
-    if arguments.acceptance is not None and not 0 <= arguments.acceptance <= 1:
-        raise InvalidParams(f"--acceptance is {arguments.acceptance}; give a share from 0 to 1.")
+    check_acceptance(arguments)
     if arguments.measure and arguments.profile:
         raise InvalidParams("--measure measures this machine, and --profile is of another; leave one out.")
     if arguments.trace is not None and arguments.num_requests is None:

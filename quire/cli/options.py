@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from quire.config import DEFAULT_MODEL, EngineConfig
+from quire.config import DEFAULT_MODEL, EngineConfig, flag_of
 
 MODEL_HELP = "an alias (see `quire models`), a directory, a .gguf file, or a hub name; default %(default)s"
 
@@ -46,9 +46,8 @@ def add_fields(
         options = _argument_options(hints[field.name], text, None if only_given else field.default)
         if "type" in options:
             options["metavar"] = field.metadata["metavar"] or _metavar(field.name, options["type"])
-        flag = field.metadata["flag"] or field.name.replace("_", "-")
         default = argparse.SUPPRESS if only_given else field.default
-        group.add_argument(f"--{flag}", dest=field.name, default=default, **options)
+        group.add_argument(flag_of(field), dest=field.name, default=default, **options)
 
 
 def _argument_options(hint: Any, text: str, default: Any) -> dict[str, Any]:

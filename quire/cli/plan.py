@@ -9,18 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.load import TRACES, add_acceptance, add_profile, check_acceptance, check_counts, check_positive
 from quire.cli.options import add_engine_options, add_json, engine_config
-from quire.cli.simulate import check_counts
 from quire.errors import InvalidParams
 
 if TYPE_CHECKING:
     from quire.bench.plan import Origin
-    from quire.capacity.plan import Planned
+    from quire.capacity.plan import PlannedEngine
     from quire.config import EngineConfig
 
 # Options that a plan does not depend on. Speculation is planned by --acceptance.
 WITHOUT = ("seed", "swap_memory", "speculate", "exit_head", "tensor_parallel_size")
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+OF_SPEED = ("trace", "price", "acceptance")
 OF_TRACE = ("slo", "trace_speed", "num_requests", "attainment")
 ATTAINMENT = 0.99
 
@@ -29,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, metavar="N", help="default %(default)s")
     group.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS, metavar="N", help="default %(default)s")
-    traces = "recorded traffic: how many replicas keep --slo. Azure's or BurstGPT's CSV, or Mooncake's JSON lines"
-    group.add_argument("--trace", type=Path, metavar="FILE", help=traces)
+    group.add_argument("--trace", type=Path, metavar="FILE", help=f"{TRACES}: how many replicas keep --slo")
     group.add_argument("--slo", metavar="LIMITS", help="of --trace, such as ttft=1s,tpot=50ms")
     group.add_argument("--attainment", type=float, metavar="X", help=f"share of requests within them; {ATTAINMENT}")
     group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
@@ -38,10 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = "plan for a GPU from its data sheet instead of for this machine: h200, h100, a100, l40s, 4090, ..."
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--price", type=float, metavar="X", help="of the machine for an hour: prices of tokens")
-    parser.add_argument(
-        "--acceptance", type=float, metavar="A", help="chance that a draft is right: speculation's gain"
-    )
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
+    add_acceptance(parser)
+    add_profile(parser)
     add_json(parser)
     add_engine_options(parser, without=WITHOUT)
 
@@ -66,10 +64,10 @@ def run(arguments: argparse.Namespace) -> None:
         document |= plan_speed(found.engine, load, price_per_hour=arguments.price, acceptance=arguments.acceptance)
         if arguments.trace:
             document["replicas"] = find_replicas(arguments, config, found.engine, found.origin)
-    elif arguments.trace:
+    elif given := [name for name in OF_SPEED if getattr(arguments, name) is not None]:
         raise InvalidParams(
-            "No steps of this machine have been measured, so no trace can be simulated. Measure them: quire bench "
-            f"phases {config.model} --save; or plan for a --gpu."
+            f"--{given[0]} needs the speed of this machine, of which no steps have been measured. Measure them: quire "
+            f"bench phases {config.model} --save; or plan for a --gpu."
         )
     if arguments.json:
         print(json.dumps(document))
@@ -78,14 +76,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def find_replicas(
-    arguments: argparse.Namespace, config: EngineConfig, engine: Planned, origin: Origin
+    arguments: argparse.Namespace, config: EngineConfig, engine: PlannedEngine, origin: Origin
 ) -> dict[str, Any]:
     """The fewest replicas that keep --slo on the trace."""
-    from quire.bench.replicas import make_policy
-    from quire.bench.search import Wanted, plan_replicas
+    from quire.bench.search import Objective, plan_replicas
     from quire.bench.serve.metrics import parse_slo
     from quire.bench.serve.traces import read_trace, slice_trace
     from quire.capacity.profile import CapacityProfile
+    from quire.engine.batching import make_policy
 
     replayed = slice_trace(
         read_trace(arguments.trace),
@@ -95,17 +93,15 @@ def find_replicas(
         speed=arguments.trace_speed or 1.0,
     )
     profile = CapacityProfile(engine.size.model, origin.machine, engine.sizes, engine.cost, 0.0, 0.0)
-    wanted = Wanted(parse_slo(arguments.slo), arguments.attainment or ATTAINMENT)
+    objective = Objective(parse_slo(arguments.slo), arguments.attainment or ATTAINMENT)
     policy = partial(make_policy, config, engine.sizes.max_requests)
-    return plan_replicas(profile, engine.size, replayed.entries, wanted, policy)
+    return plan_replicas(profile, engine.size, replayed.entries, objective, policy)
 
 
 def check(arguments: argparse.Namespace) -> None:
     check_counts(arguments, ("prompt_tokens", "output_tokens", "num_requests"))
-    for name in ("price", "trace_speed"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InvalidParams(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
+    check_positive(arguments, ("price", "trace_speed"))
+    check_acceptance(arguments)
     if arguments.attainment is not None and not 0 < arguments.attainment <= 1:
         raise InvalidParams(f"--attainment is {arguments.attainment}; give a share above 0, at most 1.")
     given = [name for name in OF_TRACE if getattr(arguments, name) is not None]
@@ -113,8 +109,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidParams(f"--{given[0].replace('_', '-')} needs --trace; leave it out.")
     if arguments.trace and not arguments.slo:
         raise InvalidParams("--trace needs --slo, the limits that replicas must keep, such as ttft=1s,tpot=50ms.")
-    if arguments.acceptance is not None and not 0 <= arguments.acceptance <= 1:
-        raise InvalidParams(f"--acceptance is {arguments.acceptance}; give a share from 0 to 1.")
     if arguments.gpu and arguments.profile:
         raise InvalidParams("--gpu plans from a data sheet, and --profile from measurements; leave one out.")
 
@@ -145,7 +139,9 @@ def show_replicas(found: dict[str, Any], price: dict[str, Any] | None) -> None:
     limits = ", ".join(f"{name} within {limit:g} ms" for name, limit in found["limits_ms"].items())
     summary, count = found["summary"], found["replicas"]
     few, many = found["range"] or (count, count)
-    between = f" ({few:,} to {many:,})" if few < many else ""
+    between = f" ({few:,} to {many:,})" if many and few < many else ""
+    if many is None:
+        between = f" ({few:,} or more: with the slowest cost that fits the measurements no number is enough)"
     cost = f", {price['per_hour'] * count:,.2f} an hour" if price else ""
     print(f"\n{count:,} replica{'s' if count > 1 else ''}{between}{cost}: {limits} for", end=" ")
     print(f"{100 * summary['attainment']:.1f}% of {found['num_requests']:,} requests")

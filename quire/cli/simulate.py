@@ -6,39 +6,36 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench.output import add_output, check_html, finish
 from quire.cli.errors import say
+from quire.cli.load import (
+    ENGINES,
+    FIXED,
+    NUM_REQUESTS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    add_load,
+    add_profile,
+    check_counts,
+    check_load,
+    load,
+)
 from quire.cli.options import add_engine_options, engine_config
 from quire.errors import InvalidParams
 from quire.progress import bar
 
 if TYPE_CHECKING:
-    from quire.bench.serve.traces import TraceSlice
     from quire.capacity.profile import CapacityProfile
     from quire.config import EngineConfig
-
-# Options of an engine that a simulation cannot change: no profile was measured with them, or they decide no cost.
-FIXED = ("seed", "swap_memory", "speculate", "exit_head", "kv_memory")
-OF_TRACE = ("max_prompt_tokens", "max_output_tokens", "trace_speed")  # options of the load
-OF_RATE = ("prompt_tokens", "output_tokens")
-PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64  # defaults of --rate
-NUM_REQUESTS = 100
-ENGINES = ("replicas", "servers")
-MAX_ENGINES = 10_000  # replicas, and servers
-MAX_TOKENS = 1 << 24  # of a prompt or an answer, as `bench/serve/traces.py` has it; also the most requests
-MIN_NUMBER = 1e-9  # of requests a second, and of a trace's speed
-COUNTS = ("num_requests", "prompt_tokens", "output_tokens", "max_prompt_tokens", "max_output_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_load(parser)
     group.add_argument("--slo", metavar="LIMITS", help="limits, such as ttft=1s,tpot=50ms: goodput counts them")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: what quire bench phases --save measured")
+    add_profile(parser)
     parser.add_argument("--replicas", type=int, metavar="N", help="engines of a server, with the router between them")
     servers = "servers of that many replicas, which get requests in turn; processes simulate them side by side"
     parser.add_argument("--servers", type=int, metavar="N", help=servers)
@@ -50,25 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser, without=FIXED)
 
 
-def add_load(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The load: a trace or random requests."""
-    group = parser.add_argument_group("load")
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="recorded traffic: Azure's or BurstGPT's CSV, Mooncake's JSON lines, or quire serve --trace",
-    )
-    group.add_argument("--trace-speed", type=float, metavar="X", help="replay the trace X times as fast")
-    group.add_argument("--rate", type=float, metavar="R", help="instead of a trace: R random requests a second")
-    group.add_argument("--num-requests", type=int, metavar="N", help="default 100, or all of a trace")
-    group.add_argument("--prompt-tokens", type=int, metavar="N", help=f"of --rate; default {PROMPT_TOKENS}")
-    group.add_argument("--output-tokens", type=int, metavar="N", help=f"of --rate; default {OUTPUT_TOKENS}")
-    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip requests with longer prompts")
-    group.add_argument("--max-output-tokens", type=int, metavar="N", help="limit the answers of the trace to N tokens")
-    return group
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Simulate a load on a measured engine."""
     check(arguments)
@@ -76,15 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
     from quire.bench.profiles import find_profile
     from quire.bench.serve.metrics import parse_slo
     from quire.bench.simulate import compare, ranges, simulate
-    from quire.engine.batching import choose_batching
+    from quire.engine.batching import make_policy
 
     profile = find_profile(config, arguments.profile)
     limits = parse_slo(arguments.slo) if arguments.slo else {}
-    from quire.core.policy import Policy
-
-    def policy() -> Policy:
-        return Policy(choose_batching(config, profile.sizes.max_requests), config.order)
-
+    policy = partial(make_policy, config, profile.sizes.max_requests)
     if arguments.replicas or arguments.servers:
         show_replicas(simulate_replicas(arguments, config, profile, limits), arguments)
         return
@@ -117,33 +91,6 @@ def check(arguments: argparse.Namespace) -> None:
     check_counts(arguments, ENGINES)
 
 
-def check_load(arguments: argparse.Namespace) -> None:
-    if (arguments.trace is None) == (arguments.rate is None):
-        raise InvalidParams("Say what to simulate: --trace FILE, or --rate R.")
-    without_effect = OF_TRACE if arguments.trace is None else OF_RATE
-    for name in without_effect:
-        if getattr(arguments, name) is not None:
-            flag, needed = name.replace("_", "-"), "--trace" if arguments.trace is None else "--rate"
-            raise InvalidParams(f"--{flag} needs {needed}; leave it out.")
-    for name in ("trace_speed", "rate"):
-        value = getattr(arguments, name)
-        if value is not None and not MIN_NUMBER <= value <= 1 / MIN_NUMBER:
-            raise InvalidParams(
-                f"--{name.replace('_', '-')} is {value}; give a number above 0, from {MIN_NUMBER:g} to "
-                f"{1 / MIN_NUMBER:g}."
-            )
-    check_counts(arguments, COUNTS)
-
-
-def check_counts(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    for name in names:
-        value, most = getattr(arguments, name), MAX_ENGINES if name in ENGINES else MAX_TOKENS
-        if value is not None and not 1 <= value <= most:
-            raise InvalidParams(
-                f"--{name.replace('_', '-')} is {value}; give a whole number of at least 1 and at most {most:,}."
-            )
-
-
 def simulate_replicas(
     arguments: argparse.Namespace,
     config: EngineConfig,
@@ -151,15 +98,16 @@ def simulate_replicas(
     limits: dict[str, float],
 ) -> dict[str, Any]:
     """The load on several servers of several engines."""
-    from quire.bench.replicas import RandomLoad, RecordedLoad, ServerLoad, make_policy, simulate_servers
+    from quire.bench.replicas import PoissonLoad, RecordedLoad, ServerLoad, simulate_servers
     from quire.bench.simulate import without_idle_cache
+    from quire.engine.batching import make_policy
 
     begin_s = time.perf_counter()
     num_replicas, num_servers = arguments.replicas or 1, arguments.servers or 1
-    read: RandomLoad | RecordedLoad
+    read: PoissonLoad | RecordedLoad
     if arguments.trace is None:
         lengths = arguments.prompt_tokens or PROMPT_TOKENS, arguments.output_tokens or OUTPUT_TOKENS
-        read = RandomLoad(arguments.rate, arguments.num_requests or NUM_REQUESTS, *lengths)
+        read = PoissonLoad(arguments.rate, arguments.num_requests or NUM_REQUESTS, *lengths)
     else:
         read = RecordedLoad(load(arguments).entries)
     totals = simulate_servers(
@@ -208,28 +156,6 @@ def show_replicas(document: dict[str, Any], arguments: argparse.Namespace) -> No
     for name, text in LATENCIES.items():
         print(latency(text, summary[name]))
     say(f"{document['engine']['steps']:,} steps simulated in {document['wall_s']:.2f} s")
-
-
-def load(arguments: argparse.Namespace) -> TraceSlice:
-    from quire.bench.serve.traces import TraceSlice, read_trace, slice_trace
-    from quire.bench.simulate import random_entries
-
-    if arguments.trace is None:
-        entries = random_entries(
-            arguments.rate,
-            arguments.num_requests or NUM_REQUESTS,
-            arguments.prompt_tokens or PROMPT_TOKENS,
-            arguments.output_tokens or OUTPUT_TOKENS,
-            0,
-        )
-        return TraceSlice(entries, len(entries), 0, 0, 0)
-    return slice_trace(
-        read_trace(arguments.trace),
-        num_requests=arguments.num_requests,
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        max_output_tokens=arguments.max_output_tokens,
-        speed=arguments.trace_speed or 1.0,
-    )
 
 
 def replay_live(arguments: argparse.Namespace) -> dict[str, Any]:

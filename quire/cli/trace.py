@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import serve
 from quire.cli.errors import say
 from quire.cli.options import add_fields, add_json
-from quire.config import EngineConfig, parse_speculate
+from quire.config import EngineConfig, flag_of, parse_speculate
 from quire.errors import InvalidParams, show
 from quire.progress import bar
 from quire.store import resolve
@@ -163,11 +163,11 @@ def check_plugins(recorded: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def replay_on_server(arguments: argparse.Namespace, recording: Recording, given: dict[str, Any]) -> Recording:
-    named = [name for name, value in given.items() if value is not None]
+    named = ["MODEL" if each.name == "model" else flag_of(each) for each in fields(EngineConfig)
+             if given.get(each.name) is not None]  # fmt: skip
     if named or arguments.save is not None:
-        name = named[0].replace("_", "-") if named else "save"
         raise InvalidParams(
-            f"{'MODEL' if name == 'model' else '--' + name} is for an engine in this process; with --base-url the "
+            f"{[*named, '--save'][0]} is for an engine in this process; with --base-url the "
             "server decides it. Leave one out."
         )
     from quire.bench.replay_server import replay_on

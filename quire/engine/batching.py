@@ -1,12 +1,17 @@
-"""The batching policy that a configuration names. `build.py` and `quire simulate` call this."""
+"""The policy that a configuration names. `build.py` calls this, and so does what simulates an engine."""
 
 from __future__ import annotations
 
 from quire.config import EngineConfig
-from quire.core.policy import Batching, Continuous, Dynamic, Static, WaitingRatio
+from quire.core.policy import Batching, Continuous, Dynamic, Policy, Static, WaitingRatio
 
 BATCH_WAIT_S = 0.05  # default of dynamic batching
 WAITING_SERVED_RATIO, MAX_WAITING_TOKENS = 0.3, 20  # defaults of batching by ratio
+
+
+def make_policy(config: EngineConfig, max_requests: int) -> Policy:
+    """A policy has a state: each scheduler needs its own."""
+    return Policy(choose_batching(config, max_requests), config.order)
 
 
 def choose_batching(config: EngineConfig, max_requests: int) -> Batching:

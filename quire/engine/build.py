@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig
 from quire.core.kv_cache import fixed_blocks
 from quire.core.pace import Pace
-from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
 from quire.core.swap import SwapCosts
 from quire.engine.backend import (
@@ -28,7 +27,7 @@ from quire.engine.backend import (
     describe_ops,
 )
 from quire.engine.batch import BatchBuffers, BufferShape
-from quire.engine.batching import choose_batching
+from quire.engine.batching import make_policy
 from quire.engine.cache import CacheTensors, fingerprint_cache, lay_out, shape_blocks
 from quire.engine.costs import time_copies
 from quire.engine.engine import Engine, EngineInfo
@@ -214,7 +213,7 @@ def _build(
         size.block_size,
         step_tokens,
         max_requests,
-        Policy(choose_batching(config, max_requests), config.order),
+        make_policy(config, max_requests),
         windows=layout.windows,
         num_encoder_groups=layout.num_encoder_groups,
         num_state_groups=layout.num_state_groups,

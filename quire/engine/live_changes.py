@@ -1,6 +1,6 @@
 """LiveChanges and CacheDescription: what an engine shows of itself to the server.
 
-docs/console.md says what the fields mean. Requests have their wire ids here. `view.py` and `cache_description.py` make
+docs/live.md says what the fields mean. Requests have their wire ids here. `view.py` and `cache_description.py` make
 these messages, `server/console/` reads them.
 """
 

@@ -170,7 +170,7 @@ class EngineLoop:
     def _watch(self, interval_s: float) -> None:
         self._unwatch()
         try:
-            self._view = EngineView(self._engine, interval_s)
+            self._view = EngineView(self._engine, interval_s, self._meter.predict)
         except Exception as error:
             log.error("the engine cannot be watched; serving goes on", exc_info=error)
 

@@ -28,6 +28,7 @@ from quire.engine.backend import (
 )
 from quire.engine.cache import CacheLayout, lay_out, shape_blocks
 from quire.engine.memory import find_memory_budget, size_cache
+from quire.engine.ranks import check_ranks
 from quire.kernels import Kernels
 from quire.kernels.arrays import ITEM_BYTES
 from quire.kernels.cache_spec import BlockShape, CacheSpec, KVCacheSpec, cache_shapes
@@ -49,7 +50,7 @@ ALLOCATED_BYTES = 4 << 20  # by an engine while it is built and runs its first s
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPart:
     """One part of a model as an engine holds it."""
 
     part: Part
@@ -61,6 +62,8 @@ def measure_on_cpu(config: EngineConfig, path: Path) -> tuple[ModelSize, EngineS
     """The sizes of an engine on this machine's CPU."""
     described = shorten(read_config(path), config.max_len, path)
     ops = choose_ops(config, described, cpu_dtype(config), "cpu")
+    if config.tensor_parallel_size > 1:
+        check_ranks(config, described, ops)
     kv_dtype = choose_kv_dtype(config.kv_dtype, cpu_dtype(config), ops)
     held = hold_random(config, described, ops) if config.weights == "random" else hold_on_cpu(config, path, ops)
     specs = cache_specs(described, ops)
@@ -149,27 +152,29 @@ def gpu_block(spec: CacheSpec, kv_dtype: str, block_size: int) -> BlockShape:
     return cache_shapes(spec, "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype, block_size)
 
 
-def hold_on_cpu(config: EngineConfig, path: Path, ops: Kernels) -> list[Held]:
+def hold_on_cpu(config: EngineConfig, path: Path, ops: Kernels) -> list[HeldPart]:
     """The parts as they are held for quire's own CPU kernels, or for torch's."""
     with opened(path) as (described, checkpoint):
         stored = survey(described, checkpoint, ops)
         quantize = choose_quantize(config.quantize, stored)
         if ops.native is None:
-            return [Held(one.part, num_values(one.part, one.cols), weight_bytes([one], "float32")) for one in stored]
+            return [
+                HeldPart(one.part, num_values(one.part, one.cols), weight_bytes([one], "float32")) for one in stored
+            ]
         return [hold_panels(one, quantize, ops) for one in stored]
 
 
-def hold_panels(stored: StoredPart, quantize: str | None, ops: Kernels) -> Held:
+def hold_panels(stored: StoredPart, quantize: str | None, ops: Kernels) -> HeldPart:
     part, cols = stored.part, stored.cols
     if cols is None:
-        return Held(part, 0, part.rows * ITEM_BYTES["float32"])
+        return HeldPart(part, 0, part.rows * ITEM_BYTES["float32"])
     assert ops.native is not None
     width = part.width(cols)
     format = rounded_format(stored.panel_format, part.name, width, quantize)
-    return Held(part, part.rows * width, ops.native.module.Panels(format, part.rows, width).nbytes)
+    return HeldPart(part, part.rows * width, ops.native.module.Panels(format, part.rows, width).nbytes)
 
 
-def hold_random(config: EngineConfig, described: ModelConfig, ops: Kernels) -> list[Held]:
+def hold_random(config: EngineConfig, described: ModelConfig, ops: Kernels) -> list[HeldPart]:
     """Random weights are float32, rounded as `quantize` says."""
     quantize = None if config.quantize == "none" else config.quantize
     held = []
@@ -180,22 +185,22 @@ def hold_random(config: EngineConfig, described: ModelConfig, ops: Kernels) -> l
             width = part.width(cols)
             format = rounded_format("f32", part.name, width, quantize)
             num_bytes = ops.native.module.Panels(format, part.rows, width).nbytes
-        held.append(Held(part, 0 if cols is None else values, num_bytes))
+        held.append(HeldPart(part, 0 if cols is None else values, num_bytes))
     return held
 
 
-def hold_on_gpu(config: EngineConfig, path: Path, dtype: str, ops: Kernels) -> list[Held]:
+def hold_on_gpu(config: EngineConfig, path: Path, dtype: str, ops: Kernels) -> list[HeldPart]:
     if config.weights == "random":
         declared = declared_parts(read_config(path), ops)
         return [
-            Held(part, 0 if cols is None else num_values(part, cols), num_values(part, cols) * ITEM_BYTES[dtype])
+            HeldPart(part, 0 if cols is None else num_values(part, cols), num_values(part, cols) * ITEM_BYTES[dtype])
             for part, cols in declared
         ]
     with opened(path) as (described, checkpoint):
         stored = survey(described, checkpoint, ops)
         quantize = choose_quantize(config.quantize, stored, tiled=True)
         return [
-            Held(
+            HeldPart(
                 one.part,
                 0 if one.cols is None else num_values(one.part, one.cols),
                 weight_bytes([one], dtype, tiled=True, quantize=quantize),
@@ -205,7 +210,7 @@ def hold_on_gpu(config: EngineConfig, path: Path, dtype: str, ops: Kernels) -> l
 
 
 def model_size(
-    config: EngineConfig, described: ModelConfig, held: Sequence[Held], layout: CacheLayout, item_bytes: int
+    config: EngineConfig, described: ModelConfig, held: Sequence[HeldPart], layout: CacheLayout, item_bytes: int
 ) -> ModelSize:
     tied = described.tie_embeddings
     looked_up = [one for one in held if one.part.name in EMBEDDINGS and not tied]

@@ -58,10 +58,11 @@ def make_meter(engine: Engine, config: EngineConfig) -> StepMeter:
     """For an engine that serves. A calibration is kept fresh in its file; without one, costs stay in the process."""
     calibration = find_calibration(config, engine)
     sizes = read_sizes(engine, engine.scheduler.pace.target_s)
-    path = profile_path(config) if calibration is not None else None
-    return StepMeter(
-        config.model, describe_machine(config), sizes, calibration, path, num_profiles=int(calibration is not None)
-    )
+    machine = describe_machine(config)
+    if calibration is None:
+        return StepMeter(config.model, machine, sizes, None)
+    known = replace(calibration, sizes=sizes)
+    return StepMeter(config.model, machine, sizes, known, profile_path(config), calibration.sizes, num_profiles=1)
 
 
 class StepTable:
@@ -97,6 +98,7 @@ class StepMeter(Observer):
     sizes: EngineSizes
     profile: CapacityProfile | None
     path: Path | None = None  # where a calibration is kept; None: it is not
+    kept_sizes: EngineSizes | None = None  # of the calibration: options of this engine are not those of later plans
     predicted_s: float = 0.0  # total of the steps that were predicted,
     measured_s: float = 0.0  # and what these took
     recent_error: float | None = None  # the median relative error of the last ones
@@ -110,7 +112,7 @@ class StepMeter(Observer):
 
     def on_commit(self, plan: Plan, sampled: Sampled, updates: Sequence[Update], launched_s: float) -> None:
         now_s = time.monotonic()
-        if plan.drafts or plan.drafted or plan.encodes or plan.swap_in or sampled.exited or sampled.failed:
+        if not is_predictable(plan) or sampled.exited or sampled.failed:
             return
         seconds = now_s - launched_s if self.sizes.depth == 1 else sampled.seconds
         if seconds is None or seconds <= 0:
@@ -122,6 +124,12 @@ class StepMeter(Observer):
         self._num_new += 1
         if self._num_new >= MIN_STEPS and now_s >= self._next_fit_s:
             self._start_fit(now_s)
+
+    def predict(self, plan: Plan) -> float | None:
+        """Seconds of a step. None while its cost is not known."""
+        if self.profile is None or not is_predictable(plan):
+            return None
+        return self.profile.cost.seconds(shape_of(plan, self.sizes.windows))
 
     def _compare(self, predicted_s: float, seconds: float) -> None:
         self.predicted_s += predicted_s
@@ -162,10 +170,15 @@ class StepMeter(Observer):
         self.num_profiles += 1
         if self.path is not None:
             try:
-                made.save(self.path)
+                replace(made, sizes=self.kept_sizes or made.sizes).save(self.path)
             except OSError as error:
                 log.warning("costs of steps cannot be written to %s: %s", self.path, error)
                 self.path = None
+
+
+def is_predictable(plan: Plan) -> bool:
+    """Drafts, encoders and copies from the host are not among the features of a cost."""
+    return not (plan.drafts or plan.drafted or plan.encodes or plan.swap_in)
 
 
 def lower_priority() -> None:

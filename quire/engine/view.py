@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,12 @@ class PlannedStep:
 class EngineView(Observer):
     """Follows one engine. `detach` ends it."""
 
-    def __init__(self, engine: Engine, interval_s: float) -> None:
+    def __init__(
+        self, engine: Engine, interval_s: float, predict: Callable[[Plan], float | None] = lambda plan: None
+    ) -> None:
+        """`predict` gives the seconds of a step. Where it gives none, the engine's own averages do."""
         self._engine = engine
+        self._predict = predict
         self._interval_s = interval_s
         self._scheduler: Scheduler = engine.scheduler
         self._explainer = Explainer(engine.scheduler)
@@ -121,7 +125,8 @@ class EngineView(Observer):
             if tracked is not None and tracked.queued_s is not None:
                 num_admitted += 1
                 self._note_admission(tracked, now_s)
-        self._planned[plan.step] = PlannedStep(plan, self._engine.costs.predict(plan), num_admitted, num_preempted)
+        predicted_s = self._predict(plan) or self._engine.costs.predict(plan)
+        self._planned[plan.step] = PlannedStep(plan, predicted_s, num_admitted, num_preempted)
 
     def on_commit(self, plan: Plan, sampled: Sampled, updates: Sequence[Update], launched_s: float) -> None:
         end_s = time.monotonic()

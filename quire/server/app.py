@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 
 from starlette.applications import Starlette
@@ -54,6 +55,7 @@ def build_app(config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> RequestM
     middleware = RequestMiddleware(app, config, keys, metrics)
     app.state.responses = ResponseStore()
     app.state.console_files = page.load_files()
+    app.state.simulating = asyncio.Semaphore(1)  # one of the console's simulations at a time
     app.state.middleware = middleware
     app.state.has_console = config.console
     return middleware

@@ -123,7 +123,7 @@ class CacheTree(Schema):
     num_hidden: int
 
 
-class EngineFacts(Schema):
+class ServedEngine(Schema):
     model: str
     summary: str
     max_len: int

@@ -151,7 +151,7 @@ def describe_step(step: Document, longest_s: float) -> list[Span]:
     if step["seconds"] is not None:
         spans.append((f"{1e3 * step['seconds']:.1f} ms", PLAIN))
     if step["predicted_s"] is not None:
-        spans.append((f" (expected {1e3 * step['predicted_s']:.1f})", DIM))
+        spans.append((f" (predicted {1e3 * step['predicted_s']:.1f})", DIM))
     parts = [
         (f"  {step['prompt_tokens']:,} tokens of {step['prompt_rows']} prompts", "prompt", step["prompt_rows"]),
         (f"  {step['decode_rows']} decode", "decode", step["decode_rows"]),

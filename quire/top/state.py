@@ -1,4 +1,4 @@
-"""ServerState: what the lines of /console/live say of a server. docs/console.md has their fields."""
+"""ServerState: what the lines of /console/live say of a server. docs/live.md has their fields."""
 
 from __future__ import annotations
 

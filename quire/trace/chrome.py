@@ -24,8 +24,8 @@ FIRST_LANE = 2  # of requests
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """When what became of a request, in seconds. None: it did not come to that."""
+class RequestSpan:
+    """When a request arrived, was scheduled, got its first token and ended, in seconds. None: that did not happen."""
 
     number: int
     request: RecordedRequest
@@ -38,18 +38,18 @@ class Life:
 def chrome_events(recording: Recording) -> Iterator[Event]:
     scheduled = first_scheduled(recording)
     end = last_moment(recording)
-    lives = [
-        live(recording, number, request, scheduled.get(request.id), end)
+    spans = [
+        make_span(recording, number, request, scheduled.get(request.id), end)
         for number, request in enumerate(by_arrival(list(recording.requests.values())))
     ]
-    for replica in sorted({life.request.replica for life in lives} | {step.replica for step in recording.steps}):
-        own = [life for life in lives if life.request.replica == replica]
+    for replica in sorted({span.request.replica for span in spans} | {step.replica for step in recording.steps}):
+        own = [span for span in spans if span.request.replica == replica]
         lanes = choose_lanes(own)
-        yield from names(replica, max(lanes.values(), default=0))
-        yield from steps(recording, replica)
-        yield from counters(own, replica)
-        for life in own:
-            yield from request_events(life, replica, lanes[life.request.id])
+        yield from name_lanes(replica, max(lanes.values(), default=0))
+        yield from step_events(recording, replica)
+        yield from counter_events(own, replica)
+        for span in own:
+            yield from request_events(span, replica, lanes[span.request.id])
     for kind, moments in (("restart", recording.restarts), ("reset", recording.resets)):
         for moment in moments:
             yield {
@@ -71,10 +71,12 @@ def micros(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def live(recording: Recording, number: int, request: RecordedRequest, scheduled: float | None, last: float) -> Life:
+def make_span(
+    recording: Recording, number: int, request: RecordedRequest, scheduled: float | None, last: float
+) -> RequestSpan:
     known = [recording.steps[number].done for number in request.token_steps[:1] if number is not None]
     end = max(request.at, request.end.at if request.end is not None else last)
-    return Life(number, request, request.at, scheduled, known[0] if known else None, end)
+    return RequestSpan(number, request, request.at, scheduled, known[0] if known else None, end)
 
 
 def first_scheduled(recording: Recording) -> dict[str, float]:
@@ -96,32 +98,32 @@ def timeline(steps: Iterable[Step]) -> Iterator[tuple[Step, float, float]]:
         yield step, begin, end
 
 
-def choose_lanes(lives: list[Life]) -> dict[str, int]:
+def choose_lanes(spans: list[RequestSpan]) -> dict[str, int]:
     """The lowest lane that is free when a request arrives."""
     lanes: dict[str, int] = {}
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    for life in lives:
-        while busy and busy[0][0] <= life.begin:
+    for span in spans:
+        while busy and busy[0][0] <= span.begin:
             heappush(free, heappop(busy)[1])
         lane = heappop(free) if free else FIRST_LANE + len(busy)
-        lanes[life.request.id] = lane
-        heappush(busy, (life.end, lane))
+        lanes[span.request.id] = lane
+        heappush(busy, (span.end, lane))
     return lanes
 
 
-def names(replica: int, last_lane: int) -> Iterator[Event]:
-    yield metadata(replica, 0, "process_name", f"replica {replica}")
-    yield metadata(replica, STEPS_LANE, "thread_name", "steps")
+def name_lanes(replica: int, last_lane: int) -> Iterator[Event]:
+    yield name_event(replica, 0, "process_name", f"replica {replica}")
+    yield name_event(replica, STEPS_LANE, "thread_name", "steps")
     for lane in range(FIRST_LANE, last_lane + 1):
-        yield metadata(replica, lane, "thread_name", f"requests {lane - FIRST_LANE + 1}")
+        yield name_event(replica, lane, "thread_name", f"requests {lane - FIRST_LANE + 1}")
 
 
-def metadata(replica: int, lane: int, kind: str, name: str) -> Event:
+def name_event(replica: int, lane: int, kind: str, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": replica, "tid": lane, "args": {"name": name}}
 
 
-def steps(recording: Recording, replica: int) -> Iterator[Event]:
+def step_events(recording: Recording, replica: int) -> Iterator[Event]:
     for step, begin, end in timeline(recording.steps):
         if step.replica == replica:
             yield slice_of(step_kind(step), "step", begin, end, replica, STEPS_LANE, step_arguments(step))
@@ -140,11 +142,11 @@ def step_arguments(step: Step) -> dict[str, Any]:
     }
 
 
-def counters(lives: list[Life], replica: int) -> Iterator[Event]:
+def counter_events(spans: list[RequestSpan], replica: int) -> Iterator[Event]:
     changes: list[tuple[float, int, int]] = []
-    for life in lives:
-        begins = life.end if life.scheduled is None else min(life.end, max(life.begin, life.scheduled))
-        changes += [(life.begin, 1, 0), (begins, -1, 0), (begins, 0, 1), (life.end, 0, -1)]
+    for span in spans:
+        begins = span.end if span.scheduled is None else min(span.end, max(span.begin, span.scheduled))
+        changes += [(span.begin, 1, 0), (begins, -1, 0), (begins, 0, 1), (span.end, 0, -1)]
     waiting = running = 0
     for moment, more_waiting, more_running in sorted(changes, key=itemgetter(0)):
         waiting, running = waiting + more_waiting, running + more_running
@@ -154,10 +156,10 @@ def counters(lives: list[Life], replica: int) -> Iterator[Event]:
         }  # fmt: skip
 
 
-def request_events(life: Life, replica: int, lane: int) -> Iterator[Event]:
-    request = life.request
+def request_events(span: RequestSpan, replica: int, lane: int) -> Iterator[Event]:
+    request = span.request
     yield slice_of(
-        f"request {request.id}", "request", life.begin, life.end, replica, lane,
+        f"request {request.id}", "request", span.begin, span.end, replica, lane,
         {
             "name": request.name,
             "prompt_tokens": request.num_prompt,
@@ -167,16 +169,16 @@ def request_events(life: Life, replica: int, lane: int) -> Iterator[Event]:
             "finish": request.end.finish if request.end is not None else "unfinished",
         },
     )  # fmt: skip
-    if life.scheduled is None:
-        yield slice_of("queue", "request", life.begin, life.end, replica, lane, {})
+    if span.scheduled is None:
+        yield slice_of("queue", "request", span.begin, span.end, replica, lane, {})
         return
-    scheduled = min(life.end, max(life.begin, life.scheduled))
-    yield slice_of("queue", "request", life.begin, scheduled, replica, lane, {})
-    answered = life.end if life.first_token is None else min(life.end, max(scheduled, life.first_token))
+    scheduled = min(span.end, max(span.begin, span.scheduled))
+    yield slice_of("queue", "request", span.begin, scheduled, replica, lane, {})
+    answered = span.end if span.first_token is None else min(span.end, max(scheduled, span.first_token))
     yield slice_of("prompt", "request", scheduled, answered, replica, lane, {})
-    if answered < life.end:
-        yield slice_of("answer", "request", answered, life.end, replica, lane, {})
-    flow = {"name": "first step", "cat": "request", "id": life.number, "pid": replica}
+    if answered < span.end:
+        yield slice_of("answer", "request", answered, span.end, replica, lane, {})
+    flow = {"name": "first step", "cat": "request", "id": span.number, "pid": replica}
     yield {**flow, "ph": "s", "ts": micros(scheduled), "tid": STEPS_LANE}
     yield {**flow, "ph": "f", "bp": "e", "ts": micros(scheduled), "tid": lane}
 

@@ -53,9 +53,10 @@ def test_what_is_promised_is_what_a_simulation_with_the_option_gives(model):
     assert found["--prefix-cache" if "--prefix-cache" in found else "--no-prefix-cache"].gains["e2e"] == 0
 
 
-def test_costs_that_are_not_measured_are_not_known(model):
+def test_costs_that_are_not_measured_are_not_known(model, monkeypatch):
+    monkeypatch.setattr(advising, "usable_cores", lambda: 2)
     found, _ = run(model)
-    for option in ("--kv-dtype int8", "--quantize int4", "--replicas 2", "--speculate suffix"):
+    for option in ("--kv-dtype int8", "--quantize int4", "--tensor-parallel 2", "--replicas 2", "--speculate suffix"):
         assert found[option].gains is None
         assert "quire bench" in found[option].note
     with_chance, _ = run(model, acceptance=0.9)
@@ -90,8 +91,11 @@ def test_measuring_measures_what_is_missing(model, monkeypatch):
     assert len(measured) == len(set(flags_of(again)))
 
 
+COST_FLAGS = ("--kv-dtype", "--quantize", "--block-size", "--tensor-parallel")
+
+
 def flags_of(found):
-    return [option for option in found if option.split()[0] in ("--kv-dtype", "--quantize", "--block-size")]
+    return [option for option in found if option.split()[0] in COST_FLAGS]
 
 
 def test_a_quantized_model_is_not_to_be_rounded_again():
@@ -102,6 +106,8 @@ def test_a_quantized_model_is_not_to_be_rounded_again():
 
 
 def test_commands_name_every_option_that_is_not_the_default():
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+    assert flags(config) == ["--tensor-parallel 2"]
     config = EngineConfig(model="m", prefix_cache=False, itl_target_ms=25.0, max_requests=4)
     assert flags(config) == ["--max-requests 4", "--no-prefix-cache", "--itl-target-ms 25"]
     assert Knob(config, ()).command() == "quire serve m --max-requests 4 --no-prefix-cache --itl-target-ms 25"

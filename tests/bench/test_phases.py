@@ -13,6 +13,7 @@ import pytest
 from quire.bench import phases
 from quire.capacity.profile import EngineSizes, load_profile
 from quire.capacity.step_cost import StepShape
+from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.engine.profiles import profile_path
 
@@ -88,6 +89,13 @@ def test_an_engine_with_room_for_nothing(tmp_path):
     assert "a fit needs" in done.stderr
 
 
+def test_a_file_is_named_only_where_it_is_written(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quire", "bench", "phases", "--profile", "x.json"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "add --save" in capsys.readouterr().err
+
+
 def test_steps_without_prompts_do_not_count_as_prefill():
     """Two chunks of prompts, one step of both rows, and one in which the other row has ended."""
     shapes = [StepShape(16, 0, (0.0,), (9.0,)), StepShape(9, 2, (1.0,), (9.0,)), StepShape(2, 2, (9.0,), (0.0,))]
@@ -123,8 +131,10 @@ def test_where_a_profile_is_kept_depends_on_what_decides_costs():
         (("--trace", "x.csv", "--prompt-tokens", 2), "--prompt-tokens needs --rate"),
     ],
 )
-def test_wrong_arguments(profile, arguments, part):
-    done = run("simulate", *(profile if argument == "PROFILE" else argument for argument in arguments))
-    assert done.returncode == 2
-    assert part in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_arguments(monkeypatch, capsys, profile, arguments, part):
+    given = (str(profile if argument == "PROFILE" else argument) for argument in arguments)
+    monkeypatch.setattr(sys, "argv", ["quire", "simulate", *given])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert part in capsys.readouterr().err

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from quire.bench.replicas import RandomLoad, RecordedLoad, Server, ServerLoad, Totals, make_policy, simulate_servers
-from quire.bench.search import Wanted, busiest, fewest, plan_replicas
+from quire.bench.replicas import PoissonLoad, RecordedLoad, Server, ServerLoad, Totals, simulate_servers
+from quire.bench.search import Objective, busiest, fewest, plan_replicas
 from quire.bench.serve.metrics import distribution, parse_slo
 from quire.bench.serve.traces import TraceRequest
-from quire.bench.simulate import arrivals, without_idle_cache
+from quire.bench.simulate import arrivals, random_entries, without_idle_cache
 from quire.capacity.profile import CapacityProfile
 from quire.capacity.simulator import Simulation
 from quire.config import EngineConfig
 from quire.core.policy import Policy
+from quire.engine.batching import make_policy
 from quire.errors import InvalidParams
 from tests.capacity.test_plan import SMALL
 from tests.capacity.test_simulator import PROFILE, SIZES, uneven_cost
@@ -101,8 +103,8 @@ def test_what_is_too_long_misses_the_limits():
 
 
 def test_random_loads_are_the_same_each_time():
-    read = RandomLoad(2.0, 50, 10, 5)
-    assert list(read()) == list(read())
+    read = PoissonLoad(2.0, 50, 10, 5)
+    assert list(read()) == list(read()) == list(random_entries(2.0, 50, 10, 5, 0))  # as those of one engine
     assert list(read())[-1].at_s == pytest.approx(25, rel=0.5)
 
 
@@ -126,26 +128,34 @@ def test_the_fewest_is_found(answer, first):
 def test_the_fewest_replicas_keep_the_limits_and_one_fewer_does_not():
     profile = CapacityProfile("m", "here", SIZES, uneven_cost((None,)), 0.0, 0.0)
     entries = recorded(300, 12.0)
-    wanted = Wanted({"ttft": 400.0, "tpot": 60.0}, 0.95)
-    document = plan_replicas(profile, SMALL, entries, wanted, MAKE_POLICY)
+    objective = Objective({"ttft": 400.0, "tpot": 60.0}, 0.95)
+    document = plan_replicas(profile, SMALL, entries, objective, MAKE_POLICY)
     count = document["replicas"]
     assert count > 1
     assert document["summary"]["attainment"] >= 0.95
-    fewer = ServerLoad(profile, MAKE_POLICY, RecordedLoad(entries), count - 1, 1, wanted.limits)
+    fewer = ServerLoad(profile, MAKE_POLICY, RecordedLoad(entries), count - 1, 1, objective.limits)
     assert simulate_servers(fewer, 1).summary()["attainment"] < 0.95
     low, high = document["range"]
     assert low <= count <= high
 
 
+def test_a_range_has_no_end_if_the_slowest_cost_misses_the_limits_alone():
+    known = uneven_cost((None,))
+    slow = tuple(40 * each for each in known.coefficients)
+    profile = CapacityProfile("m", "here", SIZES, replace(known, resampled=(known.coefficients, slow)), 0.0, 0.0)
+    document = plan_replicas(profile, SMALL, recorded(100, 4.0), Objective({"ttft": 400.0}, 0.95), MAKE_POLICY)
+    assert document["range"] == [document["replicas"], None]
+
+
 def test_limits_that_an_idle_engine_misses_are_refused():
     with pytest.raises(InvalidParams, match="No number of replicas"):
-        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Wanted({"ttft": 1.0}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Objective({"ttft": 1.0}, 0.9), MAKE_POLICY)
     with pytest.raises(InvalidParams, match="No number of replicas keeps tpot"):
-        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Wanted({"tpot": 1.0}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, recorded(20, 1.0), Objective({"tpot": 1.0}, 0.9), MAKE_POLICY)
     with pytest.raises(InvalidParams, match="do not keep the limits"):
         fewest(lambda count: False, 1)
     with pytest.raises(InvalidParams, match="longest request"):
-        plan_replicas(PROFILE, SMALL, [TraceRequest(0.0, 500, 5)], Wanted({"ttft": 1e6}, 0.9), MAKE_POLICY)
+        plan_replicas(PROFILE, SMALL, [TraceRequest(0.0, 500, 5)], Objective({"ttft": 1e6}, 0.9), MAKE_POLICY)
 
 
 def test_the_busiest_requests_are_chosen():

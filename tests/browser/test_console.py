@@ -53,6 +53,23 @@ def test_every_screen_works_and_runs_nothing_of_others(visit, width):
         assert page.inner_text("#model") == HOSTILE
 
 
+def test_an_idle_engine_makes_no_tokens_a_second(visit):
+    """Only pings come from it: the rate of its last busy seconds must not stay."""
+    with visit(FakeServer()) as seen:
+        page = seen.open("live")
+        page.wait_for_selector("#connection[data-state=live]")
+        page.wait_for_timeout(500)
+        busy, idle = page.evaluate("""async () => {
+            const { live } = await import('./console/static/stream.js');
+            live.stop();
+            const busy = live.rate('output_tokens_total'), lastS = live.history.at(-1).timeS;
+            for (const passed of [2, 4, 6]) live.apply({ type: 'ping', time_s: lastS + passed });
+            return [busy, live.rate('output_tokens_total')];
+        }""")
+        assert busy > 0
+        assert idle == 0
+
+
 def test_blocks_are_drawn_in_the_colour_of_their_state(visit):
     """The first block of the made-up engine is cached, the last one free: read from the canvas."""
     with visit(FakeServer(num_blocks=600), viewport={"width": 1280, "height": 800}) as seen:

@@ -27,6 +27,10 @@ def cost():
 PROFILE = CapacityProfile("m", "here", SIZES, cost(), 0.01, 0.05)
 
 
+def profile_of(sizes):
+    return replace(PROFILE, sizes=sizes, cost=replace(cost(), windows=sizes.windows))
+
+
 def test_two_requests_by_hand():
     """The second arrives in the first one's only long step: it joins a continuous batch, and waits for a static one."""
     requests = [LoadRequest(0.0, 4, 3), LoadRequest(0.05, 4, 1)]
@@ -74,6 +78,9 @@ def test_a_load_without_bounds_is_refused(field, value):
 def test_a_load_that_does_not_fit_is_refused():
     with pytest.raises(InvalidParams, match="121 tokens, and this engine takes at most 120"):
         compare_batching(PROFILE, [LoadRequest(0.0, 100, 21)], 2, 0.1)
+    groups = replace(SIZES, windows=(None, None), num_blocks=50)  # each token is in two groups of layers
+    with pytest.raises(InvalidParams, match="120 tokens in 50 blocks"):
+        compare_batching(replace(PROFILE, sizes=groups), [LoadRequest(0.0, 100, 20)], 2, 0.1)
     with pytest.raises(InvalidParams, match="batch_size is 9"):
         compare_batching(PROFILE, [LoadRequest(0.0, 10, 2)], 9, 0.1)
     with pytest.raises(InvalidParams, match="batch_wait_s"):
@@ -96,5 +103,7 @@ def test_predicted_steps_end_at_the_engine_s_limits():
     assert found["prompt"][-1]["tokens"] == 64
     assert found["fitting_requests"] == 8
     assert predict_steps(replace(PROFILE, sizes=replace(SIZES, num_blocks=60)), 100)["fitting_requests"] == 2
+    windowed = replace(SIZES, windows=(8,), max_tokens_per_step=8, num_blocks=60)
+    assert predict_steps(profile_of(windowed), 100)["fitting_requests"] == 8  # each holds at most 5 blocks
     with pytest.raises(InvalidParams, match="context_tokens is 121"):
         predict_steps(PROFILE, 121)

@@ -11,7 +11,7 @@ import pytest
 from quire.capacity.figures import Load, batch_figures, best_batch, prompt_steps, token_prices, tokens_per_verified_step
 from quire.capacity.memory import engine_memory, kv_bytes_per_token, longest_request, request_blocks
 from quire.capacity.model_size import ExpertSize, ModelSize
-from quire.capacity.plan import Planned, plan_speed
+from quire.capacity.plan import PlannedEngine, plan_speed
 from quire.capacity.profile import CapacityProfile, EngineSizes
 from quire.capacity.roofline import Rates, Roofline, find_gpu, rates_of
 from quire.capacity.simulator import Arrival, Simulation
@@ -137,7 +137,7 @@ def test_the_best_batch_is_the_smallest_that_is_nearly_fastest():
 def test_speculation_pays_where_rows_are_few():
     assert tokens_per_verified_step(0.5, 2) == 1.75
     cost = Roofline(LLAMA_8B, find_gpu("h200").rates())
-    planned = Planned(LLAMA_8B, H200, cost, cost.rates)
+    planned = PlannedEngine(LLAMA_8B, H200, cost, cost.rates)
     document = plan_speed(planned, Load(512, 128), acceptance=0.8, price_per_hour=3.6)
     gains = {row["batch"]: row for row in document["speculation"]}
     assert gains[1]["speedup"] > 2
@@ -194,6 +194,16 @@ def test_what_cannot_be_planned_is_refused(monkeypatch, capsys, options, message
         main()
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--price", "--acceptance"])
+def test_what_needs_the_speed_of_a_machine_is_refused_before_it_is_measured(monkeypatch, capsys, tmp_path, option):
+    tiny_directory(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quire", "plan", str(tmp_path), "--device", "cpu", option, "0.5"])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert f"{option} needs the speed" in capsys.readouterr().err
 
 
 def test_the_command_prints_one_document(monkeypatch, capsys, tmp_path):

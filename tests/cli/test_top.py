@@ -104,7 +104,7 @@ def test_the_picture_has_the_figures() -> None:
     text = text_of(state_of(first, later))
     assert "4 run  4 wait  250.0 tokens/s" in text
     assert "300 blocks of 16 tokens: # 100 in use" in text
-    assert "step 7: 10.0 ms (expected 8.0)  64 tokens of 1 prompts  2 decode" in text
+    assert "step 7: 10.0 ms (predicted 8.0)  64 tokens of 1 prompts  2 decode" in text
     assert "about 1.8 s. First in line: 2 of 2 run." in text
     assert text.index("r1-0") < text.index("r2-0")
 

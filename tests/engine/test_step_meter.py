@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from quire.capacity.profile import EngineSizes, load_profile
 from quire.capacity.step_cost import StepShape, decode_shape, prompt_shape
+from quire.config import EngineConfig
 from quire.core.drafts import Drafts
 from quire.core.plan import Plan, Sampled
 from quire.engine import step_meter
+from quire.engine.profiles import profile_path
 from quire.engine.step_meter import KEPT_OF_A_SIZE, MIN_STEPS, StepMeter, StepTable, refit, without_interrupted
 
 pytestmark = pytest.mark.cpu
@@ -45,12 +48,16 @@ def test_costs_come_from_served_steps():
     serve(meter, random.Random(1), MIN_STEPS - 1)
     assert meter.profile is None
     assert meter.recent_error is None
+    assert meter.predict(plan_of([1])) is None
     serve(meter, random.Random(2), 1)
     assert meter.num_profiles == 1
     for shape in (decode_shape(3, 200, (None,)), prompt_shape(90, 0, (None,))):
         assert meter.profile.cost.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.05)
     serve(meter, random.Random(3), 100)
     assert meter.recent_error < 0.05
+    plan = plan_of([1, 1, 30])
+    assert meter.predict(plan) == meter.profile.cost.seconds(step_meter.shape_of(plan, (None,)))
+    assert meter.predict(replace(plan, drafts={0: Drafts([1])})) is None
     assert meter.predicted_s == pytest.approx(meter.measured_s, rel=0.05)
 
 
@@ -67,6 +74,25 @@ def test_a_machine_that_became_slower_is_noticed(tmp_path, monkeypatch):
     assert saved.served_error == pytest.approx(0.5, abs=0.05)
     for shape in (decode_shape(2, 200, (None,)), decode_shape(40, 200, (None,))):
         assert saved.cost.seconds(shape) == pytest.approx(2 * true_seconds(shape), rel=0.15)
+
+
+def test_a_calibration_has_the_sizes_of_this_engine_and_its_file_keeps_its_own(tmp_path, monkeypatch):
+    """Plans and simulations read the file: a server of 4 requests is not to change theirs."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(step_meter, "REFIT_S", 0.0)
+    first = StepMeter("m", "here", SIZES, None)
+    serve(first, random.Random(1), MIN_STEPS)
+    small = replace(SIZES, max_requests=4, num_blocks=50)
+    monkeypatch.setattr(step_meter, "find_calibration", lambda config, engine: first.profile)
+    monkeypatch.setattr(step_meter, "read_sizes", lambda engine, target_s: small)
+    engine = SimpleNamespace(scheduler=SimpleNamespace(pace=SimpleNamespace(target_s=None)))
+    config = EngineConfig()
+    meter = step_meter.make_meter(engine, config)
+    assert (meter.profile.sizes, meter.num_profiles) == (small, 1)
+    serve(meter, random.Random(2), MIN_STEPS)
+    assert meter.num_profiles == 2
+    assert meter.profile.sizes == small
+    assert load_profile(profile_path(config)).sizes == SIZES
 
 
 def test_steps_with_drafts_and_failures_are_no_measure():

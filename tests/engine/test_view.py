@@ -168,6 +168,18 @@ def test_blocks_and_requests_are_those_of_the_engine() -> None:
     assert min(num_events.values()) > 0, num_events
 
 
+@pytest.mark.parametrize("known_s", [0.25, None])
+def test_steps_have_the_seconds_that_the_meter_predicts(known_s: float | None) -> None:
+    """Before it can, they have those of the engine's averages."""
+    world = WatchedWorld(random.Random("predicted"))
+    view = EngineView(world.engine, 0.0, lambda plan: known_s)
+    for _ in range(40):
+        world.play()
+    steps = view.take_changes().steps
+    assert steps
+    assert {step.predicted_s for step in steps} == {known_s or 0.5}
+
+
 def test_after_a_reset_there_is_a_snapshot() -> None:
     for number in range(20):
         world = WatchedWorld(random.Random(f"reset {number}"))

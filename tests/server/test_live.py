@@ -224,6 +224,13 @@ def test_misses_in_words_keep_other_tenants_secret(kind: str) -> None:
     assert (masked == text) == (kind != "salted apart")
 
 
+def test_tokens_that_agree_and_were_not_copied_are_explained() -> None:
+    """A block that another request fills is not copied: fewer tokens are cached than agree."""
+    miss = MissReason("diverged", 27, None)
+    assert "11 before it were not copied" in describe_miss(miss, 16, 39, masked=True)
+    assert "copied" not in describe_miss(miss, 27, 39, masked=True)
+
+
 def test_what_was_not_watched_to_its_end_is_unknown() -> None:
     async def watch() -> None:
         view, _ = make_view()

@@ -53,6 +53,12 @@ def test_every_route_says_what_it_answers(api):
             assert "422" not in operation["responses"]
 
 
+def test_a_route_that_only_streams_has_no_document(api):
+    for path in ("/generate_stream", "/console/batching/run"):
+        content = api["paths"][path]["post"]["responses"]["200"]["content"]
+        assert list(content) == ["text/event-stream"]
+
+
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
 def test_answers_are_as_they_are_described(server, api, method, path, body):
     with server.client() as http:

@@ -25,18 +25,32 @@ BATCHING = {**LOAD, "batch_size": 3, "batch_wait_s": 0.1}
 
 def ask(method: str, path: str, profile: Any = PROFILE, **options: Any) -> httpx2.Response:
     """One request to the routes, with a service whose client has a profile."""
+    return ask_at_once(1, method, path, profile, **options)[0]
+
+
+def ask_at_once(count: int, method: str, path: str, profile: Any = PROFILE, **options: Any) -> list[httpx2.Response]:
     service = SimpleNamespace(model="made-up", client=SimpleNamespace(capacity_profile=profile))
     app = Starlette(routes=planning.router.routes, exception_handlers={QuireError: handle_quire_error})
+
+    app.state.simulating = asyncio.Semaphore(1)
 
     async def with_context(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "quire": SimpleNamespace(service=service)}, receive, send)
 
-    async def send() -> httpx2.Response:
+    async def send() -> list[httpx2.Response]:
         transport = httpx2.ASGITransport(with_context)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
-            return await http.request(method, path, **options)
+            return await asyncio.gather(*(http.request(method, path, **options) for _ in range(count)))
 
     return asyncio.run(send())
+
+
+@pytest.mark.cpu
+def test_simulations_of_several_servers_do_not_share_a_lock():
+    """A lock belongs to the event loop in which it was waited for."""
+    for _ in range(2):
+        answers = ask_at_once(2, "POST", "/console/batching", json=BATCHING)
+        assert [answer.status_code for answer in answers] == [200, 200]
 
 
 @pytest.mark.cpu

@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench.serve.traces import read_trace
 from quire.bench.simulate import arrivals as simulated_arrivals
-from quire.trace.chrome import choose_lanes, chrome_document, live
+from quire.trace.chrome import choose_lanes, chrome_document, make_span
 from quire.trace.format import Close, Restart, Step
 from quire.trace.mooncake import mooncake_lines
 from quire.trace.recording import Recording
@@ -103,7 +103,7 @@ class TestChrome:
 
     def test_a_lane_is_used_again_when_it_is_free(self):
         made = recording(*(arrival(str(number), at=number) for number in range(4)))
-        lives = [live(made, 0, request, None, request.at + length) for request, length in zip(
+        lives = [make_span(made, 0, request, None, request.at + length) for request, length in zip(
             made.requests.values(), (1.5, 9.0, 0.5, 1.0), strict=True
         )]  # fmt: skip
         assert list(choose_lanes(lives).values()) == [2, 3, 2, 2]

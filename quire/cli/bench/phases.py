@@ -22,7 +22,7 @@ WITHOUT_PHASES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "keep the fitted cost, for quire simulate"
+    text = "keep the fitted cost, for quire plan, simulate and advise"
     parser.add_argument("--save", action="store_true", help=text)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="where --save writes; default: quire's cache")
     parser.add_argument(
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.repeats < 1:
         raise InvalidParams(f"--repeats is {arguments.repeats}; give a whole number of at least 1.")
+    if arguments.profile is not None and not arguments.save:
+        raise InvalidParams("--profile says where --save writes; add --save, or leave it out.")
     config = engine_config(arguments, prefix_cache=False, speculate="off", itl_target_ms=0.0)
     from quire.bench import phases
     from quire.engine.profiles import profile_path

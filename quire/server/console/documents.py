@@ -1,4 +1,4 @@
-"""The JSON documents of the console: rows of requests, steps, lives. docs/console.md has their fields.
+"""The JSON documents of the console: rows of requests, steps, lives. docs/live.md has their fields.
 
 A document is made for a caller who may see everything; `mask` removes what is another tenant's.
 """
@@ -106,6 +106,7 @@ MISSES = {
     "salted apart": "Its beginning is cached for another tenant, and tenants do not share their caches.",
     "below the block floor": "From token {token:,} on, less than a block is left, and only whole blocks are cached.",
 }
+NOT_COPIED = "their block was being computed or was evicted, or no block was free for a copy"
 
 
 def describe_miss(miss: MissReason | None, num_cached: int, num_prompt: int, *, masked: bool) -> str:
@@ -114,4 +115,7 @@ def describe_miss(miss: MissReason | None, num_cached: int, num_prompt: int, *, 
     if miss is None:
         return found
     kind = "never seen" if masked and miss.kind == "salted apart" else miss.kind
-    return f"{found} {MISSES[kind].format(token=miss.token, step=miss.step or 0)}"
+    text = f"{found} {MISSES[kind].format(token=miss.token, step=miss.step or 0)}"
+    if miss.kind == "diverged" and miss.token > num_cached:
+        text += f" The {miss.token - num_cached:,} before it were not copied: {NOT_COPIED}."
+    return text

@@ -26,7 +26,7 @@ from quire.errors import NoProfile, QuireError
 from quire.server.openai.protocol import Number
 from quire.server.request_model import RequestModel
 from quire.server.router import Router
-from quire.server.schemas import BatchingComparison, EngineFacts, StepPredictions, response_schemas
+from quire.server.schemas import BatchingComparison, ServedEngine, StepPredictions, response_schemas, text_schema
 from quire.server.service import RequestContext, Service, request_context
 from quire.server.streaming import EventStreamResponse, JSONResponse, sse_event
 
@@ -38,7 +38,6 @@ NO_PROFILE = (
 log = logging.getLogger("quire.server")
 
 router = Router()
-simulating = asyncio.Semaphore(1)
 
 
 class LoadFields(RequestModel):
@@ -60,7 +59,7 @@ class BatchingRequest(LoadFields):
     batch_wait_s: Number
 
 
-@router.get("/console/engine", responses=response_schemas(EngineFacts))
+@router.get("/console/engine", responses=response_schemas(ServedEngine))
 async def describe_engine(request: Request) -> Response:
     """The model and the options of the engine that the console's screens depend on."""
     service = request_context(request).service
@@ -85,7 +84,7 @@ async def compare(request: Request, body: BatchingRequest) -> Response:
     profile = profile_of(request_context(request).service)
     requests = body.load().requests()
     begin_s = time.perf_counter()
-    async with simulating:
+    async with request.app.state.simulating:
         results = await asyncio.to_thread(compare_batching, profile, requests, body.batch_size, body.batch_wait_s)
     return JSONResponse(
         {
@@ -98,7 +97,7 @@ async def compare(request: Request, body: BatchingRequest) -> Response:
     )
 
 
-@router.post("/console/batching/run", responses=response_schemas(EngineFacts, stream=True))
+@router.post("/console/batching/run", responses=text_schema("text/event-stream"))
 async def run_live(request: Request, body: LoadFields) -> Response:
     """The same load on the engine that serves. Sends an event for each first token and each end."""
     context = request_context(request)

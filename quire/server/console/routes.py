@@ -1,4 +1,4 @@
-"""GET /console/live, /console/requests/ID and /console/cache. docs/console.md describes them."""
+"""GET /console/live, /console/requests/ID and /console/cache. docs/live.md describes them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import { live } from "./stream.js";
 
 const MAX_DOTS = 4000, REFRESH_MS = 10_000, MISSING_MS = 2000;
 const CAUSES = /** @type {[keyof Point, string, string][]} */ ([
-  ["fixed_s", "every step: weights are read once", "Reading the weights bounds it: more requests in a step cost little."],
+  ["fixed_s", "every step: weights, and the host", "What every step takes bounds it, reading the weights above all: more requests in a step cost little."],
   ["tokens_s", "arithmetic, for each token", "Arithmetic bounds it: more requests take proportionally longer."],
   ["cache_s", "keys and values are read", "Reading keys and values bounds it: shorter contexts or a smaller cache type help."],
 ]);

@@ -111,6 +111,8 @@ class Live {
     } else if (line.type === "snapshot" || line.type === "delta") {
       if (!this.replica(line.replica).apply(line)) throw new Error("a line of the stream is missing");
       this.keep(line);
+    } else if (line.type === "ping" && this.history.length) {
+      this.keep({ ...line, totals: this.totals }); // nothing has changed: rates fall to 0
     } else return;
     this.changed.set(this.changed.value + 1);
   }
