@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
 from quire.engine.cache import CacheLayout, CacheTensors
+from quire.engine.launch import describe_exit
 from quire.engine.rank_channel import (
     RankBuild,
     RankChannel,
@@ -222,9 +222,11 @@ class RankGroup:
         self._end_processes()
 
     def _read(self, each: RankProcess) -> None:
-        for message in each.channel.messages():
-            self._messages.put((each.rank, message))
-        self._lose(each)
+        try:
+            for message in each.channel.messages():
+                self._messages.put((each.rank, message))
+        finally:
+            self._lose(each)
 
     def _lose(self, each: RankProcess) -> None:
         assert self.ranks is not None
@@ -274,8 +276,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
     end(process)
-    code = process.returncode
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return describe_exit(process.returncode)
 
 
 class RankedCache(CacheTensors):

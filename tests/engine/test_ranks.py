@@ -91,13 +91,23 @@ def test_processes_answer_as_one_and_end_with_the_engine(llama: Path) -> None:
     wait_until_gone(started)
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_random_weights_are_those_of_one_process(llama: Path, quantize: str) -> None:
+    """Counting them allocates no pages of rank 0 that the others do not have."""
+    expected = answer(build(llama, 1, weights="random", quantize=quantize))
+    engine = build(llama, 2, weights="random", quantize=quantize)
+    assert answer(engine) == expected
+    engine.close()
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
-def test_a_rank_that_dies_ends_the_engine_with_an_error(llama: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "40")])  # the other has no name
+def test_a_rank_that_dies_ends_the_engine_with_an_error(llama: Path, number: int, name: str) -> None:
     engine = build(llama, 2)
     engine.add(requests()[0])
     engine.step()
-    os.kill(processes(engine)[0], signal.SIGKILL)
-    with pytest.raises(RankLost, match=r"^Rank 1 of 2 ended \(signal SIGKILL\), and the engine cannot go on"):
+    os.kill(processes(engine)[0], number)
+    with pytest.raises(RankLost, match=rf"^Rank 1 of 2 ended \(signal {name}\), and the engine cannot go on"):
         run(engine)
     wait_until_gone(processes(engine))
     engine.close()
