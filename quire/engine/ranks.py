@@ -111,6 +111,8 @@ class RankGroup:
         self.on_loss: Callable[[str, int], None] = lambda loss, code: None
         self._closing = False
         self._owner = os.getpid()
+        self._pinned_thread: int | None = None  # the caller's, while it is rank 0's
+        self._unpinned: set[int] = set()  # the cores that it had before
         self._thread: threading.Thread | None = None
 
     def start(self, config: EngineConfig, path: Path, model: ModelConfig, ops: Kernels, kv_dtype: str) -> Kernels:
@@ -138,7 +140,9 @@ class RankGroup:
         self._thread.start()
         if (error := started.get()) is not None:
             raise EngineError(f"The process of a rank could not be started: {error}") from error
-        pin_thread(cores[0])
+        if cores[0] is not None:
+            self._pinned_thread, self._unpinned = threading.get_ident(), allowed
+            pin_thread(cores[0])
         return select_native(replace(native, threads=threads[0]), self.ranks)
 
     # ── rank 0's main thread ──────────────────────────────────────────────────────────────────────────────────────────
@@ -200,6 +204,9 @@ class RankGroup:
             each.channel.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * EXIT_S)
+        if self._pinned_thread == threading.get_ident():
+            pin_thread(self._unpinned)  # the caller's later engines use all nodes again
+            self._pinned_thread = None
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 

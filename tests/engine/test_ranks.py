@@ -19,6 +19,7 @@ from quire.engine.client import start_engine
 from quire.engine.engine import Engine
 from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import InvalidParams, RankLost
+from quire.kernels.numa import allowed_cores
 from tests.tools.native import ISAS  # noqa: F401  skips where the kernels cannot run
 from tests.tools.tiny_models import tiny_directory
 
@@ -111,6 +112,20 @@ def test_a_rank_that_dies_ends_the_engine_with_an_error(llama: Path, number: int
         run(engine)
     wait_until_gone(processes(engine))
     engine.close()
+
+
+@pytest.mark.skipif(len(allowed_cores()) < 2, reason="two nodes need two cores")
+def test_the_callers_thread_has_all_cores_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next engine of the process would use one node only."""
+    import quire.engine.ranks as module
+
+    cores = allowed_cores()
+    nodes = [{min(cores)}, cores - {min(cores)}]
+    monkeypatch.setattr(module, "read_nodes", lambda: nodes)
+    engine = build(llama, 2)
+    assert allowed_cores() == nodes[0]
+    engine.close()
+    assert allowed_cores() == cores
 
 
 def test_a_rank_that_cannot_be_built_says_why(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
