@@ -263,10 +263,11 @@ def load(
     if config.weights == "random":
         model = shorten(read_config(path), config.max_len, path)
         ops = choose_ops(config, model, dtype, device)
-        if group is not None:
-            ops = group.start(config, path, model, ops, choose_kv_dtype(config.kv_dtype, dtype, ops))
+        # Before the ranks start: counting builds the model, which would allocate pages that only rank 0 has.
         check_weights(count_weights(model, ops) * ITEM_BYTES[dtype], device)
         check_tables(model, device)
+        if group is not None:
+            ops = group.start(config, path, model, ops, choose_kv_dtype(config.kv_dtype, dtype, ops))
         rounding = None if config.quantize == "none" else config.quantize
         return build_random_model(model, dtype=dtype, ops=ops, quantize=rounding), ops
     with opened(path) as (described, checkpoint):

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -233,7 +233,7 @@ class Fleet:
         report, begin_s = DrainReport(index), time.monotonic()
         async with self._drain_lock:
             for group in self.members[index].groups():
-                await self._move(index, group, report)
+                await finish(self._move(index, group, report))
         report.seconds = time.monotonic() - begin_s
         log.info("%s", report)
         return report
@@ -426,6 +426,16 @@ class Fleet:
             for other in left:
                 self._set_draining(other, False)
             self._place_waiting()
+
+
+async def finish(move: Coroutine[None, None, None]) -> None:
+    """Await a move, and if the caller is cancelled let it end first: its requests may be on neither engine."""
+    task = asyncio.ensure_future(move)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
 
 
 def measure_step(state: ReplicaState, outputs: StepOutputs, before: StepOutputs) -> None:

@@ -65,6 +65,7 @@ class OpenImport:
         self.name = message.name
         self.caches = {cache.id: cache for cache in message.requests if cache.num_computed}
         self.targets: list[list[int]] = [[] for _ in range(message.num_blocks)]  # host blocks, by block of the export
+        self.unwritten = set(range(message.num_blocks))
         self.staged: dict[str, SwappedOut] = {}
 
     def add(self, staged: SwappedOut, cache: RequestCache) -> None:
@@ -114,6 +115,9 @@ class KVTransfer:
         request.swapped_out = blocks
         if cache.num_tokens != len(request.tokens):
             log.error("a request has %d tokens and came with the cache of %d", len(request.tokens), cache.num_tokens)
+            self._engine.scheduler.swap.drop(request)
+        elif open_import.unwritten:
+            log.error("a request came without %d blocks of its cache", len(open_import.unwritten))
             self._engine.scheduler.swap.drop(request)
         request.num_preemptions = 1  # it is resumed: what it found in the cache was counted when it was first admitted
         request.num_cached = cache.num_cached
@@ -174,7 +178,8 @@ class KVTransfer:
         scheduler = self._engine.scheduler
         if message.fingerprint != self._engine.info.fingerprint or not self._engine.runner.cache.is_whole:
             return TransferFailed(message.call, "the target has another model or another kind of cache")
-        if not all(fits(cache, message.num_blocks, scheduler.kv) for cache in message.requests):
+        fitting = all(fits(cache, message.num_blocks, scheduler.kv) for cache in message.requests)
+        if not fitting or len(named_blocks(message.requests)) != message.num_blocks:
             return TransferFailed(message.call, "the block tables do not fit the target's cache")
         open_import = self._imports[message.name] = OpenImport(message)
         for cache in open_import.caches.values():
@@ -191,12 +196,13 @@ class KVTransfer:
         if open_import is None or not open_import.is_staged(self._engine.scheduler.swap):
             return TransferFailed(message.call, "the target has lost the cache")
         data, size = memoryview(message.data), host.block_bytes
-        if len(data) % size or message.first + len(data) // size > len(open_import.targets):
+        if len(data) % size or not 0 <= message.first <= len(open_import.targets) - len(data) // size:
             return TransferFailed(message.call, "the blocks do not fit the target's cache")
         host.synchronize()
         for number in range(len(data) // size):
             for host_block in open_import.targets[message.first + number]:
                 host.write(host_block, data[number * size : (number + 1) * size])
+            open_import.unwritten.discard(message.first + number)
         return Done(message.call)
 
     def _end_import(self, name: str) -> None:
@@ -227,6 +233,12 @@ def fits(cache: RequestCache, num_blocks: int, kv: KVCache) -> bool:
         and len(cache.fixed_tables) == kv.num_encoder_groups + kv.num_state_groups
         and all(0 <= block < num_blocks for block in named)
     )
+
+
+def named_blocks(caches: Sequence[RequestCache]) -> set[int]:
+    """The export's blocks that requests have."""
+    tables = [SwappedOut(cache.num_computed, cache.tables, cache.fixed_tables) for cache in caches]
+    return {block for table in tables for block in table.host_blocks}
 
 
 def group_runs(blocks: Sequence[tuple[bool, int]]) -> list[tuple[bool, list[int]]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -74,3 +75,11 @@ class LocalLaunch:
 
     async def close(self) -> None:
         pass
+
+
+def describe_exit(code: int) -> str:
+    """A return code in words. Real-time signals have no names."""
+    if code >= 0:
+        return f"exit status {code}"
+    names = {int(each): each.name for each in signal.Signals}
+    return f"signal {names.get(-code, -code)}"

@@ -122,9 +122,11 @@ class Inbox:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for message in self._channel.messages():
-            self._messages.put(message)
-        os._exit(0)  # the main thread may wait in C++
+        try:
+            for message in self._channel.messages():
+                self._messages.put(message)
+        finally:
+            os._exit(0)  # the main thread may wait in C++
 
     def get(self, kind: type[Message]) -> Message:
         message = self._messages.get()

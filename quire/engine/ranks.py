@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig, parse_speculate
 from quire.engine.cache import CacheLayout, CacheTensors
+from quire.engine.launch import describe_exit
 from quire.engine.rank_channel import (
     RankBuild,
     RankChannel,
@@ -111,6 +111,8 @@ class RankGroup:
         self.on_loss: Callable[[str, int], None] = lambda loss, code: None
         self._closing = False
         self._owner = os.getpid()
+        self._pinned_thread: int | None = None  # the caller's, while it is rank 0's
+        self._unpinned: set[int] = set()  # the cores that it had before
         self._thread: threading.Thread | None = None
 
     def start(self, config: EngineConfig, path: Path, model: ModelConfig, ops: Kernels, kv_dtype: str) -> Kernels:
@@ -138,7 +140,9 @@ class RankGroup:
         self._thread.start()
         if (error := started.get()) is not None:
             raise EngineError(f"The process of a rank could not be started: {error}") from error
-        pin_thread(cores[0])
+        if cores[0] is not None:
+            self._pinned_thread, self._unpinned = threading.get_ident(), allowed
+            pin_thread(cores[0])
         return select_native(replace(native, threads=threads[0]), self.ranks)
 
     # ── rank 0's main thread ──────────────────────────────────────────────────────────────────────────────────────────
@@ -200,6 +204,9 @@ class RankGroup:
             each.channel.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * EXIT_S)
+        if self._pinned_thread == threading.get_ident():
+            pin_thread(self._unpinned)  # the caller's later engines use all nodes again
+            self._pinned_thread = None
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,9 +229,11 @@ class RankGroup:
         self._end_processes()
 
     def _read(self, each: RankProcess) -> None:
-        for message in each.channel.messages():
-            self._messages.put((each.rank, message))
-        self._lose(each)
+        try:
+            for message in each.channel.messages():
+                self._messages.put((each.rank, message))
+        finally:
+            self._lose(each)
 
     def _lose(self, each: RankProcess) -> None:
         assert self.ranks is not None
@@ -274,8 +283,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
     end(process)
-    code = process.returncode
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return describe_exit(process.returncode)
 
 
 class RankedCache(CacheTensors):

@@ -33,7 +33,7 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.core.plan import Detail, Update
 from quire.core.request import Finish, Request
-from quire.engine.launch import EngineProcess, Launch, LocalLaunch
+from quire.engine.launch import EngineProcess, Launch, LocalLaunch, describe_exit
 from quire.engine.live_changes import CacheDescription, LiveChanges
 from quire.engine.mailbox import Mailbox
 from quire.engine.messages import (
@@ -368,8 +368,7 @@ class Supervised:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), patience_s)
         self._kill()
-        code = await self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return describe_exit(await self._process.wait())
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -74,11 +74,10 @@ async def copy_cache(departure: Departure, target: Supervised, name: str, finger
     check(await target.call(Import, name, fingerprint, exported.num_blocks, exported.requests))
     for pieces in pieces_of(exported):
         reads = [departure.source.call(ReadBlocks, exported.call, first, count) for first, count in pieces]
-        blocks = [check(reply) for reply in await gather(reads)]
+        sizes = [count * exported.block_bytes for _, count in pieces]
+        contents = [contents_of(reply, size) for reply, size in zip(await gather(reads), sizes, strict=True)]
         writes = [
-            target.call(WriteBlocks, name, first, each.data)
-            for (first, _), each in zip(pieces, blocks, strict=True)
-            if isinstance(each, Blocks)
+            target.call(WriteBlocks, name, first, data) for (first, _), data in zip(pieces, contents, strict=True)
         ]
         for reply in await gather(writes):
             check(reply)
@@ -115,6 +114,14 @@ async def gather(calls: Sequence[object]) -> list[TransferReply]:
         if isinstance(reply, BaseException):
             raise reply
     return list(replies)
+
+
+def contents_of(reply: TransferReply, num_bytes: int) -> bytes:
+    """The blocks that were asked for, and no fewer: the target would go on with what its memory held before."""
+    check(reply)
+    if not isinstance(reply, Blocks) or len(reply.data) != num_bytes:
+        raise MoveFailed("the source sent other blocks than it was asked for")
+    return reply.data
 
 
 def check(reply: TransferReply) -> TransferReply:

@@ -243,6 +243,31 @@ def test_requests_that_are_aborted_while_they_move(model):
     play(model, scenario)
 
 
+@pytest.mark.parametrize(("replica", "kind"), [(1, Export), (0, WriteBlocks)])
+def test_a_drain_that_is_cancelled_leaves_no_request_between_two_engines(model, expected, replica, kind):
+    """The group that moves arrives; the others stay where they are."""
+
+    async def scenario(scene):
+        await scene.submit(1)
+        draining, member = asyncio.ensure_future(scene.fleet.drain(1)), scene.fleet.members[replica]
+        call = member.call
+
+        async def call_and_cancel(asked, *arguments):
+            if asked is kind:
+                member.call = call
+                draining.cancel()
+            return await call(asked, *arguments)
+
+        member.call = call_and_cancel
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        assert [len(each.groups()) for each in scene.fleet.members] == [1, len(scene.working) - 1]
+        async with asyncio.timeout(60):
+            return await scene.finish()
+
+    assert play(model, scenario) == expected[0]
+
+
 def test_a_drained_replica_takes_requests_when_no_other_is_left(model):
     async def fail():
         raise OSError("no process")

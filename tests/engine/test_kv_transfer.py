@@ -15,6 +15,7 @@ from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.engine.kv_transfer import KVTransfer
+from quire.engine.transfer import MoveFailed, contents_of
 from quire.engine.transfer_messages import (
     Blocks,
     Done,
@@ -325,6 +326,41 @@ def test_a_target_that_had_to_start_over():
     assert target.outputs == undisturbed(FAMILIES["llama"], count=1).outputs
 
 
+def test_a_cache_of_which_a_part_never_came_is_computed_again():
+    """The host blocks hold what was there before."""
+    source, target, made = Replica(), Replica(), requests(1)
+    source.add(made[0])
+    source.step(3)
+    exported = source.ask(Export(1, ["0-0"]))
+    assert exported.num_blocks > 1
+    target.ask(Import(1, "move", "one", exported.num_blocks, exported.requests))
+    data = source.ask(ReadBlocks(2, exported.call, 0, 1)).data
+    assert target.ask(WriteBlocks(3, "move", 0, data)) == Done(3)
+    land(source, target, exported, made)
+    assert target.scheduler.requests["0-0"].swapped_out is None
+    target.finish()
+    assert target.outputs == undisturbed(FAMILIES["llama"], count=1).outputs
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 1 << 40])
+def test_more_blocks_than_requests_have(num_blocks):
+    """They would take memory."""
+    source, target = Replica(), Replica()
+    source.add(requests(1)[0])
+    source.step(3)
+    exported = source.ask(Export(1, ["0-0"]))
+    reply = target.ask(Import(1, "move", "one", num_blocks, exported.requests))
+    assert "do not fit" in reply.reason
+    target.check_empty()
+
+
+@pytest.mark.parametrize("reply", [Blocks(1, b"123"), Blocks(1, b"12345"), Done(1), TransferFailed(1, "no")])
+def test_a_source_that_sends_other_blocks(reply):
+    with pytest.raises(MoveFailed):
+        contents_of(reply, 4)
+    assert contents_of(Blocks(1, b"1234"), 4) == b"1234"
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -348,7 +384,7 @@ def test_blocks_that_do_not_fit():
     source.step(3)
     exported = source.ask(Export(1, ["0-0"]))
     data = source.ask(ReadBlocks(2, exported.call, 0, 1)).data
-    for first, sent in ((0, data[:-1]), (exported.num_blocks, data), (exported.num_blocks - 1, data * 2)):
+    for first, sent in ((0, data[:-1]), (-1, data), (exported.num_blocks, data), (exported.num_blocks - 1, data * 2)):
         target.ask(Import(1, "move", "one", exported.num_blocks, exported.requests))
         assert "do not fit" in target.ask(WriteBlocks(3, "move", first, sent)).reason
         target.ask(EndImport("move"))

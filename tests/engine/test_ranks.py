@@ -19,6 +19,7 @@ from quire.engine.client import start_engine
 from quire.engine.engine import Engine
 from quire.engine.supervisor import EngineCallbacks, Supervised
 from quire.errors import InvalidParams, RankLost
+from quire.kernels.numa import allowed_cores
 from tests.tools.native import ISAS  # noqa: F401  skips where the kernels cannot run
 from tests.tools.tiny_models import tiny_directory
 
@@ -91,16 +92,40 @@ def test_processes_answer_as_one_and_end_with_the_engine(llama: Path) -> None:
     wait_until_gone(started)
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_random_weights_are_those_of_one_process(llama: Path, quantize: str) -> None:
+    """Counting them allocates no pages of rank 0 that the others do not have."""
+    expected = answer(build(llama, 1, weights="random", quantize=quantize))
+    engine = build(llama, 2, weights="random", quantize=quantize)
+    assert answer(engine) == expected
+    engine.close()
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
-def test_a_rank_that_dies_ends_the_engine_with_an_error(llama: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "40")])  # the other has no name
+def test_a_rank_that_dies_ends_the_engine_with_an_error(llama: Path, number: int, name: str) -> None:
     engine = build(llama, 2)
     engine.add(requests()[0])
     engine.step()
-    os.kill(processes(engine)[0], signal.SIGKILL)
-    with pytest.raises(RankLost, match=r"^Rank 1 of 2 ended \(signal SIGKILL\), and the engine cannot go on"):
+    os.kill(processes(engine)[0], number)
+    with pytest.raises(RankLost, match=rf"^Rank 1 of 2 ended \(signal {name}\), and the engine cannot go on"):
         run(engine)
     wait_until_gone(processes(engine))
     engine.close()
+
+
+@pytest.mark.skipif(len(allowed_cores()) < 2, reason="two nodes need two cores")
+def test_the_callers_thread_has_all_cores_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next engine of the process would use one node only."""
+    import quire.engine.ranks as module
+
+    cores = allowed_cores()
+    nodes = [{min(cores)}, cores - {min(cores)}]
+    monkeypatch.setattr(module, "read_nodes", lambda: nodes)
+    engine = build(llama, 2)
+    assert allowed_cores() == nodes[0]
+    engine.close()
+    assert allowed_cores() == cores
 
 
 def test_a_rank_that_cannot_be_built_says_why(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
