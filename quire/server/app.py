@@ -93,7 +93,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 def allowed_methods(request: Request) -> set[str]:
     """The methods of all routes with the path of a request. Each method has a route of its own."""
-    return {each.method for each in operations() if each.matches(request.scope)[0] is not Match.NONE}
+    routes = (each for each in request.app.routes if isinstance(each, Operation))
+    return {each.method for each in routes if each.matches(request.scope)[0] is not Match.NONE}
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:

@@ -67,6 +67,8 @@ def read_details(
     size = fields.count("embedding_length_per_layer_input", 0, least=0)
     if size and not per_layer[0]:
         raise fields.bad("it has embedding_length_per_layer_input and no per_layer_token_embd.weight")
+    if size and per_layer[0] < plain.vocab_size:
+        raise fields.bad(f"per_layer_token_embd.weight has {per_layer[0]} rows, for a vocabulary of {plain.vocab_size}")
     return Gemma4Config(
         head_dim,
         check_heads(fields, plain.num_heads, value_of(fields, "attention.head_count_kv", full)),

@@ -110,7 +110,7 @@ def read_details(fields: Fields, plain: ModelConfig, windows: Windows) -> Gemma4
         num_sharing,
         2 * plain.intermediate_size if fields.flag("use_double_wide_mlp", False) else 0,
         per_layer_size,
-        fields.count("vocab_size_per_layer_input") if per_layer_size else 0,
+        fields.count("vocab_size_per_layer_input", least=plain.vocab_size) if per_layer_size else 0,
     )
 
 

@@ -95,6 +95,12 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
     assert 0 < errors[:2].max() < 0.06  # for later tokens, rounded numbers may choose another expert
 
 
+def test_a_gguf_file_has_embeddings_of_all_tokens_for_each_layer(tmp_path: Path) -> None:
+    path = save_gguf(gemma4_model("e2b", vocab_size_per_layer_input=96), tmp_path / "short.gguf")
+    with pytest.raises(BadModelFile, match=r"per_layer_token_embd.weight has 96 rows, for a vocabulary of 97"):
+        load_model(path, dtype="float32", ops=select_torch("cpu"))
+
+
 def test_a_published_file(tmp_path: Path) -> None:
     """Its names of sizes, the prefix of multimodal checkpoints, and keys of layers that share, which are not read."""
     model = gemma4_model("e2b", num_global_key_value_heads=None)
@@ -165,6 +171,7 @@ def test_missing_tensors_are_named(name: str, tensor: str, message: str, tmp_pat
         ("31b", {"per_layer_config": {"0": {"head_dim": 32}}}, "not those of full attention"),
         ("e2b", {"num_kv_shared_layers": 5}, "no layer of full attention has any"),
         ("e2b", {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6"),
+        ("e2b", {"vocab_size_per_layer_input": 96}, "vocab_size_per_layer_input is 96"),
         ("26b-a4b", {"top_k_experts": 7}, "top_k_experts is 7"),
     ],
 )

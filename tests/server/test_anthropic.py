@@ -18,7 +18,7 @@ from quire.server.error_response import anthropic_error
 from quire.text.answer_format import AnswerFormat
 from quire.text.reasoning.formats import THINK
 from quire.text.tools.definitions import NO_TOOLS, ToolChoice, make_tool
-from quire.text.tools.formats import HERMES
+from quire.text.tools.formats import HARMONY, HERMES
 from tests.server.running import Running, wait_for
 from tests.server.scripted import ScriptedService, make_output_processor
 from tests.server.test_responses import running
@@ -305,6 +305,26 @@ class TestParts:
             messages=[{"role": "assistant", "content": blocks}, {"role": "user", "content": "Sure?"}],  # type: ignore[list-item]
         )
         assert chat_input(body).messages[0] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+
+    def test_thinking_of_messages_in_a_row_is_kept(self):
+        turns = [[{"type": "thinking", "thinking": text}, {"type": "text", "text": text}] for text in ("One", "Two")]
+        body = MessagesRequest.model_validate(
+            {
+                "max_tokens": 1,
+                "messages": [*({"role": "assistant", "content": turn} for turn in turns), STORY[0]],
+            }
+        )
+        joined = {"role": "assistant", "content": "One\nTwo", "reasoning_content": "One\nTwo"}
+        assert chat_input(body).messages[0] == joined
+
+    @pytest.mark.parametrize("arguments", ["look at it", "[1]", "3", "{{"])
+    def test_arguments_that_are_no_object_do_not_fail_the_answer(self, arguments):
+        choice = ToolChoice(mode="auto", tools=(make_tool("tools[0]", name="look"),))
+        said = ["<|channel|>commentary to=functions.look <|constrain|>json<|message|>", arguments]
+        generation, _ = make_generation(said, format=AnswerFormat(HARMONY, choice, None, "either"))
+        events = asyncio.run(gather(generation))
+        assert events[-1]["type"] == "message_stop"
+        assert generation.builder.document["content"][0]["input"] == {}
 
     def test_a_call_that_is_cut_keeps_what_there_is(self):
         said = ['<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": "x']

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from quire.errors import InvalidParams, Overloaded
 from quire.server.admission import Admission
-from quire.server.app import build_app
+from quire.server.app import allowed_methods, build_app
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.metrics import Metrics
@@ -52,6 +53,16 @@ def test_a_wrong_method_is_told_the_right_ones():
     refused = http.delete("/health")
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
     assert "DELETE /health" in refused.json()["error"]["message"]
+
+
+def test_methods_are_those_of_the_routes_that_are_served():
+    for console, path, methods in (
+        (True, "/openapi.json", {"GET"}),
+        (True, "/console/live", {"GET"}),
+        (False, "/console/live", set()),
+    ):
+        app = build_app(ServerConfig(log_requests=False, console=console), ApiKeys({}), Metrics()).app
+        assert allowed_methods(Request({"type": "http", "method": "PUT", "path": path, "app": app})) == methods
 
 
 @pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/ready", 503)])

@@ -195,9 +195,13 @@ def tool_use_id(call_id: str) -> str:
 
 
 def read_input(arguments: str) -> Document:
-    """The arguments of a tool call. If the call was cut off, these are the arguments so far."""
-    value: Document = from_json(arguments, allow_partial=True) if arguments else {}
-    return value
+    """The arguments of a tool call. If the call was cut off, these are the arguments so far. A model may write a call
+    whose arguments are no JSON object; the API has no place for those."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def stop_fields(answer: CompletionOutput, content: Sequence[Document]) -> Document:

@@ -208,7 +208,8 @@ def extend_message(
     written: Document, texts: Sequence[TextBlock], calls: Sequence[ToolUseBlock], thoughts: Sequence[ThinkingBlock]
 ) -> None:
     if thoughts:
-        written["reasoning_content"] = "\n".join(block.thinking for block in thoughts)
+        earlier = [written["reasoning_content"]] if written.get("reasoning_content") else []
+        written["reasoning_content"] = "\n".join([*earlier, *(block.thinking for block in thoughts)])
         written["content"] = written["content"] or ""
     if texts:
         written["content"] = "\n".join([*([written["content"]] if written["content"] else []), text_of(texts)])

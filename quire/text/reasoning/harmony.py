@@ -79,13 +79,14 @@ class HarmonyParser:
         """Read up to the body. Returns the text behind the header."""
         before, marker, rest = split_at_marker(self._scanner, text)
         self._header += before
-        if marker is not None:
-            self._begin_message()
-        elif len(self._header) > MAX_HEADER:
-            self._emit("text", self._header)
-            self._header, rest = "", self._scanner.held
+        if len(self._header) > MAX_HEADER:  # before the marker is looked at: it does not matter how the text is divided
+            begun, rest = self._header[:MAX_HEADER], self._header[MAX_HEADER:] + (marker or self._scanner.held) + rest
+            self._emit("text", begun)
+            self._header = ""
             self._begin_body("text")
             self._is_new = False
+        elif marker is not None:
+            self._begin_message()
         return rest
 
     def _begin_message(self) -> None:

@@ -201,13 +201,15 @@ def _add_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _split_calls(messages: list[Message]) -> list[Message]:
-    """Split a message with several calls into one message for each call, followed by its result."""
+    """Split a message with several calls into one message for each call, followed by its result. The first one has the
+    text and the reasoning."""
     split: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls", ())
         if len(calls) > 1:
             split.append({**message, "tool_calls": [calls[0]]})
-            split += [{**message, "content": "", "tool_calls": [call]} for call in calls[1:]]
+            rest = {key: value for key, value in message.items() if key not in ("thinking", "reasoning_content")}
+            split += [{**rest, "content": "", "tool_calls": [call]} for call in calls[1:]]
         elif message["role"] == "tool":
             split.insert(_index_after_call(message, split), message)
         else:

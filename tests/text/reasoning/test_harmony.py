@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.errors import InvalidParams
@@ -96,6 +98,24 @@ def test_a_long_text_without_a_message_is_text():
     assert parse("y" * 2000).content == "y" * 2000
 
 
+@pytest.mark.parametrize("in_final", [False, True])
+@pytest.mark.parametrize("choice", [AUTO, ONE, NO_TOOLS])
+def test_how_an_answer_is_divided_makes_no_difference(choice, in_final):
+    rnd = random.Random(1)
+    parts = [*HARMONY.markers, "analysis", "final", " to=functions.get_time", "{}", " ", "<|", "x" * 300, "Hi"]
+    for _ in range(1000):
+        text = "".join(rnd.choices(parts, k=rnd.randint(1, 14)))
+        whole = parse(text, choice, size=len(text), in_final=in_final)
+        for size in (1, rnd.randint(2, 40)):
+            assert outline(parse(text, choice, size=size, in_final=in_final)) == outline(whole), text
+
+
+def outline(answer: ParsedOutput) -> object:
+    """All but the calls' ids, which are random."""
+    calls = [(call.name, call.arguments, call.complete) for call in answer.calls]
+    return answer.content, answer.reasoning, calls
+
+
 def test_a_prefill_is_in_the_final_channel():
     format = AnswerFormat.of(detect_capabilities(ChatTemplate(TEMPLATE, {})), NO_TOOLS, "<|start|>assistant")
     assert format.phase == "either"
@@ -118,6 +138,22 @@ def test_the_template_is_recognized_and_gets_history_in_its_form():
     text = template.render(prepared.messages, prepared.tools)
     assert "analysis<|message|>A tool tells.\n\nA moment.<|end|><|start|>assistant to=functions.get_time" in text
     assert text.endswith('<|message|>"noon"<|end|><|start|>assistant')
+
+
+def test_the_reasoning_before_several_calls_is_rendered_once():
+    template = ChatTemplate(TEMPLATE, {})
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("get", "get_time")
+    ]
+    history = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "reasoning": "Both tools.", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls),
+    ]
+    prepared = prepare_messages(history, TOOLS, detect_capabilities(template))
+    text = template.render(prepared.messages, prepared.tools)
+    assert text.count("Both tools.") == 1
+    assert text.index("Both tools.") < text.index("functions.get<") < text.index("functions.get_time<")
 
 
 def test_reasoning_that_is_no_text_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.text.answer_format import AnswerFormat
@@ -55,6 +57,19 @@ def test_calls_follow_reasoning_and_are_not_read_in_it(size):
     assert answer.reasoning == f"I say {CALL}"
     assert [(call.name, call.complete) for call in answer.calls] == [("get_time", True)]
     assert answer.content == ""
+
+
+def test_how_an_answer_is_divided_makes_no_difference():
+    rnd = random.Random(1)
+    parts = ["<think>", "</think>", "<thi", "</th", " ", "\n\n", "Hi", CALL, "<tool_call>", "{", "}"]
+    for _ in range(1000):
+        text, phase = "".join(rnd.choices(parts, k=rnd.randint(1, 12))), rnd.choice(["either", "reasoning", "answer"])
+        whole, single = (parse(text, phase, size=size) for size in (len(text), 1))
+        assert (single.reasoning, single.content, len(single.calls)) == (
+            whole.reasoning,
+            whole.content,
+            len(whole.calls),
+        ), text
 
 
 def test_the_format_is_that_of_the_template():
