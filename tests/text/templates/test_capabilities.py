@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.text.reasoning.formats import ReasoningFormat
 from quire.text.templates.capabilities import TemplateCapabilities, detect_capabilities
 from quire.text.templates.chat_template import ChatTemplate
 from quire.text.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED
@@ -83,12 +84,19 @@ class TestChoosing:
         assert detect_capabilities(None) == TemplateCapabilities(format=HERMES)
 
 
+def reasoning(opening, closing):
+    return ReasoningFormat(opening, closing, (opening, closing))
+
+
 @pytest.mark.skipif(not REAL.exists(), reason="the collection of real templates is not here")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("Qwen-Qwen2.5-7B-Instruct", TemplateCapabilities(format=HERMES, supports_tools=True)),
-        ("Qwen-Qwen3-0.6B", TemplateCapabilities(format=HERMES, supports_tools=True)),
+        (
+            "Qwen-Qwen3-0.6B",
+            TemplateCapabilities(format=HERMES, supports_tools=True, reasoning=reasoning("<think>", "</think>")),
+        ),
         ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", TemplateCapabilities(format=HERMES, supports_tools=True)),
         (
             "meta-llama-Llama-3.1-8B-Instruct",
@@ -100,7 +108,10 @@ class TestChoosing:
         ),
         ("mistralai-Mistral-Nemo-Instruct-2407", TemplateCapabilities(format=MISTRAL, supports_tools=True)),
         ("Mistral-Small-3.2-24B-Instruct-2506", TemplateCapabilities(format=MISTRAL_NAMED, supports_tools=True)),
-        ("mistralai-Ministral-3-14B-Reasoning-2512", TemplateCapabilities(format=MISTRAL_NAMED, supports_tools=True)),
+        (
+            "mistralai-Ministral-3-14B-Reasoning-2512",
+            TemplateCapabilities(format=MISTRAL_NAMED, supports_tools=True, reasoning=reasoning("[THINK]", "[/THINK]")),
+        ),
         ("Qwen3-Coder", TemplateCapabilities(format=HERMES)),
         ("google-gemma-2-2b-it", TemplateCapabilities(format=HERMES, supports_system_role=False)),
         ("microsoft-Phi-3.5-mini-instruct", TemplateCapabilities(format=HERMES)),
