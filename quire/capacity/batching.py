@@ -111,8 +111,9 @@ def to_arrival(number: int, request: LoadRequest) -> Arrival:
 def check_fits(profile: CapacityProfile, requests: Sequence[LoadRequest]) -> None:
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     sizes = profile.sizes
-    if longest > sizes.max_len or sizes.request_blocks(longest) > sizes.num_blocks:
+    num_blocks = sizes.request_blocks(longest)
+    if longest > sizes.max_len or num_blocks > sizes.num_blocks:
         raise InvalidParams(
-            f"The longest request has {longest:,} tokens, and this engine takes at most {sizes.max_len:,} tokens in "
-            f"{sizes.num_blocks:,} blocks. Shorten the prompts or the answers."
+            f"The longest request has {longest:,} tokens and needs {num_blocks:,} blocks; this engine takes at most "
+            f"{sizes.max_len:,} tokens and has {sizes.num_blocks:,} blocks. Shorten the prompts or the answers."
         )

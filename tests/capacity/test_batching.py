@@ -76,7 +76,7 @@ def test_a_load_without_bounds_is_refused(field, value):
 
 
 def test_a_load_that_does_not_fit_is_refused():
-    with pytest.raises(InvalidParams, match="121 tokens, and this engine takes at most 120"):
+    with pytest.raises(InvalidParams, match="121 tokens and needs 31 blocks; this engine takes at most 120"):
         compare_batching(PROFILE, [LoadRequest(0.0, 100, 21)], 2, 0.1)
     groups = replace(SIZES, windows=(None, None), num_blocks=50)  # each token is in two groups of layers
     with pytest.raises(InvalidParams, match="120 tokens in 50 blocks"):

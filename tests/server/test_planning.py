@@ -168,7 +168,8 @@ def test_a_load_that_the_groups_of_a_cache_have_no_room_for_is_refused():
     profile = replace(PROFILE, sizes=sizes, cost=StepCost(windows, coefficients))
     answer = ask("POST", "/console/batching", profile, json={**BATCHING, "prompt_tokens": 150})
     assert answer.status_code == 400
-    assert "This engine refuses a request of the load" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "has 181 tokens and needs 48 blocks; this engine takes at most 512 tokens and has 16 blocks" in message
 
 
 @pytest.mark.server
