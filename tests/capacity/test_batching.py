@@ -79,7 +79,7 @@ def test_a_load_that_does_not_fit_is_refused():
     with pytest.raises(InvalidParams, match="121 tokens and needs 31 blocks; this engine takes at most 120"):
         compare_batching(PROFILE, [LoadRequest(0.0, 100, 21)], 2, 0.1)
     groups = replace(SIZES, windows=(None, None), num_blocks=50)  # each token is in two groups of layers
-    with pytest.raises(InvalidParams, match="120 tokens in 50 blocks"):
+    with pytest.raises(InvalidParams, match="needs 60 blocks; this engine takes at most 120 tokens and has 50 blocks"):
         compare_batching(replace(PROFILE, sizes=groups), [LoadRequest(0.0, 100, 20)], 2, 0.1)
     with pytest.raises(InvalidParams, match="batch_size is 9"):
         compare_batching(PROFILE, [LoadRequest(0.0, 10, 2)], 9, 0.1)
