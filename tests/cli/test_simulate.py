@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench.serve.traces import MAX_TOKENS, TraceRequest
 from quire.bench.simulate import arrivals
-from quire.cli import simulate
+from quire.cli import load
 from quire.cli.main import make_parser
 from quire.errors import InvalidParams
 from tests.capacity.test_simulator import PROFILE
@@ -56,7 +56,7 @@ def test_times_that_are_too_far_apart_are_refused(tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(InvalidParams, match="too far apart"):
         run(tmp_path, "--trace", str(trace))
-    assert simulate.MAX_TOKENS == MAX_TOKENS
+    assert load.MAX_TOKENS == MAX_TOKENS
 
 
 def test_ids_beyond_a_prompt_are_not_laid_out() -> None:

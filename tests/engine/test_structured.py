@@ -219,7 +219,7 @@ def test_masks_leave_only_tokens_whose_bit_is_set() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_what_was_asked_for_crosses_to_the_engines_process(name: str) -> None:
     one = request(name, 3, sampled=True)
-    sent = EngineRequest.of(one, "7", None, [1, 2], 0)
+    sent = EngineRequest.of(one, "7", None, [1, 2], 0, 0.0)
     frame = encode(Submit([sent]))
     (arrived,) = decode_for_engine(frame[4:]).requests
     assert arrived == sent
