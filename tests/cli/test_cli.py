@@ -121,7 +121,8 @@ def test_bench_offline_prints_the_agreed_document(default_model) -> None:
         "bench", "offline", "--batch", "1,2", "--prompt-tokens", "8", "--output-tokens", "3", "--repeats", "1", "--json"
     )
     document = json.loads(done.stdout)
-    assert {"machine", "model", "rows", "start_s"} <= set(document)
+    agreed = {"machine", "model", "rows", "start_s"}
+    assert set(document) == agreed | {"bench", "command", "engine", "quire", "time"}
     assert document["command"].startswith("quire bench offline --batch 1,2 ")
     assert [row["batch"] for row in document["rows"]] == [1, 2]
     for row in document["rows"]:

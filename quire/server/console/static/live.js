@@ -10,7 +10,7 @@ import { live } from "./stream.js";
 /** @typedef {import("./replica.js").Replica} Replica */
 
 const TABLE_MS = 250; // between two drawings of the table: text that changes faster cannot be read
-const TILES = ["Running", "Waiting", "Blocks in use", "Tokens/s", "Step", "Predicted/measured", "Prompt cached", "Preemptions"];
+const TILES = ["Running", "Waiting", "Blocks in use", "Tokens/s", "Step", "Predicted / actual", "Prompt cached", "Preemptions"];
 
 /** @returns {import("./main.js").Screen} */
 export function makeLive() {
@@ -119,7 +119,7 @@ function figures(replica) {
     "Blocks in use": percent(used),
     "Tokens/s": count(live.rate("output_tokens_total")),
     Step: timed.length ? duration(sum((step) => step.seconds) / timed.length) : "–",
-    "Predicted/measured": predicted ? percent(sum((step) => step.predicted_s) / sum((step) => step.seconds)) : "–",
+    "Predicted / actual": predicted ? percent(sum((step) => step.predicted_s) / sum((step) => step.seconds)) : "–",
     "Prompt cached": totals.prompt_tokens_total ? percent(totals.cached_prompt_tokens_total / totals.prompt_tokens_total) : "–",
     Preemptions: count(totals.preemptions_total ?? 0),
   };
